@@ -1,0 +1,36 @@
+# make demo: train the embedded example on two processes.   make test: run the tests.   make lint, make bench: see below.
+# Everything happens in .venv, made from pyproject.toml under constraints.txt; PYTHON chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := true
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed
+	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo
+	@echo "The real thing, on the Hub's Yelp reviews: $(BIN)/accelerate launch --config_file accelerate_configs/4gpu.yaml -m hftune.run recipe=yelp"
+
+test: $(VENV)/.installed
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+bench: $(VENV)/.installed
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# torch first and alone: its CPU build is enough here, and a plain `pip install torch` may fetch gigabytes of CUDA.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .ruff_cache

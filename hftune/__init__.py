@@ -1,0 +1,35 @@
+"""hftune: fine-tuning whose mathematics does not depend on how many processes compute it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "DataError", "Recipe", "Task", "TrainResult", "TrainingError", "train"]
+
+if TYPE_CHECKING:
+    from hftune.config import Recipe
+    from hftune.errors import ConfigError, DataError, TrainingError
+    from hftune.task import Task
+    from hftune.training import TrainResult, train
+
+_HOME = {
+    "ConfigError": "hftune.errors",
+    "DataError": "hftune.errors",
+    "Recipe": "hftune.config",
+    "Task": "hftune.task",
+    "TrainResult": "hftune.training",
+    "TrainingError": "hftune.errors",
+    "train": "hftune.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562): ``import hftune`` itself costs no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'hftune' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,62 @@
+"""What a person sees in the terminal: a bar where there is one to draw on, plain lines elsewhere. Knows only numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Console:
+    """Prints on the main process, is silent on the others."""
+
+    def __init__(self, enabled: bool, num_steps: int):
+        self.enabled = enabled
+        self.num_steps = num_steps
+        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True) if enabled and sys.stderr.isatty() else None
+
+    def line(self, text: str) -> None:
+        """Print one line, above the bar where there is one."""
+        if not self.enabled:
+            return
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def advance(self, step: int, loss: float) -> None:
+        """Move the bar."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def logged(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
+        """Print what was logged at a step; training values only without a bar, which shows them by itself."""
+        if self.bar is None or any(name.startswith("eval/") for name in values):
+            numbers = [f"{name.partition('/')[2]} {short(value)}" for name, value in values.items() if is_number(value)]
+            what = "eval " if any(name.startswith("eval/") for name in values) else ""
+            self.line(f"step {step}/{self.num_steps}  epoch {epoch:.2f}  {what}{'  '.join(numbers)}")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a metric is one number, as dashboards want it."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def short(value: float) -> str:
+    """Format a number for reading: 0.8312, 2.4e-05, 1,234."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Lay out two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

@@ -1,0 +1,1 @@
+"""Reading, caching and padding of data. Knows no model, no rank and no device."""

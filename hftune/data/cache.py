@@ -1,0 +1,64 @@
+"""Work that is done once a machine and found again by its content. Knows nothing of what is cached.
+
+Waiting happens on a file lock, never in a collective: no process group has to exist while a slow machine tokenises, so none
+can time out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.fingerprint import Hasher
+from filelock import FileLock, Timeout
+
+
+def cache_dir() -> Path:
+    """Return (and make) hftune's folder inside datasets' own cache; HF_DATASETS_CACHE moves both."""
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "hftune"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let one process of the machine after the other pass; the first fills the cache, the others find it filled.
+
+    A process that dies inside gives the lock back. ``key`` names the work (hashed by content); ``on_wait`` is called once
+    where another process holds the lock for more than a few seconds.
+    """
+    lock = FileLock(cache_dir() / f"{Hasher.hash(key)}.lock")
+    try:
+        lock.acquire(timeout=5)
+    except Timeout:
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cached_map(dataset: datasets.Dataset, function: Callable, key: Any, note: str, **fn_kwargs: Any) -> datasets.Dataset:
+    """Map batches once, keep the result on disk under a hash of dataset, function and key, and load it from there.
+
+    ``datasets`` caches maps by itself, but not those of a data set made in memory, and under a hash of pickled objects,
+    which changes with the state of a used tokenizer. The old columns are dropped.
+
+    Args:
+        key: what the result depends on beside the rows and the function; hashed by content.
+        note: shown beside the progress bar.
+    """
+    fingerprint = Hasher.hash([dataset._fingerprint, function.__module__, function.__qualname__, key, datasets.__version__])
+    return dataset.map(
+        function,
+        batched=True,
+        fn_kwargs=fn_kwargs,
+        remove_columns=dataset.column_names,
+        cache_file_name=str(cache_dir() / f"{fingerprint}.arrow"),
+        new_fingerprint=fingerprint,
+        desc=note,
+    )

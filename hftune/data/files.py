@@ -1,0 +1,51 @@
+"""Looks whether the files that a recipe names are there. Imports nothing heavy: it runs before torch does."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
+"""datasets' builders that read ``task.data_files``."""
+
+
+def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each."""
+    if dataset in FILE_FORMATS and not data_files:
+        yield f"task.dataset={dataset} reads files: set task.data_files.train=... and task.data_files.eval=..."
+    if not data_files:
+        return
+    if wrong := sorted(set(data_files) ^ {"train", "eval"}):
+        yield f"task.data_files must have exactly the keys train and eval; {', '.join(wrong)} is missing or too many."
+    for part, patterns in data_files.items():
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):
+                yield f"task.data_files.{part}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
+
+
+def model_folder_problems(model: str | None, model_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with ``task.model``, where that is a folder, and with a model that is built from its config."""
+    if model is None and "model_type" not in model_config:
+        yield "task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes."
+    if model is None or not is_folder(model):
+        return
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        yield f"task.model={model}: there is no such folder."
+    elif not (folder / "config.json").is_file():
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        yield f"task.model={model} holds no config.json (but {there}): name the folder that save_pretrained wrote."
+
+
+def is_folder(model: str) -> bool:
+    """Say whether a model's name means a folder on this machine rather than a name on the Hub."""
+    return Path(model).expanduser().exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def _nearest_file(path: Path) -> str:
+    names = [other.name for other in path.expanduser().parent.glob("*")]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""

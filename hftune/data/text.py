@@ -1,0 +1,135 @@
+"""Text data sets: from the Hub, from files, or from a Python function; checked, tokenised, padded. Knows no task."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+from hftune.data.files import FILE_FORMATS
+from hftune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, part: str) -> datasets.Dataset:
+    """Load the rows of one part ("train" or "eval") of a data set.
+
+    Args:
+        dataset: a name on the Hub; one of FILE_FORMATS, with ``data_files={"train": path, "eval": path}``; or
+            ``module:function``, called with the part's name, which returns the rows as dictionaries.
+        split: of the Hub's data set, such as "train", "test" or "train[:10%]".
+
+    Raises:
+        DataError: it cannot be loaded, or has no rows.
+    """
+    if ":" in dataset:
+        rows = _from_function(dataset, part)
+    elif data_files:
+        rows = _load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: data_files[part]}, split=part)
+    else:
+        rows = _load(dataset, f"task.dataset={dataset}", split=split)
+    if len(rows) == 0:
+        raise DataError(f"The {part} split of {dataset} has no rows{_of(data_files, part)}.")
+    return rows
+
+
+def _of(data_files: Mapping[str, Any] | None, part: str) -> str:
+    return f" ({data_files[part]})" if data_files else ""
+
+
+def _from_function(name: str, part: str) -> datasets.Dataset:
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task.dataset={name} cannot be imported: {error}.") from error
+    return datasets.Dataset.from_list(list(function(part)))
+
+
+def _load(dataset: str, said: str, **kwargs: Any) -> datasets.Dataset:
+    try:
+        return datasets.load_dataset(dataset, **kwargs)
+    except DatasetGenerationError as error:
+        raise DataError(f"{said} cannot be read as {dataset}: {error.__cause__ or error}.") from error
+    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
+        files = ", ".join(FILE_FORMATS)
+        raise DataError(
+            f"{said} cannot be loaded: {error} Without the Hub, name files: "
+            f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({files})."
+        ) from error
+    except ValueError as error:  # datasets' word for an unknown split or configuration
+        raise DataError(f"{said} cannot be loaded: {error}") from error
+
+
+def draw(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Dataset:
+    """Keep ``count`` rows drawn at random, in their order; all where there are no more, or ``count`` is None."""
+    if count is None or count >= len(rows):
+        return rows
+    return rows.select(np.sort(np.random.RandomState(seed).permutation(len(rows))[:count]))
+
+
+def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:
+    """Raise DataError unless ``column`` exists; the message lists those that do."""
+    if column not in rows.column_names:
+        near = difflib.get_close_matches(column, rows.column_names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"{key}={column} is not a column of the {part} split. It has: {', '.join(rows.column_names)}.{hint}")
+
+
+def check_texts(rows: datasets.Dataset, column: str, part: str) -> None:
+    """Raise DataError where a text is missing, empty or not a text; the message names the first rows."""
+    kind = rows.features[column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not text.")
+    empty = [place for place, text in enumerate(rows[column]) if text is None or not text.strip()]
+    if empty:
+        raise DataError(
+            f"The {part} split has an empty text in column {column!r} at row {_list(row_numbers(rows, empty))}. "
+            "Remove such rows, or fill them."
+        )
+
+
+def row_numbers(rows: datasets.Dataset, places: Sequence[int]) -> list[int]:
+    """Translate places in ``rows`` to 0-based rows of the file it was drawn from."""
+    indices = rows._indices
+    return list(places) if indices is None else [indices.column(0)[place].as_py() for place in places]
+
+
+def _list(numbers: Sequence[int], most: int = 3) -> str:
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
+
+
+def tokenizer_key(tokenizer: Any) -> list:
+    """Return what a tokenizer's output depends on, free of the truncation that its last call left in it."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
+    backend.update(truncation=None, padding=None)
+    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), json.dumps(backend, sort_keys=True, default=str)]
+
+
+def tokenize(batch: dict[str, list], tokenizer: Any, column: str, max_length: int) -> dict[str, list]:
+    """Tokenise texts and note each length in tokens, special tokens included; longer texts are cut at the end."""
+    ids = tokenizer(batch[column], truncation=True, max_length=max_length, return_attention_mask=False)["input_ids"]
+    return {"input_ids": ids, "length": [len(row) for row in ids]}
+
+
+def lengths(dataset: datasets.Dataset) -> np.ndarray:
+    """Return the lengths of a tokenised data set, reading that column alone."""
+    return dataset.with_format("numpy", columns=["length"])[:]["length"].astype(np.int32)
+
+
+def pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
+    """Pad sequences of ids on the right: ids (N, longest) and attention mask (N, longest), int64."""
+    import torch
+
+    counts_N = torch.tensor([len(row) for row in rows])
+    ids_NT = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+    mask_NT = (torch.arange(ids_NT.shape[1]) < counts_N[:, None]).long()
+    return ids_NT, mask_NT

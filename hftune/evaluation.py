@@ -1,0 +1,78 @@
+"""Evaluation: every sample once, whatever the batch size and the number of processes. Knows no step and no file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftune.batch_plan import BatchPlan
+from hftune.strategies.base import Strategy
+
+
+@dataclass
+class Evaluation:
+    """``metrics`` is equal on all processes; ``rows``, one a sample in dataset order, is empty but on the main one."""
+
+    metrics: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+@dataclass
+class _Scored:
+    """One micro-batch as its process scored it; plain numbers, ready to be gathered."""
+
+    index: int
+    samples: list[int]
+    loss_sum: float
+    num_items: float
+    rows: list[dict[str, Any]]
+
+
+def evaluate(strategy: Strategy, dataset: Any, batch_size: int, num_workers: int = 0) -> Evaluation:
+    """Score the whole data set (collective).
+
+    The evaluation is one step whose global batch is the data set: sorted by length, cut, dealt by cost. The loss is the
+    sum of all item losses over the number of all items, added up in the plan's order on the main process, hence the same
+    for any number of processes.
+
+    Raises:
+        RuntimeError: a sample came back twice or not at all.
+    """
+    task = strategy.task
+    lengths = task.lengths(dataset)
+    plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False)
+    scored = [
+        _score(strategy, micro_batch.index, micro_batch.samples.tolist(), batch)
+        for micro_batch, batch in strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
+    ]
+    gathered = strategy.gather_to_main(scored)
+    rows: list[dict[str, Any]] = []
+
+    def summarise() -> dict[str, Any]:
+        gathered.sort(key=lambda part: part.index)
+        rows.extend(_in_dataset_order(gathered, len(dataset)))
+        loss = math.fsum(part.loss_sum for part in gathered) / math.fsum(part.num_items for part in gathered)
+        return {"loss": loss, **task.metrics(rows)}
+
+    return Evaluation(strategy.on_main(summarise), rows)
+
+
+def _score(strategy: Strategy, index: int, samples: list[int], batch: dict[str, torch.Tensor]) -> _Scored:
+    task = strategy.task
+    outputs, target = strategy.forward(batch), task.target(batch)
+    with torch.no_grad():
+        loss_sum = float(task.loss(outputs, target))
+        rows = task.predict(outputs, strategy.unwrap(), batch)
+    if len(rows) != len(samples):
+        raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(samples)} samples.")
+    return _Scored(index, samples, loss_sum, float(task.num_items(target)), rows)
+
+
+def _in_dataset_order(scored: list[_Scored], num_samples: int) -> list[dict[str, Any]]:
+    placed = {sample: row for part in scored for sample, row in zip(part.samples, part.rows, strict=True)}
+    if len(placed) != num_samples or sum(len(part.rows) for part in scored) != num_samples:
+        raise RuntimeError(f"The evaluation returned {len(placed)} different samples of {num_samples}.")
+    return [placed[sample] for sample in range(num_samples)]

@@ -1,0 +1,1 @@
+"""Metrics as ``evaluate.Metric`` subclasses that need no network."""

@@ -1,0 +1,1 @@
+"""Models, and how they are loaded or built. Knows no data, no rank and no device."""

@@ -1,0 +1,75 @@
+"""Loads transformers' models and tokenizers by name or folder, or builds them from a config. Knows no task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hftune.errors import ConfigError
+
+
+def load_config(model: str | None, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """Load a model's config and apply ``overrides``; without a model, ``overrides`` is the whole config.
+
+    Raises:
+        ConfigError: no such model, or an unknown ``model_type``.
+    """
+    try:
+        if model is None:
+            return AutoConfig.for_model(**overrides)
+        return AutoConfig.from_pretrained(_expand(model), **overrides)
+    except (OSError, ValueError) as error:
+        said = f"task.model={model}" if model else "task.model_config"
+        raise ConfigError(f"{said} cannot be loaded: {_first_line(error)}") from error
+
+
+def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> PreTrainedModel:
+    """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or draw them where ``model`` is None.
+
+    Parameters that the checkpoint lacks, such as a new classification head, are drawn from torch's global generator.
+    """
+    if model is None:
+        return auto_class.from_config(config)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
+    try:
+        return auto_class.from_pretrained(_expand(model), config=config, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a model.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(_expand(model))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"task.model={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train BERT's uncased WordPiece tokenizer on texts; the same texts give the same vocabulary."""
+    from tokenizers import BertWordPieceTokenizer
+
+    trainer = BertWordPieceTokenizer(lowercase=True)
+    trainer.train_from_iterator(texts, vocab_size=vocab_size, show_progress=False)
+    vocab = dict(sorted(trainer.get_vocab().items(), key=lambda item: item[1]))
+    return transformers.BertTokenizer(vocab=vocab, do_lower_case=True)
+
+
+def _expand(model: str) -> str:
+    return str(Path(model).expanduser()) if model.startswith("~") else model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

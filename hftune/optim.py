@@ -1,0 +1,45 @@
+"""Optimizers, their parameter groups, and schedules as pure functions of the optimizer step. Knows no batch and no rank."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from hftune.config import TrainConfig
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split trainable parameters: matrices and embeddings decay, biases and norm parameters (under 2 dimensions) do not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Build ``train.optimizer``; all of them fused: one kernel for all parameters, on CPUs and GPUs."""
+    groups = parameter_groups(model, config.weight_decay)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer]
+    return kind(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+
+
+def lr_at(step: int, num_steps: int, config: TrainConfig) -> float:
+    """Return the learning rate of optimizer step ``step`` (0-based) out of ``num_steps``.
+
+    A function, not an object: nothing to save, nothing that can be stepped once too often.
+    Source: transformers.optimization.get_{linear,cosine,constant}_schedule_with_warmup, to which tests compare it.
+    """
+    num_warmup = math.ceil(config.warmup_ratio * num_steps)
+    if step < num_warmup:
+        return config.lr * step / num_warmup
+    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+    factor = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}
+    return config.lr * max(0.0, factor[config.schedule])

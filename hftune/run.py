@@ -1,0 +1,93 @@
+"""``accelerate launch -m hftune.run recipe=<name> [section.key=value ...]``: from arguments to an exit code.
+
+Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+
+from hftune import __version__
+from hftune.errors import ConfigError, DataError, TrainingError
+from hftune.resources import recipe_names
+
+HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
+
+  accelerate launch [--config_file F] -m hftune.run recipe=NAME [section.key=value ...]
+  torchrun --nproc_per_node N         -m hftune.run recipe=NAME [section.key=value ...]
+  python                              -m hftune.run recipe=NAME [section.key=value ...]
+
+  recipe=NAME        a shipped recipe: {", ".join(recipe_names())}
+  recipe=PATH.yaml   your own; `base: NAME` in it builds on another
+
+  task.*    what is learned: model, dataset, columns        task.max_length=256
+  train.*   epochs, batch_size (global), lr, schedule, ...  train.lr=3e-5 train.micro_batch_size=4
+  eval.*    when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
+  track.*   dashboards                                      track.with=[wandb]
+  seed, output_dir                                          output_dir=outputs/mine
+
+A key that does not exist is refused with the nearest one that does."""
+
+# What a healthy process says when another one has died: its connection is gone.
+SECOND_HAND = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError", "gloo")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return its exit code. Every process of the job calls it."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or {"--help", "-h", "help"} & set(argv):
+        print(HELP)
+        return 0 if argv else 2
+    try:
+        from hftune.config import Recipe
+
+        recipe = Recipe.from_argv(argv)
+        recipe.check()
+        from hftune.training import train  # only now: a mistyped key should not wait for torch
+
+        train(recipe)
+    except (ConfigError, DataError) as error:
+        # All processes meet the same error, and one a machine says it. The others leave the first one the time to speak:
+        # a launcher ends the whole group as soon as any process ends.
+        return fail(error, code=2, patience_s=0 if local_rank() == 0 else 10)
+    except TrainingError as error:
+        return fail(error, code=1, patience_s=0 if local_rank() == 0 else 10)
+    except Exception as error:
+        second_hand = any(sign in str(error) for sign in SECOND_HAND)
+        return fail(error, code=1, patience_s=10 if second_hand else 0, details=traceback.format_exc())
+    leave_group()
+    return 0
+
+
+def fail(error: Exception, code: int, patience_s: float, details: str | None = None) -> int:
+    """Say what went wrong, here and in the launcher's own last words; wait first where another process should speak."""
+    if patience_s and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        time.sleep(patience_s)  # a launcher ends this process meanwhile
+    rank = f"[process {os.environ['RANK']}] " if details and "RANK" in os.environ else ""
+    text = f"{rank}{details.rstrip()}" if details else f"hftune: {error}"
+    print(text, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it below its own table of failures
+        with open(path, "w") as file:
+            json.dump({"message": text, "timestamp": int(time.time())}, file)
+    return code
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def leave_group() -> None:
+    """Close the process group, where one was joined: NCCL complains about one that is left open."""
+    if "torch.distributed" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The contract between the loop and the way a step is spread over processes. Knows no recipe, no epoch and no metric."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hftune.batch_plan import MicroBatch
+from hftune.errors import TrainingError
+from hftune.task import Task
+
+
+@dataclass
+class StepBatch:
+    """What one process computes of one optimizer step.
+
+    ``weight`` is 1, or 0 where the step has fewer micro-batches than there are processes: this process then computes a
+    sample of another one's and counts it not at all, because every process has to take part in the gradient's all-reduce.
+    """
+
+    plan: list[MicroBatch]  # of the whole step, the same on every process
+    mine: list[MicroBatch]
+    batches: list[dict[str, Tensor]]  # one a micro-batch of mine, on the CPU
+    weight: int = 1
+
+
+class Strategy(ABC):
+    """Invariant: a global batch gives the same loss and the same gradient however it is spread.
+
+    Every method is collective (all processes must call it, in the same order) unless it says otherwise.
+    """
+
+    task: Task
+    process_index: int
+    num_processes: int
+    device: torch.device
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
+
+    @abstractmethod
+    def batches(self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int) -> Iterator[StepBatch]:
+        """Yield this process's part of each step from ``first_step`` on. Not collective."""
+
+    @abstractmethod
+    def evaluation_batches(
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        """Yield this process's share of the micro-batches, on the device. Not collective; shares may be empty."""
+
+    @abstractmethod
+    def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
+        """Accumulate the gradient of the step's mean loss; return that loss (float32 maths), equal on all processes."""
+
+    @abstractmethod
+    def not_finite(self, batch: StepBatch) -> list[str]:
+        """Say which processes met a loss that is not finite in the last ``forward_backward``, and on which samples."""
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Scale the gradient down to ``max_norm``; return its global norm before that, equal on all processes."""
+
+    @abstractmethod
+    def optimizer_step(self, lr: float) -> None:
+        """Apply the gradient at this learning rate and forget it."""
+
+    @abstractmethod
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        """Return the outputs for an evaluation batch, without gradient or dropout. Not collective."""
+
+    @abstractmethod
+    def unwrap(self) -> nn.Module:
+        """Return the plain, whole model with its current weights."""
+
+    @abstractmethod
+    def gather_to_main(self, rows: list) -> list | None:
+        """Return all processes' rows, in process order, on the main process; None elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, value: Any) -> Any:
+        """Return the main process's value on all."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes. Guards output only, never a collective."""
+        return self.process_index == 0
+
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` on the main process and return its value on all; where it fails, fail on all, at once.
+
+        Raises:
+            TrainingError: on the other processes, with the main process's message; it raises its own error itself.
+        """
+        value, failure, error = None, None, None
+        if self.is_main:
+            try:
+                value = function()
+            except Exception as caught:
+                error, failure = caught, f"{type(caught).__name__}: {caught}"
+        value, failure = self.broadcast((value, failure))
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise TrainingError(f"The main process failed: {failure}")
+        return value
+
+
+def seed_forward(seed: int, step: int, micro_batch_index: int) -> None:
+    """Key the random draws of one forward pass (dropout) by what is computed, not by who computes it.
+
+    Hence dropout does not depend on the number of processes, and resuming needs no generator states.
+    Source: numpy.random.SeedSequence, whose hash is fixed across numpy's versions.
+    """
+    key = np.random.SeedSequence([seed, step, micro_batch_index]).generate_state(1, np.uint64)
+    torch.manual_seed(int(key[0]) >> 1)

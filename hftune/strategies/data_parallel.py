@@ -1,0 +1,134 @@
+"""Every process holds the whole model: one process, or DDP through Accelerate. Knows no epoch, no metric, no file."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hftune.batch_plan import MicroBatch, balance
+from hftune.strategies.base import StepBatch, Strategy, seed_forward
+from hftune.task import Task
+
+
+class DataParallel(Strategy):
+    """Deal the micro-batches of a step to the processes by cost; all-reduce the gradient once, with the last of them."""
+
+    def __init__(self, accelerator: Accelerator, task: Task):
+        self.accelerator, self.task = accelerator, task
+        self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
+        self.device = accelerator.device
+        self._micro_losses: list[Tensor] = []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        # Only running statistics have to be kept equal; DDP would also broadcast constants such as position ids each step.
+        if handler := self.accelerator.ddp_handler:
+            handler.broadcast_buffers = any(buffer.is_floating_point() for buffer in model.buffers())
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model.train()
+
+    def batches(self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int) -> Iterator[StepBatch]:
+        dealt: deque[StepBatch] = deque()
+
+        def samples() -> Iterator[list[int]]:
+            for index in range(first_step, len(steps)):
+                dealt.append(self._deal(steps[index]))
+                for micro_batch in dealt[-1].mine:
+                    yield micro_batch.samples.tolist()
+
+        loaded = iter(self._loader(dataset, samples(), num_workers))
+        for _ in range(first_step, len(steps)):
+            first = next(loaded)  # makes sure that its step has been dealt
+            batch = dealt.popleft()
+            batch.batches = [first, *(next(loaded) for _ in batch.mine[1:])]
+            yield batch
+
+    def _deal(self, step: list[MicroBatch]) -> StepBatch:
+        places = balance([micro_batch.cost for micro_batch in step], self.num_processes)[self.process_index]
+        if places:
+            return StepBatch(step, [step[place] for place in places], [])
+        cheapest = step[-1]
+        return StepBatch(step, [MicroBatch(cheapest.index, cheapest.samples[-1:], 0)], [], weight=0)
+
+    def evaluation_batches(
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        places = balance([micro_batch.cost for micro_batch in micro_batches], self.num_processes)[self.process_index]
+        mine = [micro_batches[place] for place in places]
+        loader = self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers)
+        for micro_batch, batch in zip(mine, loader, strict=True):
+            yield micro_batch, send_to_device(batch, self.device, non_blocking=True)
+
+    def _loader(self, dataset: Any, samples: Any, num_workers: int) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_sampler=samples,
+            collate_fn=self.task.collate,
+            num_workers=num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
+        counted = sum(float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches)
+        items = self._sum(torch.tensor(counted * batch.weight, device=self.device))
+        # DDP averages the processes' gradients: times num_processes it is their sum, over all items the global mean.
+        scale = batch.weight * self.num_processes / items
+        self._micro_losses = []
+        for place, (micro_batch, loaded) in enumerate(zip(batch.mine, batch.batches, strict=True)):
+            seed_forward(seed, step, micro_batch.index)
+            inputs = send_to_device(loaded, self.device, non_blocking=True)
+            is_last = place == len(batch.mine) - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                loss = self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs))
+                self.accelerator.backward(loss * scale)
+            self._micro_losses.append(loss.detach() * batch.weight)
+        return (self._sum(torch.stack(self._micro_losses).sum()) / items).item()
+
+    def _sum(self, value: Tensor) -> Tensor:
+        return self.accelerator.reduce(value, reduction="sum")
+
+    def not_finite(self, batch: StepBatch) -> list[str]:
+        culprits = [
+            f"process {self.process_index}: samples {micro_batch.samples.tolist()}"
+            for micro_batch, loss in zip(batch.mine, self._micro_losses, strict=True)
+            if not torch.isfinite(loss)
+        ]
+        return self.broadcast(self.gather_to_main(culprits))
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), float("inf") if max_norm is None else max_norm)
+        return norm.item()
+
+    def optimizer_step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        model = self.unwrap()  # DDP's own forward is collective, and processes have unequal numbers of batches here
+        model.eval()
+        with torch.no_grad():
+            outputs = model(**self.task.inputs(batch))
+        model.train()
+        return outputs
+
+    def unwrap(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model)
+
+    def gather_to_main(self, rows: list) -> list | None:
+        if self.num_processes == 1:
+            return rows
+        parts: list | None = [None] * self.num_processes if self.is_main else None
+        torch.distributed.gather_object(rows, parts)
+        return [row for part in parts for row in part] if parts is not None else None
+
+    def broadcast(self, value: Any) -> Any:
+        return broadcast_object_list([value])[0]

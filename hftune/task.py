@@ -1,0 +1,89 @@
+"""What is learned. A Task knows data, model, loss and metrics; it knows no rank, no device and no launcher."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:  # a recipe must be readable, and refusable, before torch is imported
+    import numpy as np
+    from torch import Tensor, nn
+
+    Batch = dict[str, Tensor]
+
+
+@dataclass
+class Task(ABC):
+    """Subclass it as a dataclass: its fields are the recipe's ``task:`` section.
+
+    ``datasets``, ``build_model`` and ``loss`` must be written; everything else has a default that fits models called by keyword
+    and batches that hold their ``labels``. Import torch inside the methods if mistyped recipes are to be refused fast.
+    """
+
+    metric_names: ClassVar[Sequence[str] | None] = None
+    """Names that ``metrics`` returns; lets ``eval.metric`` be checked before training. None: not known beforehand."""
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the fields or the files they name, one sentence each; called before torch is imported."""
+        return []
+
+    @abstractmethod
+    def datasets(self) -> Mapping[str, Any]:
+        """Return ``{"train": dataset, "eval": dataset}``, both with a length and integer indexing.
+
+        Called on every process, one process of a machine after the other, so that a cache filled by the first serves all.
+
+        Raises:
+            DataError: naming split, row and column.
+        """
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Return a fresh model on the CPU. Called after ``datasets`` and after seeding, on every process."""
+
+    def lengths(self, dataset: Any) -> np.ndarray | None:
+        """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
+        return None
+
+    def collate(self, examples: list) -> Batch:
+        """Stack the samples of one micro-batch into tensors (CPU), first dimension = samples."""
+        from torch.utils.data import default_collate
+
+        return default_collate(examples)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the model's keyword arguments: all of the batch but its labels."""
+        return {name: value for name, value in batch.items() if name != "labels"}
+
+    def target(self, batch: Batch) -> Tensor:
+        """Return what ``loss`` compares the outputs with."""
+        return batch["labels"]
+
+    @abstractmethod
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        """Return the SUM of the item losses, a float32 scalar. The loop divides by the items of the global batch."""
+
+    def num_items(self, target: Tensor) -> int:
+        """Count the items that ``loss`` sums over: samples by default; label tokens or pixels where those are the items."""
+        return len(target)
+
+    def predict(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """Return one JSON-able row a sample, with all that ``metrics`` needs (its reference, too).
+
+        ``outputs`` is what the model returned for this batch, no gradient; a task that generates calls ``model`` instead.
+        The rows become predictions.jsonl.
+        """
+        return [{} for _ in range(len(self.target(batch)))]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the metrics of a whole split from its rows, one a sample, in dataset order. Main process only."""
+        return {}
+
+    def save(self, model: nn.Module, directory: Path) -> None:
+        """Write the finished, unwrapped model into an empty directory. Main process only."""
+        from safetensors.torch import save_model
+
+        save_model(model, str(directory / "model.safetensors"))

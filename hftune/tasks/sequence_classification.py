@@ -1,0 +1,211 @@
+"""Text in, one of several classes out: Yelp's stars, topics, sentiment. Fits every AutoModelForSequenceClassification.
+
+torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.errors import ConfigError, DataError
+from hftune.task import Task
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hftune.task import Batch
+
+
+@dataclass
+class SequenceClassification(Task):
+    """Classify texts. The loss is cross-entropy, an item is a text."""
+
+    model: str | None = "bert-base-cased"
+    """Name on the Hub or local folder. null: a fresh model from model_config, with a tokenizer trained on the texts."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config to override, such as hidden_dropout_prob; all of them, where model is null."""
+    vocab_size: int = 4096
+    """Size of the trained tokenizer's vocabulary, where model is null."""
+    dataset: str = "yelp_review_full"
+    """Name on the Hub; json, csv, parquet, arrow or text with data_files; or module:function that returns rows."""
+    data_files: dict[str, Any] | None = None
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    train_split: str = "train"
+    """Split of the Hub's data set to train on."""
+    eval_split: str = "test"
+    """Split of the Hub's data set to evaluate on."""
+    text_column: str = "text"
+    """Column of the texts."""
+    label_column: str = "label"
+    """Column of the classes: numbers from 0, or names."""
+    label_names: list[str] | None = None
+    """Names of the classes, in order. null: the data set's own, or the distinct labels of the training split."""
+    ordinal: bool = False
+    """The classes are grades: also report mae, the mean distance between true and predicted grade."""
+    max_length: int = 512
+    """Longest text in tokens; what is longer is cut at the end."""
+    max_train_samples: int | None = None
+    """Train on this many rows, drawn at random once. null: all."""
+    max_eval_samples: int | None = None
+    """Evaluate on this many rows, drawn at random once. null: all."""
+
+    @property
+    def metric_names(self) -> Sequence[str]:
+        return ("accuracy", "macro_f1", *(["mae"] if self.ordinal else []))
+
+    def problems(self) -> list[str]:
+        from hftune.data.files import data_file_problems, model_folder_problems
+
+        return [
+            *data_file_problems(self.dataset, self.data_files),
+            *model_folder_problems(self.model, self.model_config),
+            *[
+                f"task.{name}={value} must be at least {least}."
+                for name, least in {"max_length": 3, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}.items()
+                if (value := getattr(self, name)) is not None and value < least
+            ],
+        ]
+
+    @cached_property
+    def _rows(self) -> dict[str, datasets.Dataset]:
+        from hftune.data import text
+
+        rows = {}
+        for part, split, count in (
+            ("train", self.train_split, self.max_train_samples),
+            ("eval", self.eval_split, self.max_eval_samples),
+        ):
+            rows[part] = text.draw(text.load_split(self.dataset, split, self.data_files, part), count, seed=42)
+            text.check_column(rows[part], "task.text_column", self.text_column, part)
+            text.check_column(rows[part], "task.label_column", self.label_column, part)
+            text.check_texts(rows[part], self.text_column, part)
+        return rows
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """Names of the classes, in the order of their numbers."""
+        if self.label_names:
+            return list(self.label_names)
+        feature = self._rows["train"].features[self.label_column]
+        if names := getattr(feature, "names", None):
+            return list(names)
+        distinct = set(self._rows["train"][self.label_column])
+        if all(isinstance(label, str) for label in distinct):
+            return sorted(distinct)
+        numbers = [label for label in distinct if isinstance(label, int)]
+        return [str(number) for number in range(max(numbers, default=0) + 1)]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's own tokenizer, or one trained on the training texts."""
+        from hftune.models.pretrained import load_tokenizer, train_wordpiece
+
+        if self.model is not None:
+            return load_tokenizer(self.model)
+        return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
+
+    def datasets(self) -> dict[str, datasets.Dataset]:
+        """Return the tokenised parts: columns input_ids (list of int), length (int), label (int)."""
+        return {part: self._tokenized(part) for part in ("train", "eval")}
+
+    def _tokenized(self, part: str) -> datasets.Dataset:
+        from hftune.data import text
+        from hftune.data.cache import cached_map
+
+        rows = self._rows[part]
+        encoded = cached_map(
+            rows,
+            text.tokenize,
+            key=[text.tokenizer_key(self.tokenizer), self.text_column, self.max_length],
+            note=f"Tokenising {part}",
+            tokenizer=self.tokenizer,
+            column=self.text_column,
+            max_length=self.max_length,
+        )
+        return encoded.add_column("label", self._label_numbers(rows, part)).with_format("numpy")
+
+    def _label_numbers(self, rows: datasets.Dataset, part: str) -> list[int]:
+        from hftune.data.text import row_numbers
+
+        count = len(self.labels)
+        numbers = {name: number for number, name in enumerate(self.labels)}
+        raw = rows[self.label_column]
+        found = [numbers.get(label) if isinstance(label, str) else label for label in raw]
+        for place, number in enumerate(found):
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+                names = ", ".join(self.labels[:10])
+                raise DataError(
+                    f"Row {row_numbers(rows, [place])[0]} of the {part} split has the label {raw[place]!r}; "
+                    f"there are {count} labels, 0 to {count - 1} ({names}). Correct the row, or set task.label_names."
+                )
+        return found
+
+    def build_model(self) -> PreTrainedModel:
+        """Load or draw the model, with label names in its config."""
+        from transformers import AutoModelForSequenceClassification
+
+        from hftune.models.pretrained import load_config, load_model
+
+        names = dict(enumerate(self.labels))
+        overrides = {**self.model_config, "id2label": names, "label2id": {name: number for number, name in names.items()}}
+        if self.model is None:
+            overrides |= {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
+        config = load_config(self.model, overrides)
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and positions < self.max_length:
+            raise ConfigError(f"task.max_length={self.max_length} is more than the {positions} positions of the model.")
+        return load_model(AutoModelForSequenceClassification, self.model, config)
+
+    def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
+        from hftune.data.text import lengths
+
+        return lengths(dataset)
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Pad to the longest: input_ids and attention_mask (N, T) int64, labels (N,) int64."""
+        import torch
+
+        from hftune.data.text import pad
+
+        ids_NT, mask_NT = pad([example["input_ids"] for example in examples], self.tokenizer.pad_token_id)
+        labels_N = torch.tensor([int(example["label"]) for example in examples])
+        return {"input_ids": ids_NT, "attention_mask": mask_NT, "labels": labels_N}
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.logits.float(), target, reduction="sum")
+
+    def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+        """Rows of label and prediction (class numbers) and the prediction's probability."""
+        probability_N, prediction_N = outputs.logits.float().softmax(-1).max(-1)
+        return [
+            {"label": label, "prediction": prediction, "probability": round(probability, 6)}
+            for label, prediction, probability in zip(
+                batch["labels"].tolist(), prediction_N.tolist(), probability_N.tolist(), strict=True
+            )
+        ]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1, MeanAbsoluteError
+
+        said = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
+        count = len(self.labels)
+        return {
+            **Accuracy().compute(**said),
+            **MacroF1().compute(**said, num_labels=count),
+            **(MeanAbsoluteError().compute(**said) if self.ordinal else {}),
+            **ConfusionMatrix().compute(**said, num_labels=count),
+        }
+
+    def save(self, model: PreTrainedModel, directory: Path) -> None:
+        """Write what ``pipeline("text-classification", model=directory)`` loads: weights, label names, tokenizer."""
+        model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)

@@ -1,0 +1,79 @@
+"""metrics.jsonl always, dashboards through Accelerate where wanted. Main process only; knows no model and no data."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from hftune.config import Recipe
+from hftune.console import is_number
+from hftune.errors import ConfigError
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Look, before anything is loaded, whether each dashboard can be reached.
+
+    Raises:
+        ConfigError: a package is not installed, or W&B has no key.
+    """
+    for name in recipe.track.with_:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f'track.with={name} needs a package that is not installed: pip install "hftune[{name}]".')
+    if "wandb" in recipe.track.with_ and os.environ.get("WANDB_MODE", "online") in ("online", "shared"):
+        import wandb
+
+        if not (os.environ.get("WANDB_API_KEY") or wandb.Api.__module__ and wandb.setup().settings.api_key):
+            raise ConfigError(
+                "track.with=wandb: no W&B key is known. Run `wandb login`, or set WANDB_API_KEY, "
+                "or set WANDB_MODE=offline and upload later with `wandb sync`."
+            )
+
+
+class Tracker:
+    """Appends to metrics.jsonl and passes numbers on to the dashboards."""
+
+    def __init__(self, accelerator: Accelerator, recipe: Recipe):
+        self.accelerator = accelerator
+        self.path = Path(recipe.output_dir) / "metrics.jsonl"
+        if accelerator.is_main_process:
+            self.path.write_text("")
+        if recipe.track.with_:
+            self._start(recipe)
+
+    def _start(self, recipe: Recipe) -> None:
+        name = recipe.track.run_name or recipe.recipe
+        self.accelerator.init_trackers(
+            recipe.track.project, init_kwargs={"wandb": {"name": name, "dir": recipe.output_dir, "save_code": False}}
+        )
+        for tracker in self.accelerator.trackers:
+            # TensorBoard takes numbers and texts only; W&B shows a nested config as it is.
+            config = recipe.to_dict() if tracker.name == "wandb" else {k: str(v) for k, v in flat(recipe.to_dict()).items()}
+            tracker.store_init_configuration(config)
+
+    def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
+        """Record values of one step; ``epoch`` counts finished passes, with a fraction."""
+        if not self.accelerator.is_main_process:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "epoch": round(epoch, 6), **values}) + "\n")
+        numbers = {name: value for name, value in values.items() if is_number(value)}
+        for tracker in self.accelerator.trackers:
+            tracker.log({"epoch": epoch, **numbers}, step=step)
+
+    def close(self) -> None:
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Spell nested keys with dots, as on the command line."""
+    items: dict[str, Any] = {}
+    for key, value in values.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return items

@@ -1,0 +1,283 @@
+"""``train(recipe)``: the one door for command line, Spark and notebook alike. Builds, wires, runs, saves.
+
+Not ``train.py``: a module and a function cannot share the name ``hftune.train``; whichever is imported last would win.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+from accelerate.utils.environment import parse_flag_from_env
+from datasets import disable_progress_bars
+from torch import nn
+
+import hftune
+from hftune.batch_plan import BatchPlan
+from hftune.checkpoint import export, restore_export, write_text
+from hftune.config import Recipe
+from hftune.console import Console, is_number, short, table
+from hftune.data.cache import one_at_a_time
+from hftune.errors import ConfigError, DataError
+from hftune.loop import Run, fit, total_steps
+from hftune.optim import build_optimizer
+from hftune.strategies.base import Strategy
+from hftune.strategies.data_parallel import DataParallel
+from hftune.tracking import Tracker, check_trackers
+
+
+@dataclass
+class TrainResult:
+    """What a run came to; the same on every process, and result.json but for the folders."""
+
+    metrics: dict[str, Any]
+    """The last evaluation's."""
+    best: dict[str, Any]
+    """metric, value and step of the model in model_dir."""
+    steps: int
+    seconds: float
+    """From the first step to the last file, data preparation left out."""
+    world_size: int
+    versions: dict[str, str]
+    output_dir: Path
+    model_dir: Path
+    """The best model by ``eval.metric``; the last one lies beside it in model_last."""
+
+
+def train(recipe: Recipe) -> TrainResult:
+    """Train a recipe on the processes there are. Every process of the job calls it with the same recipe.
+
+    Raises:
+        ConfigError: the recipe cannot be run, here or at all; found before a model is loaded where that can be.
+        DataError: the data cannot be trained on.
+        TrainingError: a loss that is not finite, or a file that could not be written.
+    """
+    recipe.check()
+    check_machine(recipe)
+    datasets = load_datasets(recipe)
+    plan = plan_batches(recipe, datasets["train"])
+    model = build_model(recipe)
+    # The process group comes last: until here every process works by itself, so a slow download times nothing out.
+    accelerator = start_accelerator(recipe)
+    strategy = DataParallel(accelerator, recipe.task)
+    check_agreement(strategy, recipe, plan)
+    strategy.prepare(model, build_optimizer(model, recipe.train))
+
+    started = time.monotonic()
+    strategy.on_main(lambda: start_folder(recipe))
+    if strategy.is_main:
+        print_start(recipe, accelerator, plan)
+    num_steps = total_steps(recipe.train, plan)
+    console, tracker = Console(strategy.is_main, num_steps), Tracker(accelerator, recipe)
+    run = Run(recipe, strategy, plan, datasets, num_steps, tracker, console)
+    try:
+        metrics = fit(run)
+    finally:
+        console.close()
+    tracker.close()
+    return finish(run, metrics, time.monotonic() - started)
+
+
+def check_machine(recipe: Recipe) -> None:
+    """Refuse what this machine cannot do, before anything is loaded.
+
+    Raises:
+        ConfigError: fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder that cannot be written.
+    """
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and on_cpu():
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    if precision == "bf16" and not on_cpu() and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
+        check_trackers(recipe)
+        check_writable(Path(recipe.output_dir))
+
+
+def on_cpu() -> bool:
+    """Say whether to compute on the CPU: no GPU is there, or the launcher was told not to use it."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def check_writable(folder: Path) -> None:
+    """Try to write in the output folder, or raise ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
+
+
+def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
+    """Prepare the data once a machine; the other processes wait on a file lock and then find it cached."""
+    task = recipe.task
+
+    def say_waiting() -> None:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            print("Another process prepares the same data; waiting for it.", flush=True)
+
+    with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        datasets = task.datasets()
+    for part in ("train", "eval"):
+        if part not in datasets or len(datasets[part]) == 0:
+            raise DataError(f"{type(task).__name__}.datasets() returned no samples for {part!r}.")
+    return datasets
+
+
+def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
+    config = recipe.train
+    return BatchPlan(
+        num_samples=len(dataset),
+        batch_size=config.batch_size,
+        micro_batch_size=config.max_rows,
+        micro_batch_tokens=config.micro_batch_tokens,
+        lengths=recipe.task.lengths(dataset),
+        seed=recipe.seed,
+    )
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """Build the task's model with the same drawn weights on every process.
+
+    Raises:
+        ConfigError: gradient checkpointing is asked of a model that has none.
+    """
+    torch.manual_seed(recipe.seed)
+    model = recipe.task.build_model()
+    if recipe.train.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if recipe.train.compile:
+        model.compile(dynamic=True)
+    return model
+
+
+def start_accelerator(recipe: Recipe) -> Accelerator:
+    """Join the other processes of the job.
+
+    Raises:
+        ConfigError: the launcher announced another number of processes than joined.
+    """
+    AcceleratorState._reset_state()  # a notebook may train twice, with another precision
+    accelerator = Accelerator(
+        cpu=on_cpu(),
+        mixed_precision=recipe.train.mixed_precision,
+        log_with=recipe.track.with_ or None,
+        project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / "tensorboard")),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        step_scheduler_with_optimizer=False,
+    )
+    expected = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != expected:
+        raise ConfigError(
+            f"The launcher announced {expected} processes, but {accelerator.num_processes} joined. On machines without "
+            "GPUs start them with accelerate_configs/2cpu.yaml or torchrun."
+        )
+    return accelerator
+
+
+def check_agreement(strategy: Strategy, recipe: Recipe, plan: BatchPlan) -> None:
+    """Make sure that all processes were given the same recipe and found the same data.
+
+    Raises:
+        ConfigError: naming the processes that differ from the main one.
+    """
+    lengths = b"" if plan.lengths is None else plan.lengths.tobytes()
+    digests = [sha256(part).hexdigest() for part in (recipe.to_yaml().encode(), lengths + str(plan.num_samples).encode())]
+    gathered = strategy.broadcast(strategy.gather_to_main([digests]))
+    for what, place in (("recipe", 0), ("training data", 1)):
+        different = [str(rank) for rank, digest in enumerate(gathered) if digest[place] != gathered[0][place]]
+        if different:
+            raise ConfigError(f"Processes {', '.join(different)} have another {what} than process 0. Start all with the same.")
+
+
+def start_folder(recipe: Recipe) -> None:
+    """Make the output folder ready: the recipe in it, an earlier run's results out of it, its model until there is a new one."""
+    output_dir = Path(recipe.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("model", "model_last"):
+        restore_export(output_dir / name)
+    if (output_dir / "result.json").exists():
+        print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
+    for name in ("result.json", "predictions.jsonl", "metrics.jsonl"):
+        (output_dir / name).unlink(missing_ok=True)
+    write_text(output_dir / "recipe.yaml", recipe.to_yaml())
+
+
+def finish(run: Run, metrics: dict[str, Any], seconds: float) -> TrainResult:
+    """Export the last model, write result.json and print the summary. Collective."""
+    recipe, output_dir = run.recipe, Path(run.recipe.output_dir)
+    result = TrainResult(
+        metrics=metrics,
+        best={"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step},
+        steps=run.state.step,
+        seconds=round(seconds, 3),
+        world_size=run.strategy.num_processes,
+        versions=versions(),
+        output_dir=output_dir,
+        model_dir=output_dir / "model",
+    )
+    model = run.strategy.unwrap()
+
+    def save() -> None:
+        export(recipe.task, model, output_dir / "model_last")
+        values = {key: value for key, value in asdict(result).items() if not isinstance(value, Path)}
+        write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
+
+    run.strategy.on_main(save)
+    if run.strategy.is_main:
+        print_summary(run, result)
+    return result
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the result depends on."""
+    packages = ("torch", "accelerate", "transformers", "datasets")
+    return {"hftune": hftune.__version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan) -> None:
+    """One line that says what is about to happen, and how."""
+    config, device = recipe.train, accelerator.device
+    count = accelerator.num_processes
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    bounds = [f"{config.max_rows} samples"] if config.max_rows else []
+    bounds += [f"{config.micro_batch_tokens} tokens"] if config.micro_batch_tokens else []
+    print(
+        f"hftune {hftune.__version__}  {recipe.recipe}  {count} process{'es' if count > 1 else ''} on {name}  "
+        f"global batch {config.batch_size} in micro-batches of at most {' and '.join(bounds)}  "
+        f"precision {config.mixed_precision}  {plan.num_samples:,} samples",
+        flush=True,
+    )
+
+
+def print_summary(run: Run, result: TrainResult) -> None:
+    """A short table: what came out, how fast, and where it lies."""
+    rows = {name: short(value) for name, value in result.metrics.items() if is_number(value)}
+    best = result.best
+    rows |= {
+        "best": f"{best['metric']} {short(best['value'])} at step {best['step']}",
+        "steps": f"{result.steps} in {result.seconds:.0f} s on {result.world_size} process{'es' if result.world_size > 1 else ''}",
+        "speed": f"{run.speed.total_samples / run.speed.total_seconds:,.0f} samples/s in training",
+        "model": f"{result.model_dir} (the last one: model_last)",
+        "log": f"{result.output_dir / 'metrics.jsonl'}",
+    }
+    print(table(rows), flush=True)
