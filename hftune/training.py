@@ -23,8 +23,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from accelerate.utils.environment import parse_flag_from_env
-from datasets import disable_progress_bars
+from datasets.utils import logging as datasets_logging
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 import hftune
 from hftune.batch_plan import BatchPlan
@@ -68,6 +69,9 @@ def train(recipe: Recipe) -> TrainResult:
     """
     recipe.check()
     check_machine(recipe)
+    if not sys.stderr.isatty():  # bars are for terminals; a log file would keep every redraw
+        datasets_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
     model = build_model(recipe)
@@ -132,8 +136,6 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
             print("Another process prepares the same data; waiting for it.", flush=True)
 
     with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
-        if not sys.stderr.isatty():
-            disable_progress_bars()
         datasets = task.datasets()
     for part in ("train", "eval"):
         if part not in datasets or len(datasets[part]) == 0:

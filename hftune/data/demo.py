@@ -67,7 +67,7 @@ def reviews(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict
 
 def _review(draw: random.Random) -> dict[str, Any]:
     grade = draw.randrange(5)
-    num_words = min(380, max(5, round(draw.lognormvariate(3.7, 0.8))))
+    num_words = min(380, max(5, round(draw.lognormvariate(3.2, 0.9))))
     opinions: list[int] = []
     sentences: list[str] = []
     while not opinions or sum(len(sentence.split()) for sentence in sentences) < num_words:

@@ -25,6 +25,7 @@ class DataParallel(Strategy):
         self.accelerator, self.task = accelerator, task
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
+        self._exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self._micro_losses: list[Tensor] = []
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -77,7 +78,7 @@ class DataParallel(Strategy):
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
         counted = sum(float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches)
-        items = self._sum(torch.tensor(counted * batch.weight, device=self.device))
+        items = self._sum(torch.tensor(counted * batch.weight, dtype=self._exact, device=self.device))
         # DDP averages the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale = batch.weight * self.num_processes / items
         self._micro_losses = []
@@ -87,9 +88,9 @@ class DataParallel(Strategy):
             is_last = place == len(batch.mine) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 loss = self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs))
-                self.accelerator.backward(loss * scale)
+                self.accelerator.backward(loss * scale.to(loss.dtype))
             self._micro_losses.append(loss.detach() * batch.weight)
-        return (self._sum(torch.stack(self._micro_losses).sum()) / items).item()
+        return (self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items).item()
 
     def _sum(self, value: Tensor) -> Tensor:
         return self.accelerator.reduce(value, reduction="sum")

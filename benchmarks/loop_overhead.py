@@ -1,0 +1,147 @@
+"""Measure what hftune's loop costs beside a bare PyTorch loop over the same micro-batches, in milliseconds a step.
+
+    python benchmarks/loop_overhead.py [--steps 300]
+
+hftune: ``hftune.loop.fit`` as ``train`` calls it: plan, data loading, keyed dropout, finite checks, learning rate, console
+and metrics.jsonl every 10 steps; the one evaluation after the last step is not timed.
+bare: the same plan, dataset and collate through a plain DataLoader, then forward, sum of the losses over the items, backward,
+``clip_grad_norm_``, fused AdamW. Both read data within their step, and each has its own copy of a tiny BERT.
+
+They take turns step by step: hftune's console calls the bare loop whenever a step is done, and the clock changes hands. So a
+difference is one of neighbours in time. Steps that log are rare and dear; the last line weighs both kinds as they occur.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bert_on_reviews import add_model_options, quiet, recipe_of, review_task
+from contest import print_table
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from hftune.batch_plan import BatchPlan
+from hftune.config import Recipe
+from hftune.console import Console
+from hftune.loop import Run, fit, total_steps
+from hftune.optim import build_optimizer
+from hftune.strategies.data_parallel import DataParallel
+from hftune.tracking import Tracker
+from hftune.training import build_model, load_datasets, plan_batches, start_accelerator
+
+WARMUP_STEPS = 5
+GOAL_MS = 2.0
+
+
+def main() -> None:
+    options = parse()
+    quiet()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"batch_size": options.batch_size, "micro_batch_size": options.micro_batch_size}
+        steps = options.steps + WARMUP_STEPS
+        recipe = recipe_of(review_task(options), folder, epochs=1000, max_steps=steps, log_every=10, **sizes)
+        bare_ms, hftune_ms = race(recipe, Path(folder))
+    report(options, recipe, bare_ms, hftune_ms)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_options(parser, layers=2, width=64)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1, help="1 is the calmest on a machine with other users")
+    return parser.parse_args()
+
+
+def race(recipe: Recipe, folder: Path) -> tuple[list[float], list[float]]:
+    """Train with both loops at once; return each one's milliseconds, step by step."""
+    datasets = load_datasets(recipe)
+    datasets = {"train": datasets["train"], "eval": datasets["eval"].select(range(8))}
+    plan = plan_batches(recipe, datasets["train"])
+    bare = bare_loop(recipe, build_model(recipe), datasets["train"], plan)
+
+    model = build_model(recipe)
+    accelerator = start_accelerator(recipe)
+    strategy = DataParallel(accelerator, recipe.task)
+    strategy.prepare(model, build_optimizer(model, recipe.train))
+    num_steps = total_steps(recipe.train, plan)
+    console = TurnTaking(num_steps, bare)
+    with (folder / "stdout").open("w") as file, redirect_stdout(file):
+        fit(Run(recipe, strategy, plan, datasets, num_steps, Tracker(accelerator, recipe), console))
+    console.close()
+    return console.bare_ms[WARMUP_STEPS:], console.hftune_ms[WARMUP_STEPS:]
+
+
+class TurnTaking(Console):
+    """hftune's console that lets the bare loop do one step after each of hftune's, and times both."""
+
+    def __init__(self, num_steps: int, bare: Iterator[None]):
+        super().__init__(True, num_steps)
+        self.bare, self.bare_ms, self.hftune_ms = bare, [], []
+        self.began = time.perf_counter()
+
+    def advance(self, step: int, loss: float) -> None:
+        super().advance(step, loss)
+        handed_over = time.perf_counter()
+        next(self.bare)
+        handed_back = time.perf_counter()
+        self.hftune_ms.append(1e3 * (handed_over - self.began))
+        self.bare_ms.append(1e3 * (handed_back - handed_over))
+        self.began = time.perf_counter()
+
+
+def bare_loop(recipe: Recipe, model: nn.Module, dataset: Any, plan: BatchPlan) -> Iterator[None]:
+    """Train without hftune's loop and strategy, and without Accelerate; yield after each step."""
+    optimizer = build_optimizer(model, recipe.train)
+    model.train()
+    for epoch in range(recipe.train.epochs):
+        steps = [[micro_batch.samples.tolist() for micro_batch in step] for step in plan.epoch(epoch)]
+        samples = [micro_batch for step in steps for micro_batch in step]
+        loaded = iter(DataLoader(dataset, batch_sampler=samples, collate_fn=recipe.task.collate))
+        for step in steps:
+            num_items = sum(map(len, step))
+            for _ in step:
+                batch = next(loaded)
+                outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+                loss = cross_entropy(outputs.logits.float(), batch["labels"], reduction="sum") / num_items
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.train.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def report(options: argparse.Namespace, recipe: Recipe, bare_ms: list[float], hftune_ms: list[float]) -> None:
+    """Print medians of all steps, of those that log and of the others. A log line falls into the step after its own."""
+    every = recipe.train.log_every
+    groups: dict[str, list[int]] = {"all steps": [], "without a log line": [], f"with one (every {every}th)": []}
+    for place in range(len(bare_ms)):
+        groups["all steps"].append(place)
+        groups[list(groups)[2 if (place + WARMUP_STEPS) % every == 0 else 1]].append(place)
+    rows, extra = [], {}
+    for name, places in groups.items():
+        bare, ours = median(bare_ms[place] for place in places), median(hftune_ms[place] for place in places)
+        extra[name] = median(hftune_ms[place] - bare_ms[place] for place in places)
+        rows.append((name, len(places), f"{bare:.2f}", f"{ours:.2f}", f"{extra[name]:+.2f}", f"{ours / bare:.3f}"))
+    _, plain, logged = extra.values()
+    rows.append(("weighed as they occur", "", "", "", f"{plain + (logged - plain) / every:+.2f}", ""))
+    title = (
+        f"BERT {options.layers} x {options.width}, global batch {options.batch_size} in micro-batches of "
+        f"{options.micro_batch_size}, {options.threads} thread(s); medians (goal: at most {GOAL_MS:.0f} ms more a step)"
+    )
+    print_table(title, ("", "steps", "bare ms", "hftune ms", "difference", "ratio"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Starts real training runs on 1, 2 or 4 processes and reads what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TINY = (
+    "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64}",
+    "task.vocab_size=300",
+    "task.max_length=64",
+)
+"""A model whose step takes milliseconds."""
+DATA = ("task.max_train_samples=100", "task.max_eval_samples=37")
+SMALL = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.lr=5e-5")
+"""100 samples in batches of 16: six whole steps and a last one of 4, an epoch. The learning rate is that of yelp."""
+NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0.0", "task.model_config.attention_probs_dropout_prob=0.0")
+
+
+@dataclass
+class Run:
+    """The output folder of a finished run."""
+
+    folder: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())
+
+    def logged(self, name: str) -> list[float]:
+        """All values of one metric, in the order of the steps."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [line[name] for line in lines if name in line]
+
+    @property
+    def predictions(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "predictions.jsonl").read_text().splitlines()]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a child process: CPU only, one thread, found from the checkout."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **extra}
+
+
+def train_on(world_size: int, jobs: dict[str, tuple[str, ...]], folder: Path, recipe: str = "yelp_demo") -> dict[str, Run]:
+    """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes."""
+    folders = {name: folder / f"{name}-on-{world_size}" for name in jobs}
+    listed = [[recipe, [*overrides, f"output_dir={folders[name]}"]] for name, overrides in jobs.items()]
+    (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)] if world_size > 1 else []
+    command = [sys.executable, *launcher, str(Path(__file__).with_name("worker.py")), str(folder / f"{Path(recipe).stem}-{world_size}.json")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: Run(path) for name, path in folders.items()}

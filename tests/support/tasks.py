@@ -1,0 +1,55 @@
+"""Tasks made for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from hftune import Task
+
+
+class Tagger(nn.Module):
+    """Tags every token, with dropout, in float64."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(30, 16), nn.Dropout(dropout), nn.Linear(16, 5)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        real_NT1 = (ids != 0).unsqueeze(-1)
+        mean_N1D = (self.embed(ids) * real_NT1).sum(1, keepdim=True) / real_NT1.sum(1, keepdim=True)
+        return self.head(self.drop(torch.tanh(self.embed(ids) + mean_N1D)))
+
+
+@dataclass
+class Tagging(Task):
+    """Items are tokens, a few for some samples and many for others: an average of averages would be wrong."""
+
+    dropout: float = 0.0
+
+    def datasets(self) -> dict[str, Any]:
+        draw = np.random.RandomState(0)
+        return {part: [draw.randint(1, 30, draw.randint(1, 20)) for _ in range(size)] for part, size in (("train", 50), ("eval", 23))}
+
+    def build_model(self) -> nn.Module:
+        return Tagger(self.dropout)
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        return np.array([len(row) for row in dataset])
+
+    def collate(self, examples: list) -> dict[str, Tensor]:
+        ids = pad_sequence([torch.tensor(row) for row in examples], batch_first=True)
+        return {"ids": ids, "labels": torch.where(ids == 0, -100, ids * 7 % 5)}
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(outputs.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+
+    def num_items(self, target: Tensor) -> int:
+        return int((target != -100).sum())
