@@ -317,7 +317,10 @@ class _Schema:
         if full_key in self.types:
             example = next(known for known in self.known if known.startswith(f"{full_key}."))
             return f"{full_key}={value!r} must be a section of keys, such as {example}=..."
-        if f"{section}.{key.partition('.')[0]}" in self.mappings and "." in key:
+        mapping = key.partition(".")[0]
+        if f"{section}.{mapping}" in self.mappings and "." in key:
+            if self.values[section][mapping] is None:
+                self.values[section][mapping] = {}
             OmegaConf.update(self.values[section], key, value, force_add=True)
             return None
         hint = self.hints.get(section, {}).get(field_name := self._field_name(section, key))

@@ -25,14 +25,20 @@ def check_trackers(recipe: Recipe) -> None:
     for name in recipe.track.with_:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f'track.with={name} needs a package that is not installed: pip install "hftune[{name}]".')
-    if "wandb" in recipe.track.with_ and os.environ.get("WANDB_MODE", "online") in ("online", "shared"):
-        import wandb
+    if "wandb" in recipe.track.with_ and os.environ.get("WANDB_MODE", "online") == "online":
+        _log_in_to_wandb()
 
-        if not (os.environ.get("WANDB_API_KEY") or wandb.Api.__module__ and wandb.setup().settings.api_key):
-            raise ConfigError(
-                "track.with=wandb: no W&B key is known. Run `wandb login`, or set WANDB_API_KEY, "
-                "or set WANDB_MODE=offline and upload later with `wandb sync`."
-            )
+
+def _log_in_to_wandb() -> None:
+    import wandb
+
+    way_out = "or set WANDB_MODE=offline and upload later with `wandb sync`"
+    try:
+        has_key = wandb.login(prompt=False)  # asks the server whether it knows the key
+    except wandb.errors.AuthenticationError as error:
+        raise ConfigError(f"track.with=wandb: {error} Check key and network, {way_out}.") from error
+    if not has_key:
+        raise ConfigError(f"track.with=wandb: no W&B key is known. Run `wandb login`, set WANDB_API_KEY, {way_out}.")
 
 
 class Tracker:
@@ -41,8 +47,6 @@ class Tracker:
     def __init__(self, accelerator: Accelerator, recipe: Recipe):
         self.accelerator = accelerator
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
-        if accelerator.is_main_process:
-            self.path.write_text("")
         if recipe.track.with_:
             self._start(recipe)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import platform
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def train(recipe: Recipe) -> TrainResult:
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     accelerator = start_accelerator(recipe)
     strategy = DataParallel(accelerator, recipe.task)
-    check_agreement(strategy, recipe, plan)
+    check_agreement(strategy, recipe, plan, datasets["train"])
     strategy.prepare(model, build_optimizer(model, recipe.train))
 
     started = time.monotonic()
@@ -196,19 +197,28 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def check_agreement(strategy: Strategy, recipe: Recipe, plan: BatchPlan) -> None:
+def check_agreement(strategy: Strategy, recipe: Recipe, plan: BatchPlan, dataset: Any) -> None:
     """Make sure that all processes were given the same recipe and found the same data.
+
+    Data are compared by their lengths and by eight samples spread over them, as the model would see them.
 
     Raises:
         ConfigError: naming the processes that differ from the main one.
     """
-    lengths = b"" if plan.lengths is None else plan.lengths.tobytes()
-    digests = [sha256(part).hexdigest() for part in (recipe.to_yaml().encode(), lengths + str(plan.num_samples).encode())]
-    gathered = strategy.broadcast(strategy.gather_to_main([digests]))
+    data = sha256(str(plan.num_samples).encode())
+    if plan.lengths is not None:
+        data.update(plan.lengths.tobytes())
+    places = sorted({place * (plan.num_samples - 1) // 7 for place in range(8)})
+    batch = recipe.task.collate([dataset[place] for place in places])
+    data.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
+    digest = (sha256(recipe.to_yaml().encode()).hexdigest(), data.hexdigest())
+    gathered = strategy.broadcast(strategy.gather_to_main([digest]))
     for what, place in (("recipe", 0), ("training data", 1)):
-        different = [str(rank) for rank, digest in enumerate(gathered) if digest[place] != gathered[0][place]]
+        different = [str(rank) for rank, other in enumerate(gathered) if other[place] != gathered[0][place]]
         if different:
-            raise ConfigError(f"Processes {', '.join(different)} have another {what} than process 0. Start all with the same.")
+            raise ConfigError(
+                f"Process {', '.join(different)} has another {what} than process 0. All have to be started with the same."
+            )
 
 
 def start_folder(recipe: Recipe) -> None:

@@ -58,13 +58,21 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train BERT's uncased WordPiece tokenizer on texts; the same texts give the same vocabulary."""
+    """Train BERT's uncased WordPiece tokenizer on texts; the same texts give the same vocabulary, on every machine.
+
+    The trainer by itself gives another vocabulary each time: it numbers the ##letters in the order of a hash map, and ties
+    between merges go by number (huggingface/tokenizers#1794, open as of tokenizers 0.23). Numbering them beforehand helps.
+    """
     from tokenizers import BertWordPieceTokenizer
 
+    texts = list(texts)
     trainer = BertWordPieceTokenizer(lowercase=True)
-    trainer.train_from_iterator(texts, vocab_size=vocab_size, show_progress=False)
-    vocab = dict(sorted(trainer.get_vocab().items(), key=lambda item: item[1]))
-    return transformers.BertTokenizer(vocab=vocab, do_lower_case=True)
+    letters = sorted({letter for text in texts for letter in trainer.normalize(text) if not letter.isspace()})
+    first = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"##{letter}" for letter in letters)]
+    trainer.train_from_iterator(
+        texts, vocab_size=vocab_size, special_tokens=first, limit_alphabet=len(letters), show_progress=False
+    )
+    return transformers.BertTokenizer(vocab=trainer.get_vocab(), do_lower_case=True)
 
 
 def _expand(model: str) -> str:

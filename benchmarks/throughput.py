@@ -1,0 +1,273 @@
+"""Measure training speed on the CPU side by side: samples and real tokens a second, padding, and memory for activations.
+
+    python benchmarks/throughput.py [--data FOLDER] [--steps 2] [--rounds 3] [--layers 6 --width 384]
+
+The same BERT, reviews of at most 512 tokens, global batch and fused AdamW for all; they differ in how a global batch is cut:
+
+padded        the original script's way: every text padded to 512, 8 rows a forward, accumulation in a plain PyTorch loop.
+trainer       transformers.Trainer, DataCollatorWithPadding: 8 rows as they come, padded to the longest of the 8.
+rebalance     Trainer with train_sampling_strategy="batch_rebalance". It sorts a global batch by length and cuts it into as
+              many groups as there are accumulation steps (x processes), moving samples from the dearest group to the
+              cheapest one until the costs, rows x longest + 0.001 x rows x longest^2, are about even. So 8 rows are its
+              average, not its bound: long texts come in small groups and short ones in large groups.
+hftune        BatchPlan and DataParallel as hftune.training builds them: sorted inside the global batch, 8 rows at most.
+hftune tokens the same with no bound on rows but one on padded tokens (--micro-batch-tokens; 0 leaves this contender out).
+
+All of them get the same samples in the same global batches: each round draws its samples anew, Trainer takes them in order
+(its "sequential" sampling; the rebalancing sampler's own shuffle is off), hftune's plan too. They take turns, so slow minutes
+of a shared machine hit all of them. Timed is the training only, from the first access to the data to the last optimizer step;
+no logging, saving or evaluation. Tokens and rows are counted where they enter the model. A round's first global batch is run
+once untimed, to warm up and to weigh what autograd keeps of the largest forward ("activations"; weights are not counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from bert_on_reviews import Meter, add_model_options, pad_to, quiet, recipe_of, review_task
+from contest import print_table, take_turns
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from hftune.config import Recipe
+from hftune.optim import build_optimizer
+from hftune.strategies.data_parallel import DataParallel
+from hftune.training import build_model, load_datasets, plan_batches, start_accelerator
+
+
+def main() -> None:
+    options = parse()
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # the GPU has a benchmark of its own, gpu.py
+    quiet()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(
+            review_task(options), folder, batch_size=options.batch_size, micro_batch_size=options.micro_batch_size
+        )
+        data = load_datasets(recipe)["train"]
+        contenders = build_contenders(recipe, options.micro_batch_tokens)
+        rounds = draw_rounds(data, options)
+        for contender in contenders.values():
+            contender.warm_up(rounds[0].select(range(options.batch_size)))
+        turns = {name: lambda turn, contender=contender: contender.time(rounds[turn]) for name, contender in contenders.items()}
+        report(options, recipe, contenders, take_turns(turns, options.rounds))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_options(parser, layers=6, width=384)
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a round (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; each draws other samples (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="global")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="rows of one forward")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of 'hftune tokens'; 0 leaves it out")
+    parser.add_argument("--threads", type=int, help="default: torch's own choice")
+    return parser.parse_args()
+
+
+def draw_rounds(data: datasets.Dataset, options: argparse.Namespace) -> list[datasets.Dataset]:
+    """Draw the samples of every round; a sample may come in several rounds, never twice in one."""
+    draw, count = np.random.default_rng(0), options.steps * options.batch_size
+    return [data.select(draw.permutation(len(data))[:count]) for _ in range(options.rounds)]
+
+
+@dataclass
+class Round:
+    """What one contender did in one round."""
+
+    seconds: float
+    samples: int
+    tokens: int
+    padded: int
+    largest: tuple[int, int]  # rows, longest
+    forwards: int
+
+
+class Contender:
+    """A model of its own, and a way to train it on samples in the order given."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.model = recipe, build_model(recipe)
+        self.meter = Meter(self.model)
+
+    def train(self, data: datasets.Dataset) -> float:
+        """Train on all of ``data`` once; return the seconds it took."""
+        raise NotImplementedError
+
+    def warm_up(self, data: datasets.Dataset) -> None:
+        with self.meter.weighing():
+            self.train(data)
+        self.activation_bytes = self.meter.activation_bytes
+
+    def time(self, data: datasets.Dataset) -> Round:
+        self.meter.restart()
+        seconds = self.train(data)
+        meter = self.meter
+        if meter.samples != len(data):
+            raise RuntimeError(f"{type(self).__name__} trained on {meter.samples} samples of {len(data)}.")
+        return Round(seconds, meter.samples, meter.tokens, meter.padded, meter.largest, meter.num_forwards)
+
+
+class Padded(Contender):
+    """Everything padded to the maximum, means of means, a plain loop."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        self.optimizer = build_optimizer(self.model, recipe.train)
+
+    def train(self, data: datasets.Dataset) -> float:
+        config, task = self.recipe.train, self.recipe.task
+        accumulation = config.batch_size // config.micro_batch_size
+
+        def collate(examples: list) -> dict[str, torch.Tensor]:
+            return pad_to(task.max_length, task.collate(examples), task.tokenizer.pad_token_id)
+
+        self.model.train()
+        began = time.perf_counter()
+        for place, batch in enumerate(DataLoader(data, config.micro_batch_size, collate_fn=collate), start=1):
+            (self.model(**batch).loss / accumulation).backward()
+            if place % accumulation == 0:
+                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return time.perf_counter() - began
+
+
+class ByTrainer(Contender):
+    """transformers.Trainer; a ``train()`` a round, which goes on with the same weights."""
+
+    def __init__(self, recipe: Recipe, strategy: str):
+        super().__init__(recipe)
+        config = recipe.train
+        arguments = TrainingArguments(
+            recipe.output_dir,
+            train_sampling_strategy=strategy,
+            per_device_train_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=config.batch_size // config.micro_batch_size,
+            num_train_epochs=1,
+            learning_rate=config.lr,
+            max_grad_norm=config.clip_norm,
+            optim="adamw_torch_fused",
+            use_cpu=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        collate = DataCollatorWithPadding(recipe.task.tokenizer)
+        self.stopwatch = Stopwatch()
+        self.trainer = InOrder(self.model, arguments, collate, callbacks=[self.stopwatch])
+        self.trainer.remove_callback(PrinterCallback)
+
+    def train(self, data: datasets.Dataset) -> float:
+        self.trainer.train_dataset = data.with_format(None)  # lists, as its collator expects
+        self.trainer.train()
+        return self.stopwatch.seconds
+
+
+class InOrder(Trainer):
+    """Trainer, but for the shuffle of its rebalancing sampler, which no argument turns off."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, BatchRebalanceSampler):
+            sampler.shuffle = False
+        return sampler
+
+
+class Stopwatch(TrainerCallback):
+    """Times from where Trainer begins to load data, after all preparations, to its last optimizer step."""
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+class ByHftune(Contender):
+    """What hftune.training builds and hftune.loop calls, without its log."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        self.strategy = DataParallel(start_accelerator(recipe), recipe.task)
+        self.strategy.prepare(self.model, build_optimizer(self.model, recipe.train))
+
+    def train(self, data: datasets.Dataset) -> float:
+        config, strategy = self.recipe.train, self.strategy
+        plan = replace(plan_batches(self.recipe, data), shuffle=False)
+        began = time.perf_counter()
+        for step, batch in enumerate(strategy.batches(data, plan.epoch(0), first_step=0, num_workers=0)):
+            strategy.forward_backward(batch, self.recipe.seed, step)
+            strategy.clip_grad_norm(config.clip_norm)
+            strategy.optimizer_step(config.lr)
+        return time.perf_counter() - began
+
+
+def build_contenders(recipe: Recipe, micro_batch_tokens: int) -> dict[str, Contender]:
+    by_tokens = replace(recipe.train, micro_batch_size=None, micro_batch_tokens=micro_batch_tokens or None)
+    kinds = {
+        "padded": Padded,
+        "trainer": partial(ByTrainer, strategy="sequential"),
+        "rebalance": partial(ByTrainer, strategy="batch_rebalance"),
+        "hftune": ByHftune,
+    }
+    contenders = {name: kind(recipe) for name, kind in kinds.items()}
+    if micro_batch_tokens:
+        contenders["hftune tokens"] = ByHftune(replace(recipe, train=by_tokens))
+    return contenders
+
+
+def report(
+    options: argparse.Namespace, recipe: Recipe, contenders: dict[str, Contender], results: dict[str, list[Round]]
+) -> None:
+    """Print medians over the rounds. Ratios are medians of the rounds' own ratios, each between equal samples."""
+    for runs in zip(*results.values(), strict=True):
+        if len({run.tokens for run in runs}) != 1:
+            raise RuntimeError(f"The contenders saw other samples: {[run.tokens for run in runs]} tokens.")
+    rows = []
+    for name, rounds in results.items():
+        largest = max((run.largest for run in rounds), key=lambda shape: shape[0] * shape[1])
+        rows.append(
+            (
+                name,
+                f"{median(run.tokens / run.seconds for run in rounds):,.0f}",
+                f"{median(run.samples / run.seconds for run in rounds):.2f}",
+                f"{speed_ratio(rounds, results['padded']):.2f}",
+                f"{speed_ratio(rounds, results['rebalance']):.2f}",
+                f"{1 - sum(run.tokens for run in rounds) / sum(run.padded for run in rounds):.1%}",
+                f"{sum(run.forwards for run in rounds) / options.rounds / options.steps:.1f}",
+                f"{largest[0]} x {largest[1]}",
+                f"{contenders[name].activation_bytes / 2**20:,.0f}",
+            )
+        )
+    mean = sum(run.tokens for run in results["padded"]) / sum(run.samples for run in results["padded"])
+    title = (
+        f"BERT {options.layers} x {options.width}, global batch {options.batch_size}, "
+        f"{'reviews of ' + options.data.name if options.data else 'generated reviews'} (mean {mean:.0f} tokens), "
+        f"{options.rounds} rounds of {options.steps} steps, {torch.get_num_threads()} threads on the CPU"
+    )
+    header = ("", "tokens/s", "samples/s", "x padded", "x rebalance", "padding", "forwards", "largest", "activations MiB")
+    print_table(title, header, rows)
+
+
+def speed_ratio(mine: list[Round], others: list[Round]) -> float:
+    """How many times as fast, on the same samples."""
+    return median(other.seconds / run.seconds for run, other in zip(mine, others, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Keeps every test, and every process that a test starts, off the network and out of the user's caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CACHE = tempfile.mkdtemp(prefix="hftune-tests-")
+# Here and not in a fixture: datasets and transformers read these when they are imported, which test modules may do.
+os.environ.update(HF_DATASETS_CACHE=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[[str, list[Any]], Path]:
+    """Return a function that writes rows into a jsonl file of this name in tmp_path and returns its path."""
+
+    def write(name: str, rows: list[Any]) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write

@@ -1,0 +1,368 @@
+"""What a person reads who gives hftune a wrong recipe or wrong data, or whose task fails on one process; and that it ends.
+
+One process meets the same ``main`` as many do, so what needs no second process calls it here; the rest is launched as
+users launch it, under a limit that ends the whole job where it hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets  # noqa: F401 - here, not in the first test that needs it: its log would hold on to that test's captured stderr
+import pytest
+
+import hftune.run
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60  # of a whole job, imports included; on a free machine they take 3 to 12 s
+
+TINY = """
+task:
+  type: SequenceClassification
+  model: null
+  model_config: {model_type: bert, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}
+  vocab_size: 100
+  dataset: json
+  label_names: [bad, good]
+  max_length: 16
+train: {epochs: 1, batch_size: 4, micro_batch_size: 2}
+"""
+
+GOOD = [{"text": f"text number {number} is fine", "label": number % 2} for number in range(8)]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, write_rows) -> Callable[..., list[str]]:
+    """Return a function that makes the arguments of a run that would train within a second, but for what is overridden."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(TINY)
+    good = write_rows("good.jsonl", GOOD)
+
+    def arguments(*overrides: str, train: object = good, eval: object = good) -> list[str]:
+        files = [f"task.data_files.train={train}", f"task.data_files.eval={eval}"]
+        return [f"recipe={recipe}", f"output_dir={tmp_path / 'out'}", *files, *overrides]
+
+    return arguments
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch) -> Callable[[list[str]], str]:
+    """Return a function that runs the command line in this process, and returns all it says of why it refuses."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    def run(arguments: list[str]) -> str:
+        code = hftune.run.main(arguments)
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, ""), err
+        return err
+
+    return run
+
+
+def launch(*command: str, **environment: str) -> tuple[int, str, str]:
+    """Run a command as a user does; return exit code, stdout and stderr. A job that hangs is killed, and fails the test."""
+    program = str(Path(sys.executable).with_name(command[0]))
+    job = subprocess.Popen(
+        [program, *command[1:]],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = job.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        out, err = job.communicate()
+        pytest.fail(f"{' '.join(command)} hangs. It said:\n{out}\n{err}")
+    return job.returncode, out, err
+
+
+def own_lines(err: str) -> list[str]:
+    """Return the lines that hftune wrote itself; torchrun repeats them, indented, in its table of failures."""
+    return [line for line in err.splitlines() if line.startswith("hftune:")]
+
+
+# The recipe
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.lr=abc", "train.lr='abc' is not a number, such as 5e-05."),
+        ("train.batch_size=0", "train.batch_size=0 must be at least 1."),
+        ("train.lrr=1", "train.lrr is not a key of a recipe. Did you mean 'train.lr'?"),
+        (
+            "eval.metric=acuracy",
+            "eval.metric='acuracy' is not computed by SequenceClassification. "
+            "It computes: loss, accuracy, macro_f1. Did you mean 'accuracy'?",
+        ),
+        ("train.mixed_precision=fp16", "train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no."),
+        ("task.max_length=4096", "task.max_length=4096 is more than the 512 positions of the model."),
+        (
+            "train.micro_batch_tokens=3",
+            "train.micro_batch_tokens=3 cannot hold sample 0 with its 7 tokens. Raise it, or lower the task's maximum length.",
+        ),
+        (
+            "task.model_config.model_type=brt",
+            "task.model_config.model_type='brt' is not one that transformers knows. Did you mean 'bert'?",
+        ),
+        (
+            "task.model_config.hidden_sise=16",
+            "task.model_config.hidden_sise is not a key of BertConfig. Did you mean 'hidden_size'?",
+        ),
+        (
+            "task.model_config.hidden_size=15",
+            "task.model_config cannot be built: The hidden size (15) is not a multiple of the number of attention heads (2).",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_sentence(tiny, refused, word, message):
+    assert refused(tiny(word)) == f"hftune: {message}\n"
+
+
+def test_several_wrong_values_are_refused_together(tiny, refused):
+    assert refused(tiny("train.lr=abc", "train.batch_size=0")) == (
+        "hftune: Recipe 'tiny' has 2 problems:\n"
+        "  train.lr='abc' is not a number, such as 5e-05.\n"
+        "  train.batch_size=0 must be at least 1.\n"
+    )
+
+
+def test_a_model_folder_without_a_config_is_refused(tiny, refused, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert refused(tiny(f"task.model={folder}")) == (
+        f"hftune: task.model={folder} holds no config.json (but nothing): name the folder that save_pretrained wrote.\n"
+    )
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(tiny, refused, tmp_path):
+    folder = tmp_path / "tiny.yaml" / "out"  # below a file: root cannot write there either
+    assert refused(tiny(f"output_dir={folder}")) == (
+        f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to another.\n"
+    )
+
+
+def test_no_arguments_print_the_help_and_fail(capsys):
+    assert hftune.run.main([]) == 2
+    assert capsys.readouterr() == (hftune.run.HELP + "\n", "")
+
+
+# The data
+
+
+def test_the_data_that_the_others_differ_from_is_trained_on(tiny, tmp_path):
+    code, _, err = launch("python", "-m", "hftune.run", *tiny())
+    assert code == 0, err
+    assert own_lines(err) == []
+    assert (tmp_path / "out" / "result.json").is_file()
+
+
+def test_a_missing_data_file_is_refused(tiny, refused, tmp_path):
+    assert refused(tiny(train=tmp_path / "god.jsonl")) == (
+        f"hftune: task.data_files.train={tmp_path}/god.jsonl: there is no such file. Did you mean {tmp_path}/good.jsonl?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("task.text_column=txt", "is not a column of the train split. It has: text, label. Did you mean 'text'?"),
+        ("task.label_column=stars", "is not a column of the train split. It has: text, label."),
+    ],
+)
+def test_a_wrong_column_lists_the_columns(tiny, refused, word, message):
+    assert refused(tiny(word)) == f"hftune: {word} {message}\n"
+
+
+def test_a_column_that_the_evaluation_alone_lacks_names_that_split(tiny, refused, write_rows):
+    path = write_rows("other.jsonl", [{"text": "a", "stars": 1}])
+    assert refused(tiny(eval=path)) == (
+        "hftune: task.label_column=label is not a column of the eval split. It has: text, stars.\n"
+    )
+
+
+@pytest.mark.parametrize("label", [2, -1, None])
+def test_a_label_out_of_range_names_its_row(tiny, refused, write_rows, label):
+    path = write_rows("range.jsonl", [*GOOD[:3], {"text": "a", "label": label}])
+    assert refused(tiny(train=path)) == (
+        f"hftune: Row 3 of the train split has the label {label!r}; there are 2 labels, 0 to 1 (bad, good). "
+        "Correct the row, or set task.label_names.\n"
+    )
+
+
+def test_a_label_that_is_no_name_names_its_row(tiny, refused, write_rows):
+    path = write_rows("names.jsonl", [{"text": "a", "label": "good"}, {"text": "b", "label": "god"}])
+    assert refused(tiny(eval=path)) == (
+        "hftune: Row 1 of the eval split has the label 'god'; there are 2 labels, 0 to 1 (bad, good). "
+        "Correct the row, or set task.label_names.\n"
+    )
+
+
+def test_the_row_is_that_of_the_file_where_rows_are_drawn_from_it(tiny, refused, write_rows):
+    # All rows but the first 50 are wrong: whichever 30 of 200 are drawn, the first wrong one comes from row 50 or later.
+    path = write_rows("many.jsonl", [{"text": f"text {row}", "label": 0 if row < 50 else row} for row in range(200)])
+    said = refused(tiny("task.max_train_samples=30", train=path))
+    row = int(said.split()[2])
+    assert row >= 50
+    assert said == (
+        f"hftune: Row {row} of the train split has the label {row}; there are 2 labels, 0 to 1 (bad, good). "
+        "Correct the row, or set task.label_names.\n"
+    )
+
+
+@pytest.mark.parametrize(("labels", "kind"), [([0.0, 1.5], "float64"), ([True, False], "bool")])
+def test_labels_that_are_no_class_numbers_are_refused_as_what_they_are(tiny, refused, write_rows, labels, kind):
+    path = write_rows("kinds.jsonl", [{"text": "a", "label": label} for label in labels])
+    assert refused(tiny(train=path)) == (
+        f"hftune: Column 'label' of the train split holds {kind}, not whole numbers or names.\n"
+    )
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_an_empty_dataset_is_refused(tiny, refused, write_rows, part):
+    path = write_rows("empty.jsonl", [])
+    assert refused(tiny(**{part: path})) == f"hftune: The {part} split of json has no rows ({path}).\n"
+
+
+def test_empty_texts_name_the_first_rows(tiny, refused, write_rows):
+    empty = [{"text": text, "label": 0} for text in ("", "  ", "\n", None, "")]
+    path = write_rows("texts.jsonl", [*GOOD[:2], *empty[:1]])
+    said = "hftune: The train split has an empty text in column 'text' at row {}. Remove such rows, or fill them.\n"
+    assert refused(tiny(train=path)) == said.format("2")
+    path = write_rows("more.jsonl", [*GOOD[:2], *empty])
+    assert refused(tiny(train=path)) == said.format("2, 3, 4 and 2 more")
+
+
+def test_a_column_of_numbers_is_not_a_column_of_texts(tiny, refused, write_rows):
+    path = write_rows("numbers.jsonl", [{"text": 3, "label": 0}])
+    assert refused(tiny(train=path)) == "hftune: Column 'text' of the train split holds int64, not text.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        (
+            "broken.jsonl",
+            '{"text": "a", "label": 0}\n{"text": "b", \n',
+            "JSON parse error: Missing a name for object member. in row 1",
+        ),
+        ("prose.jsonl", "hello\nworld\n", "JSON parse error: Invalid value. in row 0"),
+        ("ragged.csv", "text,label\na,1\nb,0,1,1\n", "Error tokenizing data. C error: Expected 2 fields in line 3, saw 4"),
+    ],
+)
+def test_a_broken_file_is_named_with_what_is_wrong_in_it(tiny, refused, tmp_path, name, text, reason):
+    path, format = tmp_path / name, "csv" if name.endswith("csv") else "json"
+    path.write_text(text)
+    assert refused(tiny(f"task.dataset={format}", train=path)) == (
+        f"hftune: task.data_files.train={path} cannot be read as {format}: {reason}.\n"
+    )
+
+
+# Processes
+
+
+def test_a_wrong_value_ends_a_plain_process_with_exit_code_2():
+    code, out, err = launch("python", "-m", "hftune.run", "recipe=yelp_demo", "train.lr=abc")
+    assert (code, out, err) == (2, "", "hftune: train.lr='abc' is not a number, such as 5e-05.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["recipe=yelp-demo"],
+            "recipe=yelp-demo: there is no such recipe. Did you mean 'yelp_demo'? Shipped: {shipped}. "
+            "For a file of your own give its path, ending in .yaml.",
+        ),
+        (["recipe=yelp_demo", "train.lrr=1"], "train.lrr is not a key of a recipe. Did you mean 'train.lr'?"),
+    ],
+    ids=["unknown recipe", "unknown key"],
+)
+def test_two_processes_refuse_a_recipe_once(words, message):
+    code, out, err = launch("torchrun", "--nproc_per_node", "2", "-m", "hftune.run", *words)
+    assert code != 0
+    assert out == ""
+    assert own_lines(err) == [f"hftune: {message.format(shipped=', '.join(hftune.run.recipe_names()))}"]
+    assert "exitcode  : 2 " in err  # of the process itself: torchrun's own is 1 whatever happened
+
+
+def test_two_processes_refuse_data_once(tiny):
+    code, out, err = launch("torchrun", "--nproc_per_node", "2", "-m", "hftune.run", *tiny("task.text_column=txt"))
+    assert code != 0
+    assert out == ""
+    assert own_lines(err) == [
+        "hftune: task.text_column=txt is not a column of the train split. It has: text, label. Did you mean 'text'?"
+    ]
+    assert "exitcode  : 2 " in err
+
+
+def test_the_others_end_where_the_main_process_alone_cannot_write(tiny, tmp_path):
+    folder = tmp_path / "tiny.yaml" / "out"
+    code, out, err = launch("torchrun", "--nproc_per_node", "2", "-m", "hftune.run", *tiny(f"output_dir={folder}"))
+    assert code != 0
+    assert out == ""
+    assert own_lines(err) == [f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to another."]
+    assert "exitcode  : 2 " in err
+
+
+FAILING_TASK = """
+import os
+from dataclasses import dataclass
+
+from hftune import Task
+
+
+@dataclass
+class Failing(Task):
+    at: int = 3
+
+    def datasets(self):
+        import torch
+
+        self.calls = 0
+        samples = [{"input": torch.ones(2), "labels": torch.ones(1)} for _ in range(64)]
+        return {"train": samples, "eval": samples}
+
+    def build_model(self):
+        from torch import nn
+
+        return nn.Linear(2, 1)
+
+    def loss(self, outputs, target):
+        self.calls += 1
+        if os.environ["RANK"] == "1" and self.calls == self.at:
+            raise ValueError("bad sample 17")
+        return (outputs - target).square().sum()
+"""
+
+
+@pytest.mark.parametrize(("at", "where"), [(3, "in forward_backward"), (10, "in evaluate")])
+def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, where):
+    (tmp_path / "failing_task.py").write_text(FAILING_TASK)
+    recipe = tmp_path / "failing.yaml"
+    # Each process has one micro-batch of each step; after 8 steps process 1 evaluates, 32 samples in 16 micro-batches.
+    recipe.write_text(
+        f"task: {{type: failing_task.Failing, at: {at}}}\n"
+        "train: {epochs: 1, batch_size: 4, micro_batch_size: 2}\n"
+        "eval: {every: 8, batch_size: 2}\n"
+    )
+    command = ["accelerate", "launch", "--config_file", "accelerate_configs/2cpu.yaml", "-m", "hftune.run"]
+    words = [f"recipe={recipe}", f"output_dir={tmp_path / 'out'}"]
+    code, out, err = launch(*command, *words, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert code != 0
+    assert "step 1/16" in out  # it did train
+    assert "step 10/16" not in out
+    assert not (tmp_path / "out" / "result.json").exists()
+    said = [line for line in err.splitlines() if line.strip(" =-")]
+    assert any(line.endswith(where) for line in said)
+    assert said[-1] == "ValueError: bad sample 17"
+    assert not any("Connection closed" in line for line in said)

@@ -1,0 +1,203 @@
+"""Yelp review classification from the command line to a model that ``pipeline`` loads."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import pipeline
+
+from hftune import Recipe, TrainingError, train
+from hftune.data.demo import reviews
+from tests.support.runs import NO_DROPOUT, TINY, Run, environment
+
+ROOT = Path(__file__).parents[2]
+QUICK = (*TINY, "task.max_train_samples=64", "task.max_eval_samples=33", "train.epochs=1", "train.batch_size=16")
+
+
+def run(folder, *overrides):
+    """Train yelp_demo, made small, in this process."""
+    result = train(Recipe.load("yelp_demo", *QUICK, f"output_dir={folder}", *overrides))
+    return Run(result.output_dir)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's own command, cut to an epoch and a half, on two processes."""
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
+    command = [*launch, "-m", "hftune.run", "recipe=yelp_demo", "train.max_steps=188", f"output_dir={folder}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Run(folder), done.stdout
+
+
+def test_demo_accuracy_rises_clearly_above_chance(demo):
+    accuracies = demo[0].logged("eval/accuracy")
+    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] + 0.03  # chance is 0.2
+    assert accuracies[1] > 0.4
+
+
+def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_out(demo):
+    run, said = demo
+    lines = said.splitlines()
+    assert lines[0].split("  ") == [
+        "hftune 0.1.0",
+        "yelp_demo",
+        "2 processes on cpu",
+        "global batch 32 in micro-batches of at most 8 samples",
+        "precision no",
+        "4,000 samples",
+    ]
+    assert [line.split()[0] for line in lines[-9:]] == "loss accuracy macro_f1 mae best steps speed model log".split()
+    assert f"{run.folder}/model" in said and f"{run.folder}/metrics.jsonl" in said
+
+
+def test_output_folder_holds_what_the_contract_says(demo):
+    run, _ = demo
+    assert {path.name for path in run.folder.iterdir()} == {
+        *("recipe.yaml", "metrics.jsonl", "result.json", "predictions.jsonl", "model", "model_last")
+    }
+    assert set(run.result) == {"metrics", "best", "steps", "seconds", "world_size", "versions"}
+    assert (run.result["steps"], run.result["world_size"]) == (188, 2)
+    assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 188}
+    assert {"step", "epoch", "train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s"} <= set(first_line(run))
+    assert len(run.predictions) == 800
+
+
+def first_line(run):
+    return json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_pipeline_loads_the_export_and_gives_the_labels_of_the_evaluation(demo):
+    run, _ = demo
+    classify = pipeline("text-classification", model=str(run.folder / "model"), device="cpu")
+    texts = [row["text"] for row in reviews("eval")][:40]
+    names = ["1 star", "2 stars", "3 stars", "4 stars", "5 stars"]
+    said = [answer["label"] for answer in classify(texts, truncation=True, max_length=512)]
+    assert said == [names[row["prediction"]] for row in run.predictions[:40]]
+    assert len(set(said)) > 1
+
+
+def test_saved_recipe_runs_again_and_gives_the_same_losses(tmp_path):
+    first = run(tmp_path / "out", "train.log_every=1")
+    losses, recipe = first.logged("train/loss"), Recipe.load(first.folder / "recipe.yaml")
+    assert recipe.recipe == "yelp_demo" and recipe.output_dir == str(tmp_path / "out")
+    train(recipe)
+    assert first.logged("train/loss") == losses  # in the same folder, replaced and not appended to
+
+
+def test_files_and_a_model_folder_of_ones_own(tmp_path):
+    made = run(tmp_path / "first").folder / "model"
+    shutil.copytree(made, tmp_path / "mine")
+    for part in ("train", "eval"):
+        rows = [{"review": row["text"], "stars": row["label"]} for row in reviews(part, 48)]
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"task.data_files.{part}={tmp_path}/{part}.jsonl" for part in ("train", "eval")]
+    columns = ["task.text_column=review", "task.label_column=stars", "task.dataset=json", f"task.model={tmp_path}/mine"]
+    recipe = Recipe.load("yelp", *files, *columns, "task.max_length=64", "train.max_steps=2", f"output_dir={tmp_path}/out")
+    assert train(recipe).steps == 2
+    assert len(Run(tmp_path / "out").predictions) == 48
+
+
+def test_best_and_last_model_are_both_kept(tmp_path):
+    # The learning rate is so high that the second epoch ruins the model.
+    result = run(tmp_path / "out", "train.epochs=3", "train.schedule=constant", "train.lr=0.5", "eval.metric=loss", "eval.greater_is_better=false")
+    losses = result.logged("eval/loss")
+    assert result.result["best"]["value"] == min(losses)
+    assert result.result["best"]["step"] == 4 * (1 + losses.index(min(losses)))
+    best, last = ((result.folder / name / "model.safetensors").read_bytes() for name in ("model", "model_last"))
+    assert (best == last) == (losses.index(min(losses)) == 2)
+
+
+def test_evaluations_come_when_asked_for(tmp_path):
+    for every, expected in (("2", 2), ("3", 2), ("epoch", 2), ("'2 epochs'", 1), ("100", 1)):
+        overrides = ("train.batch_size=32", "train.epochs=2", f"eval.every={every}", "train.max_steps=4")
+        assert len(run(tmp_path / "out", *overrides).logged("eval/loss")) == expected, every
+
+
+def test_bf16_trains_close_to_float32(tmp_path):
+    losses = [
+        run(tmp_path / kind, *NO_DROPOUT, f"train.mixed_precision={kind}", "train.log_every=1").logged("train/loss")
+        for kind in ("no", "bf16")
+    ]
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)  # 8 bits of mantissa
+
+
+def test_gradient_checkpointing_changes_nothing_even_with_dropout(tmp_path):
+    losses = [
+        run(tmp_path / flag, f"train.gradient_checkpointing={flag}", "train.log_every=1").logged("train/loss")
+        for flag in ("false", "true")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+def test_compiled_model_trains_the_same_and_is_exported_under_its_own_names(tmp_path):
+    config = "task.model_config={model_type: bert, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}"
+    runs = [
+        run(tmp_path / flag, config, *NO_DROPOUT, f"train.compile={flag}", "train.log_every=1", "train.max_steps=2")
+        for flag in ("false", "true")
+    ]
+    assert runs[1].logged("train/loss") == pytest.approx(runs[0].logged("train/loss"), rel=1e-4)
+    assert pipeline("text-classification", model=str(runs[1].folder / "model"), device="cpu")("good")
+
+
+def test_loss_that_is_not_finite_stops_with_step_process_and_samples(tmp_path):
+    from dataclasses import dataclass
+
+    from hftune.tasks import SequenceClassification
+
+    @dataclass
+    class Spoilt(SequenceClassification):
+        """Its third micro-batch has an infinite loss."""
+
+        def loss(self, outputs, target):
+            self.calls = getattr(self, "calls", 0) + torch.is_grad_enabled()
+            return super().loss(outputs, target) * (float("nan") if self.calls == 3 else 1.0)
+
+    recipe = Recipe.load("yelp_demo", *QUICK, f"output_dir={tmp_path}/out", "train.micro_batch_size=8")
+    recipe.task = Spoilt(**vars(recipe.task))
+    with pytest.raises(TrainingError) as caught:
+        train(recipe)
+    said = str(caught.value)
+    assert said.startswith("The loss of step 2 is nan (process 0: samples [")
+    assert said.endswith("]). Lower train.lr, set train.clip_norm, or look at these samples.")
+    assert len(json.loads(said[said.index("[") : said.index("]") + 1])) == 8
+
+
+def test_wandb_offline_holds_recipe_and_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    made = run(tmp_path / "out", "track.with=[wandb]", "track.run_name=mine", "train.log_every=1")
+    (log,) = (made.folder / "wandb").glob("offline-run-*/*.wandb")
+    said = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)], capture_output=True, text=True)
+    records = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    config = next(record["config"]["update"] for record in records if record["type"] == "config" and "task" in record["config"].get("update", {}))
+    assert config["train"]["batch_size"] == 16 and config["task"]["type"] == "SequenceClassification"
+    history = [record["history"]["item"] for record in records if record["type"] == "history"]
+    assert [item["train/loss"] for item in history if "train/loss" in item] == pytest.approx(made.logged("train/loss"))
+    assert [item["_step"] for item in history if "eval/accuracy" in item] == [4]
+
+
+def test_tensorboard_holds_the_metrics(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = run(tmp_path / "out", "track.with=[tensorboard]", "train.log_every=1")
+    events = EventAccumulator(str(made.folder / "tensorboard" / "hftune"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(made.logged("train/loss"))
+
+
+def test_shared_yelp_reviews_train(tmp_path):
+    folder = Path(os.environ.get("HFTUNE_TEST_DATA", ROOT.parent / "shared" / "data")) / "yelp"
+    if not folder.is_dir():
+        pytest.skip("the Yelp sample is not on this machine (set HFTUNE_TEST_DATA to the folder that holds yelp/)")
+    files = [f"task.data_files.train={folder}/train.jsonl", f"task.data_files.eval={folder}/test.jsonl", "task.dataset=json"]
+    small = ["task.max_train_samples=256", "task.max_eval_samples=100", "train.batch_size=32", "train.lr=1e-3"]
+    made = Run(train(Recipe.load("yelp", *files, *TINY, "task.model=null", *small, f"output_dir={tmp_path}/out")).output_dir)
+    assert made.result["steps"] == 24 and sum(map(sum, made.result["metrics"]["confusion_matrix"])) == 100

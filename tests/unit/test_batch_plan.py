@@ -1,0 +1,120 @@
+"""Properties of the batch plan that must hold for any data set and any sizes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hftune import ConfigError
+from hftune.batch_plan import BatchPlan, balance
+
+
+@st.composite
+def plans(draw):
+    num_samples = draw(st.integers(1, 300))
+    lengths = np.array(draw(st.lists(st.integers(1, 40), min_size=num_samples, max_size=num_samples)), np.int32)
+    batch_size = draw(st.integers(1, 50))
+    return BatchPlan(
+        num_samples,
+        batch_size,
+        micro_batch_size=draw(st.none() | st.integers(1, batch_size)),
+        micro_batch_tokens=draw(st.none() | st.integers(40, 200)),
+        lengths=draw(st.sampled_from([lengths, lengths.astype(np.int64)])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@given(plans(), st.integers(0, 5))
+def test_every_sample_is_used_exactly_once_an_epoch(plan, epoch):
+    used = np.concatenate([micro_batch.samples for step in plan.epoch(epoch) for micro_batch in step])
+    assert sorted(used) == list(range(plan.num_samples))
+
+
+@given(plans())
+def test_global_batches_have_exactly_batch_size_samples_but_for_the_last(plan):
+    sizes = [sum(len(micro_batch.samples) for micro_batch in step) for step in plan.epoch(0)]
+    assert len(sizes) == plan.num_steps
+    assert all(size == plan.batch_size for size in sizes[:-1])
+    assert 1 <= sizes[-1] <= plan.batch_size
+
+
+@given(plans())
+def test_micro_batches_keep_both_bounds_and_are_never_empty(plan):
+    for micro_batch in (micro_batch for step in plan.epoch(0) for micro_batch in step):
+        size, longest = len(micro_batch.samples), plan.lengths[micro_batch.samples].max()
+        assert 1 <= size <= (plan.micro_batch_size or plan.batch_size)
+        assert micro_batch.cost == size * longest <= (plan.micro_batch_tokens or np.inf)
+
+
+@given(plans())
+def test_samples_of_a_step_are_sorted_by_length_and_micro_batches_numbered(plan):
+    for step in plan.epoch(0):
+        lengths = plan.lengths[np.concatenate([micro_batch.samples for micro_batch in step])]
+        assert (np.diff(lengths) <= 0).all()
+        assert [micro_batch.index for micro_batch in step] == list(range(len(step)))
+
+
+@given(plans())
+def test_a_plan_is_a_pure_function_of_its_fields(plan):
+    twin = BatchPlan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__})
+    assert [step_samples(step) for step in plan.epoch(3)] == [step_samples(step) for step in twin.epoch(3)]
+
+
+def step_samples(step):
+    return [micro_batch.samples.tolist() for micro_batch in step]
+
+
+@given(plans())
+def test_what_a_global_batch_contains_does_not_depend_on_lengths_or_micro_batches(plan):
+    bare = BatchPlan(plan.num_samples, plan.batch_size, seed=plan.seed)
+    for step, other in zip(plan.epoch(1), bare.epoch(1), strict=True):
+        assert set(np.concatenate([m.samples for m in step])) == set(np.concatenate([m.samples for m in other]))
+
+
+def test_each_epoch_and_each_seed_has_another_order():
+    orders = [tuple(BatchPlan(50, 50, seed=seed).epoch(epoch).order_N) for seed in (0, 1, 2**32 - 1) for epoch in range(4)]
+    assert len(set(orders)) == 12
+
+
+def test_the_order_is_the_same_on_every_machine_and_for_ever():
+    # Written down once: a run that is resumed under another numpy must find the same samples.
+    assert BatchPlan(10, 10, seed=42).epoch(0).order_N.tolist() == [5, 0, 6, 4, 2, 7, 3, 1, 8, 9]
+
+
+def test_unshuffled_plan_keeps_dataset_order_where_lengths_are_equal():
+    assert BatchPlan(7, 3, shuffle=False).epoch(9).order_N.tolist() == list(range(7))
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 8))
+def test_balance_deals_every_item_once_and_no_rank_is_far_above_its_share(costs, num_bins):
+    bins = balance(costs, num_bins)
+    assert sorted(item for items in bins for item in items) == list(range(len(costs)))
+    heaviest = max(sum(costs[item] for item in items) for items in bins)
+    best_possible = max(max(costs), -(-sum(costs) // num_bins))
+    # Graham's bound is 4/3 of the optimum; the optimum itself is at most twice this lower bound.
+    assert heaviest <= sum(costs) / num_bins + max(costs) and heaviest <= 2 * best_possible
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_a_step_bounded_in_tokens_is_balanced_over_ranks(num_ranks):
+    lengths = np.random.RandomState(0).lognormal(4, 0.8, 4096).clip(1, 512).astype(np.int32)
+    for step in list(BatchPlan(4096, 256, micro_batch_tokens=1024, lengths=lengths).epoch(0))[:4]:
+        costs = [micro_batch.cost for micro_batch in step]
+        loads = [sum(costs[item] for item in items) for items in balance(costs, num_ranks)]
+        assert max(loads) <= 1.25 * sum(costs) / num_ranks
+
+
+def test_token_bound_below_the_longest_sample_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        BatchPlan(3, 3, micro_batch_tokens=9, lengths=np.array([4, 12, 2]))
+    assert str(caught.value) == (
+        "train.micro_batch_tokens=9 cannot hold sample 1 with its 12 tokens. Raise it, or lower the task's maximum length."
+    )
+
+
+def test_token_bound_without_lengths_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        BatchPlan(3, 3, micro_batch_tokens=9)
+    assert str(caught.value) == (
+        "train.micro_batch_tokens needs a task whose samples have lengths; this one has none. Set train.micro_batch_size instead."
+    )

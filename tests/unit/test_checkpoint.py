@@ -1,0 +1,56 @@
+"""An export is whole or not there, whatever kills the writer."""
+
+import pytest
+from torch import nn
+
+from hftune.checkpoint import export, restore_export, write_text
+
+
+class Saver:
+    """Saves a text; fails half-way where told to."""
+
+    def __init__(self, text, fail=False):
+        self.text, self.fail = text, fail
+
+    def save(self, model, directory):
+        (directory / "config.json").write_text(self.text)
+        if self.fail:
+            raise OSError(28, "No space left on device")
+        (directory / "weights").mkdir()
+        (directory / "weights" / "part1").write_text(self.text)
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_export_replaces_the_earlier_one_whole(tmp_path):
+    for text in ("first", "second"):
+        export(Saver(text), nn.Identity(), tmp_path / "model")
+        assert contents(tmp_path) == {"model/config.json": text, "model/weights/part1": text}
+
+
+def test_failed_export_leaves_the_earlier_one_untouched(tmp_path):
+    export(Saver("first"), nn.Identity(), tmp_path / "model")
+    with pytest.raises(OSError, match="No space left"):
+        export(Saver("second", fail=True), nn.Identity(), tmp_path / "model")
+    assert contents(tmp_path / "model") == {"config.json": "first", "weights/part1": "first"}
+
+
+def test_kill_between_the_two_renames_is_undone(tmp_path):
+    export(Saver("first"), nn.Identity(), tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / ".model.replaced")  # where a kill would have left it
+    restore_export(tmp_path / "model")
+    assert contents(tmp_path) == {"model/config.json": "first", "model/weights/part1": "first"}
+
+
+def test_kill_after_the_second_rename_leaves_no_litter(tmp_path):
+    export(Saver("old"), nn.Identity(), tmp_path / ".model.replaced")
+    export(Saver("new"), nn.Identity(), tmp_path / "model")
+    assert contents(tmp_path) == {"model/config.json": "new", "model/weights/part1": "new"}
+
+
+def test_text_is_replaced_in_one_go(tmp_path):
+    write_text(tmp_path / "a.json", "1")
+    write_text(tmp_path / "a.json", "2")
+    assert contents(tmp_path) == {"a.json": "2"}

@@ -1,0 +1,858 @@
+"""Recipes: how the layers add up, and the sentence that a person reads for each thing that can be wrong with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hftune.config import EvalConfig, Recipe, TrackConfig, TrainConfig
+from hftune.errors import ConfigError
+from hftune.resources import recipe_names
+
+PLAIN = """
+task:
+  type: SequenceClassification
+  model: null
+  model_config: {model_type: bert, hidden_size: 16}
+  dataset: hftune.data.demo:reviews
+"""
+
+OWN_TASKS = """
+from dataclasses import dataclass, field
+from typing import Any
+
+from hftune import Task
+
+
+class Whole(Task):
+    def datasets(self): return {}
+    def build_model(self): return None
+    def loss(self, outputs, target): return None
+
+
+@dataclass
+class Tuned(Whole):
+    path: str
+    size: tuple[int, int] = (2, 3)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Reports(Whole):
+    metric_names = ["f1"]
+
+
+@dataclass
+class Unfinished(Task):
+    def datasets(self): return {}
+
+
+@dataclass
+class Unreadable(Whole):
+    names: set = field(default_factory=set)
+
+
+class NoDataclass(Whole):
+    path: str = "a"
+
+
+class NoTask:
+    pass
+"""
+
+SECTIONS = "Sections: task, train, eval, track. Keys at the top: recipe, base, seed, output_dir."
+SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Return a function that writes a file in tmp_path and returns its path."""
+
+    def write_file(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def plain(write) -> Path:
+    """A recipe with nothing in it but the task."""
+    return write("plain.yaml", PLAIN)
+
+
+@pytest.fixture
+def own_tasks(write, tmp_path, monkeypatch) -> None:
+    """Make a module own_tasks importable."""
+    write("own_tasks.py", OWN_TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_tasks", raising=False)
+
+
+def refusal(*argv: str) -> str:
+    """Return the whole message with which a recipe is refused, by reading it or by looking at what it names."""
+    with pytest.raises(ConfigError) as caught:
+        Recipe.from_argv(list(argv)).check()
+    return str(caught.value)
+
+
+# How the layers add up
+
+
+def test_each_layer_overrides_the_one_below(write):
+    write("below.yaml", PLAIN + "train: {batch_size: 64, lr: 0.1, weight_decay: 0.1}")
+    path = write("above.yaml", "base: below.yaml\ntrain: {lr: 0.2, weight_decay: 0.2}")
+    train = Recipe.load(path, "train.weight_decay=0.3").train
+    assert train == TrainConfig(batch_size=64, lr=0.2, weight_decay=0.3)
+
+
+def test_a_base_may_have_a_base(write):
+    write("bottom.yaml", PLAIN + "train: {batch_size: 64, lr: 0.1}")
+    write("middle.yaml", "base: bottom.yaml\ntrain: {lr: 0.2}")
+    path = write("top.yaml", "base: middle.yaml\nseed: 7")
+    recipe = Recipe.load(path)
+    assert (recipe.train.batch_size, recipe.train.lr, recipe.seed) == (64, 0.2, 7)
+
+
+def test_a_base_may_be_a_shipped_recipe(write):
+    path = write("mine.yaml", "base: yelp_demo\ntrain: {lr: 0.25}")
+    shipped, mine = Recipe.load("yelp_demo"), Recipe.load(path)
+    assert mine.train.lr == 0.25
+    assert (mine.task, mine.eval) == (shipped.task, shipped.eval)
+
+
+def test_a_recipe_is_named_after_its_file_and_not_after_its_base(write):
+    recipe = Recipe.load(write("mine.yaml", "base: yelp_demo"))
+    assert (recipe.recipe, recipe.output_dir) == ("mine", "outputs/mine")
+
+
+def test_a_section_whose_keys_are_all_commented_out_keeps_those_of_its_base(write):
+    write("below.yaml", PLAIN + "train: {lr: 0.25}")
+    path = write("above.yaml", "base: below.yaml\ntrain:\n  # lr: 0.5\n")
+    assert Recipe.load(path).train.lr == 0.25
+
+
+def test_an_empty_override_of_a_section_sets_nothing(write):
+    path = write("plain.yaml", PLAIN + "train: {lr: 0.25}")
+    assert Recipe.load(path, "train=").train.lr == 0.25
+
+
+def test_a_base_can_set_the_task_and_the_recipe_above_another_one(write, own_tasks):
+    write("below.yaml", "task: {type: own_tasks.Reports}")
+    path = write("above.yaml", "base: below.yaml\ntask: {type: own_tasks.Tuned, path: a}")
+    assert type(Recipe.load(path).task).__name__ == "Tuned"
+
+
+def test_the_last_of_two_overrides_of_a_key_counts(plain):
+    assert Recipe.load(plain, "train.lr=1", "train.lr=2").train.lr == 2
+
+
+def test_arguments_are_read_in_any_order(plain):
+    recipe = Recipe.from_argv(["train.lr=0.25", f"recipe={plain}", "seed=7"])
+    assert (recipe.train.lr, recipe.seed) == (0.25, 7)
+
+
+# Types
+
+
+def test_yaml_numbers_without_a_dot_are_floats(write):
+    recipe = Recipe.load(write("plain.yaml", PLAIN + "train: {lr: 5e-5, weight_decay: 1}"))
+    assert (recipe.train.lr, recipe.train.weight_decay) == (5e-5, 1.0)
+    assert type(recipe.train.lr) is type(recipe.train.weight_decay) is float
+
+
+def test_an_override_without_a_dot_is_a_float(plain):
+    lr = Recipe.load(plain, "train.lr=3e-5").train.lr
+    assert (lr, type(lr)) == (3e-5, float)
+
+
+@pytest.mark.parametrize("spelling", ["no", "'no'", "No", "off", "false"])
+def test_mixed_precision_no_is_the_word_no_in_a_file(write, spelling):
+    path = write("plain.yaml", PLAIN + f"train: {{mixed_precision: {spelling}}}")
+    assert Recipe.load(path, "train.num_workers=1").train.mixed_precision == "no"
+
+
+def test_mixed_precision_no_is_the_word_no_on_the_command_line(write):
+    path = write("plain.yaml", PLAIN + "train: {mixed_precision: bf16}")
+    assert Recipe.load(path).train.mixed_precision == "bf16"
+    assert Recipe.load(path, "train.mixed_precision=no").train.mixed_precision == "no"
+
+
+def test_betas_are_a_pair_of_floats(write):
+    path = write("plain.yaml", PLAIN + "train: {betas: [0.8, 0.95]}")
+    assert Recipe.load(path).train.betas == (0.8, 0.95)
+    assert Recipe.load(path, "train.betas=[0.7,0.9]").train.betas == (0.7, 0.9)
+    assert Recipe.load(path, "train.betas=[0,0]").train.betas == (0.0, 0.0)
+
+
+def test_null_clears_an_optional_value(write):
+    path = write("plain.yaml", PLAIN + "train: {clip_norm: null, max_steps: 5}")
+    assert Recipe.load(path).train.clip_norm is None
+    assert Recipe.load(path, "train.max_steps=null").train.max_steps is None
+
+
+def test_eval_every_is_a_number_of_steps_or_of_epochs(plain):
+    every = {
+        word: Recipe.load(plain, f"eval.every={word}").eval for word in ("20", "epoch", "1 epoch", "2 epochs", "12 epochs")
+    }
+    assert {word: config.every_epochs for word, config in every.items()} == {
+        "20": None,
+        "epoch": 1,
+        "1 epoch": 1,
+        "2 epochs": 2,
+        "12 epochs": 12,
+    }
+    assert every["20"].every == 20
+
+
+def test_track_with_is_the_field_with_underscore(write):
+    path = write("plain.yaml", PLAIN + "track: {with: [wandb]}")
+    assert Recipe.load(path).track.with_ == ["wandb"]
+    assert Recipe.load(path, "track.with=[tensorboard,wandb]").track.with_ == ["tensorboard", "wandb"]
+    assert Recipe.load(path, "track.with=[]").track.with_ == []
+
+
+def test_an_override_adds_to_a_free_mapping(plain):
+    task = Recipe.load(plain, "task.model_config.hidden_size=32", "task.model_config.num_hidden_layers=1").task
+    assert task.model_config == {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1}
+
+
+def test_an_override_fills_a_free_mapping_that_is_null(plain):
+    task = Recipe.load(plain, "task.data_files.train=a.jsonl", "task.data_files.eval=[b.jsonl,c.jsonl]").task
+    assert task.data_files == {"train": "a.jsonl", "eval": ["b.jsonl", "c.jsonl"]}
+
+
+def test_a_file_fills_a_free_mapping_that_is_null(write):
+    path = write("files.yaml", PLAIN + "  data_files: {train: a.jsonl, eval: b.jsonl}")
+    assert Recipe.load(path).task.data_files == {"train": "a.jsonl", "eval": "b.jsonl"}
+
+
+def test_null_clears_an_optional_free_mapping(write):
+    path = write("files.yaml", PLAIN + "  data_files: {train: a.jsonl, eval: b.jsonl}")
+    assert Recipe.load(path, "task.data_files=null").task.data_files is None
+
+
+def test_a_value_may_refer_to_another_one(plain):
+    recipe = Recipe.load(plain, "train.micro_batch_size=${train.batch_size}", "train.batch_size=16")
+    assert recipe.train.micro_batch_size == 16
+
+
+def test_a_value_may_refer_to_a_key_at_the_top(plain):
+    recipe = Recipe.load(plain, "output_dir=runs/${recipe}-${seed}-${train.batch_size}")
+    assert recipe.output_dir == "runs/plain-42-32"
+
+
+def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
+    path = write("mine.yaml", "task: {type: own_tasks.Tuned, path: here, options: {a: 1}}")
+    recipe = Recipe.load(path, "task.size=[4,5]", "task.options.b.c=2")
+    recipe.check()
+    assert vars(recipe.task) == {"path": "here", "size": (4, 5), "options": {"a": 1, "b": {"c": 2}}}
+
+
+# The resolved recipe
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_is_accepted(name):
+    recipe = Recipe.from_argv([f"recipe={name}"])
+    recipe.check()
+    assert (recipe.recipe, recipe.output_dir) == (name, f"outputs/{name}")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_is_equal_after_a_round_trip(name, write):
+    recipe = Recipe.load(name)
+    assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
+
+
+def test_a_resolved_recipe_keeps_its_name_and_its_output_folder(plain, write):
+    recipe = Recipe.from_argv([f"recipe={plain}"])
+    again = Recipe.from_argv([f"recipe={write('recipe.yaml', recipe.to_yaml())}"])
+    assert again == recipe
+    assert (again.recipe, again.output_dir) == ("plain", "outputs/plain")
+
+
+def test_a_resolved_recipe_holds_every_override(plain, write):
+    overrides = [
+        "seed=7",
+        "output_dir=elsewhere",
+        "task.data_files={train: a.jsonl, eval: [b.jsonl]}",
+        "task.label_names=['1','no',null text,'a: b','ä','']",
+        "train.betas=[0.5,0.75]",
+        "train.clip_norm=null",
+        "train.micro_batch_size=${train.batch_size}",
+        "train.mixed_precision=no",
+        "eval.every=2 epochs",
+        "track.with=[wandb]",
+        "track.run_name='1e-3'",
+    ]
+    recipe = Recipe.load(plain, *overrides)
+    again = Recipe.load(write("recipe.yaml", recipe.to_yaml()))
+    assert again == recipe
+    assert again.task.label_names == ["1", "no", "null text", "a: b", "ä", ""]
+    assert (again.train.betas, again.train.mixed_precision, again.track.run_name) == ((0.5, 0.75), "no", "1e-3")
+
+
+def test_a_resolved_recipe_names_a_task_of_ones_own(write, own_tasks):
+    recipe = Recipe.load(write("mine.yaml", "task: {type: own_tasks.Tuned, path: here, size: [4, 5]}"))
+    assert recipe.to_dict()["task"]["type"] == "own_tasks.Tuned"
+    assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
+
+
+def test_a_resolved_recipe_spells_with_as_users_do(plain):
+    assert Recipe.load(plain, "track.with=[wandb]").to_dict()["track"] == {
+        "with": ["wandb"],
+        "project": "hftune",
+        "run_name": None,
+    }
+
+
+# Which recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("yelp-demo", f"recipe=yelp-demo: there is no such recipe. Did you mean 'yelp_demo'? {SHIPPED}"),
+        ("resnet", f"recipe=resnet: there is no such recipe. {SHIPPED}"),
+        ("", f"recipe=: there is no such recipe. {SHIPPED}"),
+        ("/no/where.yaml", "recipe=/no/where.yaml: there is no such file (looked at /no/where.yaml)."),
+    ],
+)
+def test_an_unknown_recipe_lists_those_there_are(name, message):
+    assert refusal(f"recipe={name}") == message
+
+
+def test_a_relative_path_that_does_not_exist_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("recipe=mine.yaml") == f"recipe=mine.yaml: there is no such file (looked at {tmp_path}/mine.yaml)."
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_exactly_one_recipe_must_be_named(plain, count):
+    message = f"Name one recipe, such as recipe=yelp_demo; {count} were given."
+    assert refusal("train.lr=1", *[f"recipe={plain}"] * count) == message
+
+
+def test_an_unknown_base_names_the_key_and_the_file(write):
+    path = write("mine.yaml", "base: yelp-demo")
+    assert refusal(f"recipe={path}") == (
+        f"base=yelp-demo: there is no such recipe. Did you mean 'yelp_demo'? {SHIPPED} ({path})"
+    )
+
+
+def test_a_base_that_is_no_name_names_the_file(write):
+    path = write("mine.yaml", "base: [a]")
+    assert refusal(f"recipe={path}") == f"base=['a'] is not the name or the path of a recipe. ({path})"
+
+
+def test_recipes_that_build_on_each_other_are_refused(write, tmp_path):
+    write("a.yaml", "base: b.yaml")
+    write("b.yaml", "base: a.yaml")
+    assert refusal(f"recipe={tmp_path}/a.yaml") == (
+        f"base=a.yaml leads back to {tmp_path}/a.yaml: a recipe cannot build on itself. ({tmp_path}/b.yaml)"
+    )
+
+
+def test_base_on_the_command_line_is_sent_to_where_it_belongs(plain):
+    assert refusal(f"recipe={plain}", "base=yelp") == (
+        "base=... belongs in a recipe file; here, name the recipe itself: recipe=..."
+    )
+
+
+def test_broken_yaml_names_file_and_line(write):
+    path = write("broken.yaml", "task:\n  type: [a\ntrain: 3\n")
+    assert refusal(f"recipe={path}") == (
+        f"{path} cannot be read: while parsing a flow sequence\n"
+        f'  in "{path}", line 2, column 9\n'
+        "did not find expected ',' or ']'\n"
+        f'  in "{path}", line 3, column 6'
+    )
+
+
+def test_a_section_given_twice_is_refused(write):
+    path = write("twice.yaml", "train: {lr: 1}\ntrain: {lr: 2}\n")
+    assert refusal(f"recipe={path}") == (
+        f"{path} cannot be read: while constructing a mapping\n"
+        f'  in "{path}", line 1, column 1\n'
+        "found duplicate key train\n"
+        f'  in "{path}", line 2, column 1'
+    )
+
+
+def test_a_file_that_is_a_list_is_not_a_recipe(write):
+    path = write("list.yaml", "- a\n- b\n")
+    assert refusal(f"recipe={path}") == f"{path} is not a recipe: its top level must be keys such as task: and train:."
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("word", ["train.lr", "--lr=3", "=3", "train.lr =3", "yelp", "train[lr]=3"])
+def test_an_argument_of_another_form_is_refused(plain, word):
+    assert refusal(f"recipe={plain}", word) == f"{word!r} is not of the form section.key=value, such as train.lr=3e-5."
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("train.lr=[", "did not find expected node content"),
+        ("train.lr={a", "did not find expected ',' or '}'"),
+        ("train.lr='a", "found unexpected end of stream"),
+        ("train.lr=${", "no viable alternative at input '${'"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_told_from_the_others_in_one_line(plain, word, reason):
+    assert refusal(f"recipe={plain}", "seed=7", word, "train.epochs=2") == f"{word} cannot be read: {reason}."
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("train.lrr", "train.lr"),
+        ("train.batch_sise", "train.batch_size"),
+        ("task.max_lenght", "task.max_length"),
+        ("track.projekt", "track.project"),
+        ("outputdir", "output_dir"),
+        ("trian.lr", "train.lr"),
+        ("evl.batch_size", "eval.batch_size"),
+        ("eval.lr", "train.lr"),
+        ("train.max_length", "task.max_length"),
+    ],
+)
+def test_unknown_key_suggests_the_nearest_valid_one(plain, key, nearest):
+    assert refusal(f"recipe={plain}", f"{key}=1") == f"{key} is not a key of a recipe. Did you mean {nearest!r}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "full_key"),
+    [("lr", "train.lr"), ("batch_size", "train.batch_size"), ("model", "task.model"), ("with", "track.with")],
+)
+def test_a_key_without_its_section_suggests_the_full_one(plain, key, full_key):
+    assert refusal(f"recipe={plain}", f"{key}=1e-3") == f"{key} is not a key of a recipe. Did you mean {full_key!r}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("eval.xyz", "Keys of eval: every, batch_size, metric, greater_is_better."),
+        ("track.xyz", "Keys of track: with, project, run_name."),
+        ("xyz", SECTIONS),
+        ("xyz.uvw", SECTIONS),
+    ],
+)
+def test_a_key_like_no_other_lists_those_there_are(plain, key, known):
+    assert refusal(f"recipe={plain}", f"{key}=1") == f"{key} is not a key of a recipe. {known}"
+
+
+def test_an_unknown_key_in_a_file_names_the_file(write):
+    path = write("mine.yaml", PLAIN + "train: {lrr: 1}")
+    assert refusal(f"recipe={path}") == f"train.lrr is not a key of a recipe. Did you mean 'train.lr'? ({path})"
+
+
+def test_an_unknown_key_in_a_base_names_the_base(write):
+    below = write("below.yaml", PLAIN + "train: {lrr: 1}")
+    path = write("above.yaml", "base: below.yaml\nseed: 7")
+    assert refusal(f"recipe={path}") == f"train.lrr is not a key of a recipe. Did you mean 'train.lr'? ({below})"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: 3", "train=3 must be a section of keys, such as train.epochs=..."),
+        ("train: [a]", "train=['a'] must be a section of keys, such as train.epochs=..."),
+        ("track: wandb", "track='wandb' must be a section of keys, such as track.with=..."),
+    ],
+)
+def test_a_section_that_is_none_is_refused(write, text, message):
+    write("below.yaml", PLAIN)
+    path = write("mine.yaml", f"base: below.yaml\n{text}")
+    assert refusal(f"recipe={path}") == f"{message} ({path})"
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.lr=abc", "train.lr='abc' is not a number, such as 5e-05."),
+        ("train.lr=[1]", "train.lr=[1] is not a number, such as 5e-05."),
+        ("train.lr=true", "train.lr=true is not a number, such as 5e-05."),
+        ("train.lr=null", "train.lr=null is not a number, such as 5e-05."),
+        ("train.batch_size=1.5", "train.batch_size=1.5 is not a whole number, such as 32."),
+        ("train.batch_size=many", "train.batch_size='many' is not a whole number, such as 32."),
+        ("train.micro_batch_size=many", "train.micro_batch_size='many' is not a whole number or null."),
+        ("train.clip_norm=big", "train.clip_norm='big' is not a number or null, such as 1.0."),
+        ("train.compile=maybe", "train.compile='maybe' is not true or false."),
+        ("train.compile=2", "train.compile=2 is not true or false."),
+        ("eval.greater_is_better=0.5", "eval.greater_is_better=0.5 is not true or false."),
+        ("train.betas=0.9", "train.betas=0.9 is not a list of 2 numbers, such as [0.9,0.999]."),
+        ("train.betas=[0.9]", "train.betas=[0.9] is not a list of 2 numbers, such as [0.9,0.999]."),
+        ("train.betas=[0.9,x]", "train.betas=[0.9, 'x'] is not a list of 2 numbers, such as [0.9,0.999]."),
+        ("eval.metric=[a]", "eval.metric=['a'] is not a text, such as loss."),
+        ("output_dir=[a]", "output_dir=['a'] is not a text or null."),
+        ("track.with=wandb", "track.with='wandb' is not a list such as [a,b]."),
+        ("task.label_names=a", "task.label_names='a' is not a list such as [a,b] or null."),
+        ("task.model_config=bert", "task.model_config='bert' is not a section of keys."),
+        ("task.data_files=a.jsonl", "task.data_files='a.jsonl' is not a section of keys or null."),
+        ("seed=x", "seed='x' is not a whole number, such as 42."),
+    ],
+)
+def test_a_value_of_a_wrong_type_says_what_would_fit(plain, word, message):
+    assert refusal(f"recipe={plain}", word) == message
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("task.text_column=no", "task.text_column=false"),
+        ("task.label_names=[no,yes]", "task.label_names=[false, true]"),
+        ("output_dir=on", "output_dir=true"),
+    ],
+)
+def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_text(plain, word, message):
+    reason = "YAML reads a bare yes, no, on or off as true or false. Put texts in quotes."
+    assert refusal(f"recipe={plain}", word) == f"{message}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.schedule=cosin", "train.schedule='cosin' is not one of linear, cosine, constant. Did you mean 'cosine'?"),
+        ("train.schedule=step", "train.schedule='step' is not one of linear, cosine, constant."),
+        ("train.schedule=null", "train.schedule=null is not one of linear, cosine, constant."),
+        ("train.optimizer=adaw", "train.optimizer='adaw' is not one of adamw, adam, sgd. Did you mean 'adamw'?"),
+        ("train.optimizer=AdamW", "train.optimizer='AdamW' is not one of adamw, adam, sgd. Did you mean 'adamw'?"),
+        ("train.mixed_precision=fp61", "train.mixed_precision='fp61' is not one of no, bf16, fp16. Did you mean 'fp16'?"),
+        ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16."),
+        ("track.with=[wanb]", "track.with='wanb' is not one of wandb, tensorboard. Did you mean 'wandb'?"),
+    ],
+)
+def test_a_wrong_choice_lists_the_choices_and_suggests_the_nearest(plain, word, message):
+    assert refusal(f"recipe={plain}", word) == message
+
+
+def test_a_wrong_type_in_a_file_names_the_file(write):
+    path = write("mine.yaml", PLAIN + "train: {lr: abc}")
+    assert refusal(f"recipe={path}") == f"train.lr='abc' is not a number, such as 5e-05. ({path})"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        *[
+            (f"{key}=0", f"{key}=0 must be at least 1.")
+            for key in (
+                "train.epochs",
+                "train.max_steps",
+                "train.batch_size",
+                "train.micro_batch_size",
+                "train.micro_batch_tokens",
+                "train.log_every",
+                "eval.batch_size",
+                "eval.every",
+                "task.max_train_samples",
+                "task.max_eval_samples",
+            )
+        ],
+        ("train.lr=0", "train.lr=0.0 must be above 0."),
+        ("train.lr=-1", "train.lr=-1.0 must be above 0."),
+        ("train.lr=nan", "train.lr=nan must be above 0."),
+        ("train.lr=inf", "train.lr=inf must be finite."),
+        ("train.weight_decay=inf", "train.weight_decay=inf must be finite."),
+        ("train.weight_decay=-0.1", "train.weight_decay=-0.1 must not be negative."),
+        ("train.momentum=-0.1", "train.momentum=-0.1 must not be negative."),
+        ("train.eps=-1e-8", "train.eps=-1e-08 must not be negative."),
+        ("train.num_workers=-1", "train.num_workers=-1 must not be negative."),
+        ("train.betas=[0.9,1]", "train.betas=[0.9, 1.0] must both lie in [0, 1)."),
+        ("train.warmup_ratio=1", "train.warmup_ratio=1.0 must lie in [0, 1): it is a share of all steps."),
+        ("train.warmup_ratio=-0.1", "train.warmup_ratio=-0.1 must lie in [0, 1): it is a share of all steps."),
+        ("train.clip_norm=0", "train.clip_norm=0.0 must be above 0; null turns clipping off."),
+        ("seed=-1", "seed=-1 must lie in 0 to 4294967295."),
+        ("seed=4294967296", "seed=4294967296 must lie in 0 to 4294967295."),
+        ("task.max_length=2", "task.max_length=2 must be at least 3."),
+        ("task.vocab_size=99", "task.vocab_size=99 must be at least 100."),
+    ],
+)
+def test_a_value_out_of_bounds_says_the_bound(plain, word, message):
+    assert refusal(f"recipe={plain}", word) == message
+
+
+@pytest.mark.parametrize("every", ["epochs", "2epochs", "0 epochs", "two epochs", "'20'", "epoch 2"])
+def test_nonsense_for_eval_every_says_what_makes_sense(plain, every):
+    said = repr(every.strip("'"))
+    assert refusal(f"recipe={plain}", f"eval.every={every}") == (
+        f"eval.every={said} is neither a number of steps nor 'epoch' nor, say, '2 epochs'."
+    )
+
+
+def test_a_micro_batch_larger_than_the_batch_is_refused(plain):
+    assert refusal(f"recipe={plain}", "train.batch_size=8", "train.micro_batch_size=9") == (
+        "train.micro_batch_size=9 is larger than train.batch_size=8: "
+        "a micro-batch is a part of the global batch. Lower the first or raise the second."
+    )
+
+
+def test_a_micro_batch_as_large_as_the_batch_is_accepted(plain):
+    assert Recipe.load(plain, "train.batch_size=8", "train.micro_batch_size=8").train.max_rows == 8
+
+
+@pytest.mark.parametrize("key", ["train.lr", "seed"])
+def test_a_reference_to_nothing_names_the_key_that_holds_it(plain, key):
+    assert refusal(f"recipe={plain}", f"{key}=${{train.nope}}") == f"{key}: Interpolation key 'train.nope' not found."
+
+
+def test_all_problems_are_listed_at_once(plain):
+    words = [
+        "train.lr=abc",
+        "train.lrr=1",
+        "train.batch_size=0",
+        "train.clip_norm=-1",
+        "eval.every=never",
+        "track.with=[x]",
+        "seed=-1",
+    ]
+    assert refusal(f"recipe={plain}", *words) == (
+        "Recipe 'plain' has 7 problems:\n"
+        "  train.lr='abc' is not a number, such as 5e-05.\n"
+        "  train.lrr is not a key of a recipe. Did you mean 'train.lr'?\n"
+        "  seed=-1 must lie in 0 to 4294967295.\n"
+        "  train.batch_size=0 must be at least 1.\n"
+        "  train.clip_norm=-1.0 must be above 0; null turns clipping off.\n"
+        "  eval.every='never' is neither a number of steps nor 'epoch' nor, say, '2 epochs'.\n"
+        "  track.with='x' is not one of wandb, tensorboard."
+    )
+
+
+def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
+    words = ["task.model=./nowhere", "task.vocab_size=5", "eval.metric=acuracy"]
+    assert refusal(f"recipe={plain}", *words) == (
+        "Recipe 'plain' has 3 problems:\n"
+        "  task.model=./nowhere: there is no such folder.\n"
+        "  task.vocab_size=5 must be at least 100.\n"
+        "  eval.metric='acuracy' is not computed by SequenceClassification. "
+        "It computes: loss, accuracy, macro_f1. Did you mean 'accuracy'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TrainConfig(batch_size=0), "train.batch_size=0 must be at least 1."),
+        (lambda: TrainConfig(lr=0.0), "train.lr=0.0 must be above 0."),
+        (
+            lambda: TrainConfig(schedule="cosin"),
+            "train.schedule='cosin' is not one of linear, cosine, constant. Did you mean 'cosine'?",
+        ),
+        (lambda: EvalConfig(every=0), "eval.every=0 must be at least 1."),
+        (lambda: TrackConfig(with_=["wanb"]), "track.with='wanb' is not one of wandb, tensorboard. Did you mean 'wandb'?"),
+        (
+            lambda: TrainConfig(batch_size=0, epochs=0),
+            "The recipe has 2 problems:\n  train.epochs=0 must be at least 1.\n  train.batch_size=0 must be at least 1.",
+        ),
+    ],
+)
+def test_code_meets_the_same_sentence_as_the_command_line(build, message):
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert str(caught.value) == message
+
+
+# Tasks
+
+MISSING_TYPE = "task.type is missing. Name a class of hftune.tasks, such as SequenceClassification, or your own."
+
+
+@pytest.mark.parametrize("text", ["seed: 1", "task: {model: a}", "task:", "task: 3", "task: [a]", ""])
+def test_a_recipe_without_a_task_type_is_refused(write, text):
+    assert refusal(f"recipe={write('mine.yaml', text)}") == MISSING_TYPE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "SequenceClasification",
+            "task.type=SequenceClasification cannot be imported: module 'hftune.tasks' has no attribute "
+            "'SequenceClasification'. Shipped: SequenceClassification. Did you mean 'SequenceClassification'?",
+        ),
+        (
+            "no_such_module.Thing",
+            "task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. "
+            "Shipped: SequenceClassification.",
+        ),
+        (
+            "own_tasks.Nothing",
+            "task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. "
+            "Shipped: SequenceClassification.",
+        ),
+        (".Thing", "task.type=.Thing cannot be imported: Empty module name. Shipped: SequenceClassification."),
+        ("own_tasks.NoTask", "task.type=own_tasks.NoTask is not a subclass of hftune.Task."),
+        ("own_tasks.NoDataclass", "task.type=own_tasks.NoDataclass must be a dataclass: write @dataclass above the class."),
+        ("own_tasks.Unfinished", "task.type=own_tasks.Unfinished must define: build_model, loss."),
+        ("own_tasks.Unreadable", "task.type=own_tasks.Unreadable: Unexpected type annotation: set"),
+        ("own_tasks.Tuned", "task.path is missing. It has no default: set task.path=..."),
+    ],
+)
+def test_a_task_type_that_cannot_be_used_says_why(write, own_tasks, name, message):
+    path = write("mine.yaml", f"task: {{type: {name}}}")
+    assert refusal(f"recipe={path}") == message
+
+
+def test_a_metric_that_the_task_does_not_compute_is_refused(plain):
+    known = "It computes: loss, accuracy, macro_f1"
+    said = "eval.metric={} is not computed by SequenceClassification. " + known
+    assert refusal(f"recipe={plain}", "eval.metric=acuracy") == said.format("'acuracy'") + ". Did you mean 'accuracy'?"
+    assert refusal(f"recipe={plain}", "eval.metric=rouge") == said.format("'rouge'") + "."
+    assert refusal(f"recipe={plain}", "eval.metric=rouge", "task.ordinal=true") == said.format("'rouge'") + ", mae."
+
+
+def test_a_metric_of_a_task_of_ones_own_is_checked_too(write, own_tasks):
+    path = write("mine.yaml", "task: {type: own_tasks.Reports}\neval: {metric: f2}")
+    assert refusal(f"recipe={path}") == ("eval.metric='f2' is not computed by Reports. It computes: loss, f1.")
+
+
+# Files that a recipe names
+
+
+@pytest.fixture
+def files(write) -> SimpleNamespace:
+    return SimpleNamespace(train=write("train.jsonl", "{}"), eval=write("eval.jsonl", "{}"))
+
+
+def with_files(plain: Path, train: object, eval: object) -> list[str]:
+    return [f"recipe={plain}", "task.dataset=json", f"task.data_files.train={train}", f"task.data_files.eval={eval}"]
+
+
+def test_files_that_exist_are_accepted(plain, files, tmp_path):
+    for train in (files.train, f"[{files.train},{files.eval}]", f"{tmp_path}/*.jsonl"):
+        Recipe.from_argv(with_files(plain, train, files.eval)).check()
+
+
+def test_a_missing_file_suggests_the_nearest_name(plain, files, tmp_path):
+    assert refusal(*with_files(plain, f"{tmp_path}/trian.jsonl", files.eval)) == (
+        f"task.data_files.train={tmp_path}/trian.jsonl: there is no such file. Did you mean {files.train}?"
+    )
+
+
+def test_a_missing_file_of_a_list_is_named_alone(plain, files):
+    assert refusal(*with_files(plain, f"[{files.train},/no/where]", files.eval)) == (
+        "task.data_files.train=/no/where: there is no such file."
+    )
+
+
+def test_a_pattern_that_fits_no_file_is_refused(plain, files, tmp_path):
+    assert refusal(*with_files(plain, f"{tmp_path}/*.parquet", files.eval)) == (
+        f"task.data_files.train={tmp_path}/*.parquet: there is no such file."
+    )
+
+
+def test_a_file_format_without_files_asks_for_them(plain):
+    assert refusal(f"recipe={plain}", "task.dataset=json") == (
+        "task.dataset=json reads files: set task.data_files.train=... and task.data_files.eval=..."
+    )
+
+
+@pytest.mark.parametrize(("given", "missing"), [("train", "eval"), ("eval", "train")])
+def test_files_for_one_part_alone_ask_for_the_other(plain, files, given, missing):
+    words = [f"recipe={plain}", "task.dataset=json", f"task.data_files.{given}={files.train}"]
+    assert refusal(*words) == (
+        f"task.data_files.{missing} is missing. Name the files of the {missing} split: task.data_files.{missing}=..."
+    )
+
+
+def test_files_for_an_unknown_part_are_refused(plain, files):
+    assert refusal(*with_files(plain, files.train, files.eval), f"task.data_files.test={files.eval}") == (
+        "task.data_files.test is not a key of a recipe. Keys of task.data_files: train, eval."
+    )
+
+
+@pytest.mark.parametrize("value", ["3", "[3]"])
+def test_files_that_are_no_paths_are_refused(plain, files, value):
+    assert refusal(*with_files(plain, value, files.eval)) == f"task.data_files.train={value} is not a path or a list of paths."
+
+
+@pytest.mark.parametrize(
+    ("names", "there"),
+    [([], "nothing"), (["weights.bin", "notes.txt"], "notes.txt, weights.bin")],
+    ids=["empty", "other files"],
+)
+def test_a_model_folder_without_a_config_says_what_is_in_it(plain, tmp_path, names, there):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    assert refusal(f"recipe={plain}", f"task.model={folder}") == (
+        f"task.model={folder} holds no config.json (but {there}): name the folder that save_pretrained wrote."
+    )
+
+
+@pytest.mark.parametrize("folder", ["/no/where", "./nowhere", "~/no/where", "a/b/c"])
+def test_a_missing_model_folder_is_refused(plain, folder):
+    assert refusal(f"recipe={plain}", f"task.model={folder}") == f"task.model={folder}: there is no such folder."
+
+
+def test_a_model_folder_with_a_config_is_accepted(plain, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    Recipe.from_argv([f"recipe={plain}", f"task.model={tmp_path}"]).check()
+
+
+def test_a_fresh_model_without_a_type_asks_for_it(write):
+    path = write("mine.yaml", "task: {type: SequenceClassification, model: null, dataset: 'hftune.data.demo:reviews'}")
+    assert refusal(f"recipe={path}") == (
+        "task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes."
+    )
+
+
+# What is imported
+
+HEAVY = ("torch", "transformers", "datasets", "accelerate")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def imported(code: str) -> set[str]:
+    """Run code in a fresh interpreter and return the names of the packages that it has imported by then."""
+    done = python("-c", f"{code}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))")
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_recipe_is_read_and_checked_before_torch_is_imported(plain):
+    packages = imported(f"from hftune import Recipe; Recipe.from_argv(['recipe={plain}', 'train.lr=1']).check()")
+    assert "omegaconf" in packages
+    assert not packages & set(HEAVY)
+
+
+@pytest.mark.parametrize("word", ["train.lr=abc", "train.batch_size=0", "eval.metric=acuracy", "task.model=./nowhere"])
+def test_a_recipe_is_refused_before_torch_is_imported(plain, word):
+    packages = imported(f"from hftune.run import main; assert main(['recipe={plain}', '{word}']) == 2")
+    assert "omegaconf" in packages
+    assert not packages & set(HEAVY)
+
+
+def test_importing_hftune_imports_nothing_heavy():
+    packages = imported("import hftune")
+    assert "hftune" in packages
+    assert not packages & {"omegaconf", "numpy", *HEAVY}
+
+
+def test_help_imports_nothing_heavy():
+    done = python("-X", "importtime", "-m", "hftune.run", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("hftune ")
+    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "hftune" in packages
+    assert not packages & {"omegaconf", "numpy", *HEAVY}

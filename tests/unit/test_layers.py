@@ -1,0 +1,69 @@
+"""The plan of the house, as a test: a room imports only rooms below it, and no task knows a rank."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "hftune"
+MAY_IMPORT = {
+    "errors": set(),
+    "resources": {"errors"},
+    "batch_plan": {"errors"},
+    "task": set(),
+    "data": {"errors"},
+    "models": {"errors"},
+    "metrics": set(),
+    "tasks": {"task", "data", "models", "metrics", "errors"},
+    "config": {"task", "resources", "errors"},
+    "strategies": {"batch_plan", "task", "errors"},
+    "optim": {"config"},
+    "checkpoint": {"task"},
+    "console": set(),
+    "tracking": {"config", "console", "errors"},
+    "evaluation": {"strategies", "batch_plan", "task"},
+    "loop": {"strategies", "evaluation", "checkpoint", "optim", "tracking", "console", "batch_plan", "config", "errors"},
+    "training": {
+        *("loop", "evaluation", "strategies", "checkpoint", "optim", "tracking", "console"),
+        *("batch_plan", "config", "data", "errors"),
+    },
+    "run": {"training", "config", "resources", "errors"},
+}
+KNOW_NO_RANK = {"task", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def rooms():
+    for path in sorted(ROOT.rglob("*.py")):
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if room != "__init__":
+            yield room, path
+
+
+def test_every_room_imports_only_rooms_below_it():
+    for room, path in rooms():
+        for name in imports(path):
+            if name.startswith("hftune.") and (other := name.split(".")[1]) != room:
+                assert other in MAY_IMPORT[room], f"{path}: {room} may not import {other}"
+
+
+def test_the_plan_of_the_house_has_no_circle():
+    remaining = dict(MAY_IMPORT)
+    while remaining:
+        ground = [room for room, below in remaining.items() if not below & remaining.keys()]
+        assert ground, f"these import each other: {sorted(remaining)}"
+        for room in ground:
+            del remaining[room]
+
+
+def test_no_task_and_no_plan_knows_a_rank():
+    for room, path in rooms():
+        if room in KNOW_NO_RANK:
+            ranked = [name for name in imports(path) if name.startswith(("accelerate", "torch.distributed"))]
+            assert not ranked, f"{path} must not know about ranks: {ranked}"
+            assert "RANK" not in path.read_text(), f"{path} must not read a rank from the environment"

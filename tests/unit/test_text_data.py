@@ -1,0 +1,144 @@
+"""Text data from every source that a recipe can name; tokenised once, checked, padded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from hftune import DataError
+from hftune.data import text
+from hftune.tasks import SequenceClassification
+from tests.support.runs import environment
+
+CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+ROWS = [{"text": f"the food was {word} on day {day}", "label": label} for day in range(8) for label, word in enumerate("abc")]
+
+
+def task(**fields):
+    return SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, **fields)
+
+
+def write(rows, path):
+    table = datasets.Dataset.from_list(rows)
+    if path.suffix == ".arrow":
+        with datasets.arrow_writer.ArrowWriter(path=str(path), features=table.features) as writer:
+            writer.write_table(table.data.table)
+            writer.finalize()
+    else:
+        getattr(table, f"to_{path.suffix[1:]}")(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])
+def test_all_file_formats_give_the_same_samples(tmp_path, kind):
+    files = {part: write(ROWS, tmp_path / f"{part}.{kind}") for part in ("train", "eval")}
+    loaded = task(dataset=kind, data_files=files)
+    assert loaded.problems() == []
+    train = loaded.datasets()["train"]
+    assert list(train["label"]) == [row["label"] for row in ROWS]
+    assert loaded.tokenizer.decode(train[0]["input_ids"], skip_special_tokens=True) == "the food was a on day 0"
+    assert loaded.lengths(train).tolist() == [len(row) for row in train["input_ids"]]
+
+
+def test_rows_may_come_from_a_python_function():
+    loaded = task(dataset="hftune.data.demo:reviews", max_train_samples=50, max_eval_samples=20)
+    assert {part: len(rows) for part, rows in loaded.datasets().items()} == {"train": 50, "eval": 20}
+
+
+def test_a_drawn_subset_keeps_the_order_and_is_the_same_every_time():
+    rows = datasets.Dataset.from_list([{"n": n} for n in range(100)])
+    drawn = text.draw(rows, 10, seed=42)["n"]
+    assert list(drawn) == sorted(set(drawn)) and len(drawn) == 10
+    assert list(text.draw(rows, 10, seed=42)["n"]) == list(drawn) != list(text.draw(rows, 10, seed=43)["n"])
+
+
+def test_long_texts_are_cut_and_counted_with_their_special_tokens(tmp_path):
+    files = {part: write(ROWS, tmp_path / f"{part}.json") for part in ("train", "eval")}
+    loaded = task(dataset="json", data_files=files, max_length=5)
+    assert set(loaded.lengths(loaded.datasets()["train"])) == {5}
+
+
+def test_label_names_may_be_the_labels_themselves(tmp_path):
+    rows = [{"text": "x y", "label": name} for name in ("good", "bad", "good")]
+    files = {part: write(rows, tmp_path / f"{part}.csv") for part in ("train", "eval")}
+    loaded = task(dataset="csv", data_files=files)
+    assert loaded.labels == ["bad", "good"]
+    assert list(loaded.datasets()["eval"]["label"]) == [1, 0, 1]
+
+
+def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
+    rows = [dict(row) for row in ROWS]
+    for row in rows[::2]:
+        row["label"] = 9
+    files = {part: write(rows, tmp_path / f"{part}.json") for part in ("train", "eval")}
+    loaded = task(dataset="json", data_files=files, label_names=["a", "b", "c"], max_train_samples=6)
+    with pytest.raises(DataError) as caught:
+        loaded.datasets()
+    row = int(str(caught.value).split()[1])
+    assert rows[row]["label"] == 9
+
+
+def test_padding_is_on_the_right_and_masked():
+    ids, mask = text.pad([np.array([5, 6, 7]), np.array([8])], value=0)
+    assert ids.tolist() == [[5, 6, 7], [8, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_trained_tokenizer_is_the_same_in_every_process():
+    code = (
+        "from hftune.tasks import SequenceClassification as S; import hashlib, json;"
+        "t = S(model=None, dataset='hftune.data.demo:reviews', max_train_samples=500, vocab_size=400);"
+        "print(hashlib.sha256(json.dumps(sorted(t.tokenizer.get_vocab().items())).encode()).hexdigest())"
+    )
+    said = {
+        subprocess.run([sys.executable, "-c", code], env=environment(PYTHONHASHSEED=seed), check=True, capture_output=True).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(said) == 1
+
+
+PREPARE = """
+import json, sys, time
+from datasets import Dataset
+from hftune.data import text
+from hftune.data.cache import one_at_a_time
+from hftune.tasks import SequenceClassification
+
+calls, tokenize = [], text.tokenize
+def counting(*args, **kwargs):
+    calls.append(1)
+    return tokenize(*args, **kwargs)
+counting.__module__, counting.__qualname__ = tokenize.__module__, tokenize.__qualname__
+text.tokenize = counting
+task = SequenceClassification(model=None, vocab_size=200, max_train_samples=300, dataset=sys.argv[1],
+    data_files=json.loads(sys.argv[2]))
+with one_at_a_time("test"):
+    train = task.datasets()["train"]
+print(json.dumps([len(calls), len(train.cache_files), train[0]["input_ids"].tolist()]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["json", "function"])
+def test_two_processes_that_start_together_tokenise_once(tmp_path, kind):
+    files = {part: write(ROWS, tmp_path / f"{part}.json") for part in ("train", "eval")} if kind == "json" else None
+    name = "json" if kind == "json" else "hftune.data.demo:reviews"
+    env = environment(HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    command = [sys.executable, "-c", PREPARE, name, json.dumps(files)]
+    pair = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in pair]
+    assert sorted(calls for calls, _, _ in said) == [0, 2]  # one process tokenised both parts, the other none
+    assert all(cached for _, cached, _ in said)
+    assert said[0][2] == said[1][2]
+
+
+def test_shared_yelp_reviews_load(request):
+    folder = Path(os.environ.get("HFTUNE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "yelp"
+    if not folder.is_dir():
+        pytest.skip("the Yelp sample is not on this machine (set HFTUNE_TEST_DATA to the folder that holds yelp/)")
+    files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl")}
+    loaded = task(dataset="json", data_files=files, max_train_samples=200, max_eval_samples=100)
+    assert set(loaded.datasets()["train"]["label"]) == {0, 1, 2, 3, 4}
