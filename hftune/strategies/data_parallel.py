@@ -29,9 +29,6 @@ class DataParallel(Strategy):
         self._micro_losses: list[Tensor] = []
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        # Only running statistics have to be kept equal; DDP would also broadcast constants such as position ids each step.
-        if handler := self.accelerator.ddp_handler:
-            handler.broadcast_buffers = any(buffer.is_floating_point() for buffer in model.buffers())
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model.train()
 
