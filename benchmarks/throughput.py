@@ -1,6 +1,6 @@
 """Measure training speed on the CPU side by side: samples and real tokens a second, padding, and memory for activations.
 
-    python benchmarks/throughput.py [--data FOLDER] [--steps 2] [--rounds 3] [--layers 6 --width 384]
+    python benchmarks/throughput.py [--data FOLDER] [--steps 1] [--rounds 5] [--layers 6 --width 384] [--threads 1]
 
 The same BERT, reviews of at most 512 tokens, global batch and fused AdamW for all; they differ in how a global batch is cut:
 
@@ -16,8 +16,10 @@ hftune tokens the same with no bound on rows but one on padded tokens (--micro-b
 All of them get the same samples in the same global batches: each round draws its samples anew, Trainer takes them in order
 (its "sequential" sampling; the rebalancing sampler's own shuffle is off), hftune's plan too. They take turns, so slow minutes
 of a shared machine hit all of them. Timed is the training only, from the first access to the data to the last optimizer step;
-no logging, saving or evaluation. Tokens and rows are counted where they enter the model. A round's first global batch is run
-once untimed, to warm up and to weigh what autograd keeps of the largest forward ("activations"; weights are not counted).
+no logging, saving or evaluation. Tokens and rows are counted where they enter the model. The ratios are medians over the
+rounds; "by CPU" takes this process's CPU time instead of the clock's, which leaves out most of what other users of the machine
+cost (with one thread; more threads burn CPU time waiting for each other). Untimed, each contender first trains on one global
+batch, to warm up and to weigh what autograd keeps of the largest forward ("activations"; weights are not counted).
 """
 
 from __future__ import annotations
@@ -51,8 +53,7 @@ def main() -> None:
     options = parse()
     os.environ["ACCELERATE_USE_CPU"] = "true"  # the GPU has a benchmark of its own, gpu.py
     quiet()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(
             review_task(options), folder, batch_size=options.batch_size, micro_batch_size=options.micro_batch_size
@@ -69,12 +70,12 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser, layers=6, width=384)
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a round (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; each draws other samples (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps a round (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; each draws other samples (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="global")
     parser.add_argument("--micro-batch-size", type=int, default=8, help="rows of one forward")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of 'hftune tokens'; 0 leaves it out")
-    parser.add_argument("--threads", type=int, help="default: torch's own choice")
+    parser.add_argument("--threads", type=int, default=1, help="1 is the calmest on a machine with other users")
     return parser.parse_args()
 
 
@@ -84,11 +85,23 @@ def draw_rounds(data: datasets.Dataset, options: argparse.Namespace) -> list[dat
     return [data.select(draw.permutation(len(data))[:count]) for _ in range(options.rounds)]
 
 
+Times = tuple[float, float]  # seconds by the clock, and of this process's CPU time
+
+
+def now() -> Times:
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: Times) -> Times:
+    return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
 @dataclass
 class Round:
     """What one contender did in one round."""
 
     seconds: float
+    cpu_seconds: float
     samples: int
     tokens: int
     padded: int
@@ -103,8 +116,8 @@ class Contender:
         self.recipe, self.model = recipe, build_model(recipe)
         self.meter = Meter(self.model)
 
-    def train(self, data: datasets.Dataset) -> float:
-        """Train on all of ``data`` once; return the seconds it took."""
+    def train(self, data: datasets.Dataset) -> Times:
+        """Train on all of ``data`` once; return the time it took."""
         raise NotImplementedError
 
     def warm_up(self, data: datasets.Dataset) -> None:
@@ -114,11 +127,10 @@ class Contender:
 
     def time(self, data: datasets.Dataset) -> Round:
         self.meter.restart()
-        seconds = self.train(data)
-        meter = self.meter
+        times, meter = self.train(data), self.meter
         if meter.samples != len(data):
             raise RuntimeError(f"{type(self).__name__} trained on {meter.samples} samples of {len(data)}.")
-        return Round(seconds, meter.samples, meter.tokens, meter.padded, meter.largest, meter.num_forwards)
+        return Round(*times, meter.samples, meter.tokens, meter.padded, meter.largest, meter.num_forwards)
 
 
 class Padded(Contender):
@@ -128,7 +140,7 @@ class Padded(Contender):
         super().__init__(recipe)
         self.optimizer = build_optimizer(self.model, recipe.train)
 
-    def train(self, data: datasets.Dataset) -> float:
+    def train(self, data: datasets.Dataset) -> Times:
         config, task = self.recipe.train, self.recipe.task
         accumulation = config.batch_size // config.micro_batch_size
 
@@ -136,14 +148,14 @@ class Padded(Contender):
             return pad_to(task.max_length, task.collate(examples), task.tokenizer.pad_token_id)
 
         self.model.train()
-        began = time.perf_counter()
+        began = now()
         for place, batch in enumerate(DataLoader(data, config.micro_batch_size, collate_fn=collate), start=1):
             (self.model(**batch).loss / accumulation).backward()
             if place % accumulation == 0:
                 nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        return time.perf_counter() - began
+        return since(began)
 
 
 class ByTrainer(Contender):
@@ -172,10 +184,10 @@ class ByTrainer(Contender):
         self.trainer = InOrder(self.model, arguments, collate, callbacks=[self.stopwatch])
         self.trainer.remove_callback(PrinterCallback)
 
-    def train(self, data: datasets.Dataset) -> float:
+    def train(self, data: datasets.Dataset) -> Times:
         self.trainer.train_dataset = data.with_format(None)  # lists, as its collator expects
         self.trainer.train()
-        return self.stopwatch.seconds
+        return self.stopwatch.times
 
 
 class InOrder(Trainer):
@@ -192,10 +204,10 @@ class Stopwatch(TrainerCallback):
     """Times from where Trainer begins to load data, after all preparations, to its last optimizer step."""
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.began = time.perf_counter()
+        self.began = now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds = time.perf_counter() - self.began
+        self.times = since(self.began)
 
 
 class ByHftune(Contender):
@@ -206,15 +218,15 @@ class ByHftune(Contender):
         self.strategy = DataParallel(start_accelerator(recipe), recipe.task)
         self.strategy.prepare(self.model, build_optimizer(self.model, recipe.train))
 
-    def train(self, data: datasets.Dataset) -> float:
+    def train(self, data: datasets.Dataset) -> Times:
         config, strategy = self.recipe.train, self.strategy
         plan = replace(plan_batches(self.recipe, data), shuffle=False)
-        began = time.perf_counter()
+        began = now()
         for step, batch in enumerate(strategy.batches(data, plan.epoch(0), first_step=0, num_workers=0)):
             strategy.forward_backward(batch, self.recipe.seed, step)
             strategy.clip_grad_norm(config.clip_norm)
             strategy.optimizer_step(config.lr)
-        return time.perf_counter() - began
+        return since(began)
 
 
 def build_contenders(recipe: Recipe, micro_batch_tokens: int) -> dict[str, Contender]:
@@ -246,8 +258,8 @@ def report(
                 name,
                 f"{median(run.tokens / run.seconds for run in rounds):,.0f}",
                 f"{median(run.samples / run.seconds for run in rounds):.2f}",
-                f"{speed_ratio(rounds, results['padded']):.2f}",
-                f"{speed_ratio(rounds, results['rebalance']):.2f}",
+                *[f"{ratio:.2f}" for ratio in speed_ratios(rounds, results["padded"])],
+                *[f"{ratio:.2f}" for ratio in speed_ratios(rounds, results["rebalance"])],
                 f"{1 - sum(run.tokens for run in rounds) / sum(run.padded for run in rounds):.1%}",
                 f"{sum(run.forwards for run in rounds) / options.rounds / options.steps:.1f}",
                 f"{largest[0]} x {largest[1]}",
@@ -258,15 +270,18 @@ def report(
     title = (
         f"BERT {options.layers} x {options.width}, global batch {options.batch_size}, "
         f"{'reviews of ' + options.data.name if options.data else 'generated reviews'} (mean {mean:.0f} tokens), "
-        f"{options.rounds} rounds of {options.steps} steps, {torch.get_num_threads()} threads on the CPU"
+        f"{options.rounds} rounds of {options.steps} steps, {options.threads} CPU thread(s)"
     )
-    header = ("", "tokens/s", "samples/s", "x padded", "x rebalance", "padding", "forwards", "largest", "activations MiB")
+    ratios = ("x padded", "by CPU", "x rebalance", "by CPU")
+    header = ("", "tokens/s", "samples/s", *ratios, "padding", "forwards", "largest", "activations MiB")
     print_table(title, header, rows)
 
 
-def speed_ratio(mine: list[Round], others: list[Round]) -> float:
-    """How many times as fast, on the same samples."""
-    return median(other.seconds / run.seconds for run, other in zip(mine, others, strict=True))
+def speed_ratios(mine: list[Round], others: list[Round]) -> Times:
+    """How many times as fast, on the same samples: by the clock and by CPU time."""
+    pairs = list(zip(mine, others, strict=True))
+    by_clock = median(other.seconds / run.seconds for run, other in pairs)
+    return by_clock, median(other.cpu_seconds / run.cpu_seconds for run, other in pairs)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import Any
 
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import export, write_text
-from hftune.config import EvalConfig, Recipe, TrainConfig
+from hftune.config import Recipe
 from hftune.console import Console
 from hftune.errors import TrainingError
 from hftune.evaluation import evaluate
 from hftune.optim import lr_at
+from hftune.sections import EvalConfig, TrainConfig
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking import Tracker
 
@@ -96,7 +97,7 @@ def evaluate_and_keep(run: Run) -> dict[str, Any]:
     """Evaluate, log, write the predictions, and keep the model where it is the best so far (the earlier one of equals).
 
     Raises:
-        TrainingError: the task did not compute ``eval.metric``.
+        TrainingError: the task did not compute ``eval.metric``, or it is not finite.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
@@ -106,6 +107,11 @@ def evaluate_and_keep(run: Run) -> dict[str, Any]:
             computed = ", ".join(evaluation.metrics)
             raise TrainingError(f"eval.metric={config.metric!r} was not computed. The task computed: {computed}.")
         score = evaluation.metrics[config.metric]
+        if not (math.isfinite(score) and math.isfinite(evaluation.metrics["loss"])):
+            raise TrainingError(
+                f"After step {state.step} the evaluation's loss is {evaluation.metrics['loss']}, its {config.metric} {score}: "
+                "the model is lost. Lower train.lr or set train.clip_norm."
+            )
         is_best = state.best is None or (score > state.best if config.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from hftune.errors import ConfigError
+from hftune.messages import did_you_mean
 
 
 def resource_dir(kind: str) -> Path:
@@ -19,7 +19,7 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
 
 
-def recipe_path(source: str | Path) -> Path:
+def recipe_path(source: str | Path, key: str = "recipe") -> Path:
     """Resolve a shipped recipe's name, or a path that ends in .yaml, to a file.
 
     Raises:
@@ -28,14 +28,13 @@ def recipe_path(source: str | Path) -> Path:
     given = Path(source).expanduser()
     if given.suffix in (".yaml", ".yml"):
         if not given.is_file():
-            raise ConfigError(f"recipe={source}: there is no such file (looked at {given.resolve()}).")
+            raise ConfigError(f"{key}={source}: there is no such file (looked at {given.resolve()}).")
         return given
     shipped = resource_dir("recipes") / f"{source}.yaml"
     if shipped.is_file() and given.name == str(source):
         return shipped
-    near = difflib.get_close_matches(str(source), recipe_names(), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(source), recipe_names())
     raise ConfigError(
-        f"recipe={source}: there is no such recipe.{hint} Shipped: {', '.join(recipe_names())}. "
+        f"{key}={source}: there is no such recipe.{hint} Shipped: {', '.join(recipe_names())}. "
         "For a file of your own give its path, ending in .yaml."
     )

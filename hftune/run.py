@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 
 from hftune import __version__
 from hftune.errors import ConfigError, DataError, TrainingError
@@ -71,8 +72,7 @@ def fail(error: Exception, code: int, patience_s: float, details: str | None = N
     text = f"{rank}{details.rstrip()}" if details else f"hftune: {error}"
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it below its own table of failures
-        with open(path, "w") as file:
-            json.dump({"message": text, "timestamp": int(time.time())}, file)
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}))
     return code
 
 

@@ -222,7 +222,7 @@ def check_agreement(strategy: Strategy, recipe: Recipe, plan: BatchPlan, dataset
 
 
 def start_folder(recipe: Recipe) -> None:
-    """Make the output folder ready: the recipe in it, an earlier run's results out of it, its model until there is a new one."""
+    """Put the recipe into the output folder and an earlier run's results out; its model stays until there is a new one."""
     output_dir = Path(recipe.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     for name in ("model", "model_last"):
@@ -284,10 +284,10 @@ def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan) -> No
 def print_summary(run: Run, result: TrainResult) -> None:
     """A short table: what came out, how fast, and where it lies."""
     rows = {name: short(value) for name, value in result.metrics.items() if is_number(value)}
-    best = result.best
+    best, processes = result.best, f"{result.world_size} process{'es' if result.world_size > 1 else ''}"
     rows |= {
         "best": f"{best['metric']} {short(best['value'])} at step {best['step']}",
-        "steps": f"{result.steps} in {result.seconds:.0f} s on {result.world_size} process{'es' if result.world_size > 1 else ''}",
+        "steps": f"{result.steps} in {result.seconds:.0f} s on {processes}",
         "speed": f"{run.speed.total_samples / run.speed.total_seconds:,.0f} samples/s in training",
         "model": f"{result.model_dir} (the last one: model_last)",
         "log": f"{result.output_dir / 'metrics.jsonl'}",

@@ -18,11 +18,19 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None) -> It
         yield f"task.dataset={dataset} reads files: set task.data_files.train=... and task.data_files.eval=..."
     if not data_files:
         return
-    if wrong := sorted(set(data_files) ^ {"train", "eval"}):
-        yield f"task.data_files must have exactly the keys train and eval; {', '.join(wrong)} is missing or too many."
+    for part in ("train", "eval"):
+        if part not in data_files:
+            yield f"task.data_files.{part} is missing. Name the files of the {part} split: task.data_files.{part}=..."
+    for part in data_files:
+        if part not in ("train", "eval"):
+            yield f"task.data_files.{part} is not a key of a recipe. Keys of task.data_files: train, eval."
     for part, patterns in data_files.items():
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):
+        paths = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            yield f"task.data_files.{part}={patterns!r} is not a path or a list of paths."
+            continue
+        for pattern in paths:
+            if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
                 yield f"task.data_files.{part}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,11 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from hftune.data.files import FILE_FORMATS
 from hftune.errors import ConfigError, DataError
+from hftune.messages import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, part: str) -> datasets.Dataset:
     """Load the rows of one part ("train" or "eval") of a data set.
@@ -56,8 +57,11 @@ def _from_function(name: str, part: str) -> datasets.Dataset:
 def _load(dataset: str, said: str, **kwargs: Any) -> datasets.Dataset:
     try:
         return datasets.load_dataset(dataset, **kwargs)
+    except StopIteration:  # how datasets' json reader meets a file without a line
+        return []
     except DatasetGenerationError as error:
-        raise DataError(f"{said} cannot be read as {dataset}: {error.__cause__ or error}.") from error
+        reason = str(error.__cause__ or error).strip().rstrip(".")
+        raise DataError(f"{said} cannot be read as {dataset}: {reason}.") from error
     except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
         files = ", ".join(FILE_FORMATS)
         raise DataError(
@@ -78,8 +82,7 @@ def draw(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Datas
 def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:
     """Raise DataError unless ``column`` exists; the message lists those that do."""
     if column not in rows.column_names:
-        near = difflib.get_close_matches(column, rows.column_names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(column, rows.column_names)
         raise DataError(f"{key}={column} is not a column of the {part} split. It has: {', '.join(rows.column_names)}.{hint}")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hftune.errors import ConfigError
+from hftune.messages import did_you_mean
 
 
 def load_config(model: str | None, overrides: Mapping[str, Any]) -> PreTrainedConfig:
@@ -19,13 +20,34 @@ def load_config(model: str | None, overrides: Mapping[str, Any]) -> PreTrainedCo
     Raises:
         ConfigError: no such model, or an unknown ``model_type``.
     """
+    if model is None:
+        return _fresh_config(overrides)
     try:
-        if model is None:
-            return AutoConfig.for_model(**overrides)
-        return AutoConfig.from_pretrained(_expand(model), **overrides)
+        config, unknown = AutoConfig.from_pretrained(_expand(model), return_unused_kwargs=True, **overrides)
     except (OSError, ValueError) as error:
-        said = f"task.model={model}" if model else "task.model_config"
-        raise ConfigError(f"{said} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
+    _refuse_unknown(unknown, config)
+    return config
+
+
+def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    kind = fields["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"task.model_config.model_type={kind!r} is not one that transformers knows.{did_you_mean(kind, CONFIG_MAPPING)}"
+        )
+    default = CONFIG_MAPPING[kind]()
+    _refuse_unknown([key for key in fields if not hasattr(default, key)], default)
+    try:
+        return AutoConfig.for_model(**fields)
+    except ValueError as error:
+        raise ConfigError(f"task.model_config cannot be used: {_first_line(error)}") from error
+
+
+def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
+    for key in keys:
+        hint = did_you_mean(key, config.to_dict())
+        raise ConfigError(f"task.model_config.{key} is not a key of {type(config).__name__}.{hint}")
 
 
 def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> PreTrainedModel:
@@ -34,7 +56,10 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     Parameters that the checkpoint lacks, such as a new classification head, are drawn from torch's global generator.
     """
     if model is None:
-        return auto_class.from_config(config)
+        try:
+            return auto_class.from_config(config)
+        except ValueError as error:
+            raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
     try:

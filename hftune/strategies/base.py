@@ -46,7 +46,9 @@ class Strategy(ABC):
         """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
 
     @abstractmethod
-    def batches(self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int) -> Iterator[StepBatch]:
+    def batches(
+        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
+    ) -> Iterator[StepBatch]:
         """Yield this process's part of each step from ``first_step`` on. Not collective."""
 
     @abstractmethod

@@ -32,7 +32,9 @@ class DataParallel(Strategy):
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model.train()
 
-    def batches(self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int) -> Iterator[StepBatch]:
+    def batches(
+        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
+    ) -> Iterator[StepBatch]:
         dealt: deque[StepBatch] = deque()
 
         def samples() -> Iterator[list[int]]:

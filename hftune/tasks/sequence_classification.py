@@ -135,7 +135,13 @@ class SequenceClassification(Task):
         from hftune.data.text import row_numbers
 
         count = len(self.labels)
+        if count < 2:
+            raise DataError(f"All texts have the label {self.labels[0]!r}: there is nothing to tell apart.")
         numbers = {name: number for number, name in enumerate(self.labels)}
+        kind = rows.features[self.label_column]
+        if not str(getattr(kind, "dtype", kind)).removeprefix("u").startswith(("int", "string", "large_string", "null")):
+            said = getattr(kind, "dtype", kind)
+            raise DataError(f"Column {self.label_column!r} of the {part} split holds {said}, not whole numbers or names.")
         raw = rows[self.label_column]
         found = [numbers.get(label) if isinstance(label, str) else label for label in raw]
         for place, number in enumerate(found):

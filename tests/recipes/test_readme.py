@@ -57,7 +57,11 @@ def test_python_example_runs(tmp_path):
 def test_own_recipe_loads(tmp_path):
     (tmp_path / "mine.yaml").write_text(block("yaml", "mine.yaml"))
     recipe = Recipe.load(tmp_path / "mine.yaml")
-    assert (recipe.task.model, recipe.task.max_train_samples, recipe.train.mixed_precision) == ("distilbert-base-uncased", None, "bf16")
+    assert (recipe.task.model, recipe.task.max_train_samples, recipe.train.mixed_precision) == (
+        "distilbert-base-uncased",
+        None,
+        "bf16",
+    )
     assert recipe.track.with_ == ["wandb"] and recipe.train.batch_size == 128 and recipe.output_dir == "outputs/mine"
 
 

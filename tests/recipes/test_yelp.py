@@ -53,7 +53,17 @@ def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_ou
         "precision no",
         "4,000 samples",
     ]
-    assert [line.split()[0] for line in lines[-9:]] == "loss accuracy macro_f1 mae best steps speed model log".split()
+    assert [line.split()[0] for line in lines[-9:]] == [
+        "loss",
+        "accuracy",
+        "macro_f1",
+        "mae",
+        "best",
+        "steps",
+        "speed",
+        "model",
+        "log",
+    ]
     assert f"{run.folder}/model" in said and f"{run.folder}/metrics.jsonl" in said
 
 
@@ -106,7 +116,14 @@ def test_files_and_a_model_folder_of_ones_own(tmp_path):
 
 def test_best_and_last_model_are_both_kept(tmp_path):
     # The learning rate is so high that the second epoch ruins the model.
-    result = run(tmp_path / "out", "train.epochs=3", "train.schedule=constant", "train.lr=0.5", "eval.metric=loss", "eval.greater_is_better=false")
+    result = run(
+        tmp_path / "out",
+        "train.epochs=3",
+        "train.schedule=constant",
+        "train.lr=0.5",
+        "eval.metric=loss",
+        "eval.greater_is_better=false",
+    )
     losses = result.logged("eval/loss")
     assert result.result["best"]["value"] == min(losses)
     assert result.result["best"]["step"] == 4 * (1 + losses.index(min(losses)))
@@ -175,9 +192,15 @@ def test_wandb_offline_holds_recipe_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     made = run(tmp_path / "out", "track.with=[wandb]", "track.run_name=mine", "train.log_every=1")
     (log,) = (made.folder / "wandb").glob("offline-run-*/*.wandb")
-    said = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)], capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)], capture_output=True, text=True
+    )
     records = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
-    config = next(record["config"]["update"] for record in records if record["type"] == "config" and "task" in record["config"].get("update", {}))
+    config = next(
+        record["config"]["update"]
+        for record in records
+        if record["type"] == "config" and "task" in record["config"].get("update", {})
+    )
     assert config["train"]["batch_size"] == 16 and config["task"]["type"] == "SequenceClassification"
     history = [record["history"]["item"] for record in records if record["type"] == "history"]
     assert [item["train/loss"] for item in history if "train/loss" in item] == pytest.approx(made.logged("train/loss"))

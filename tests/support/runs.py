@@ -55,7 +55,12 @@ def train_on(world_size: int, jobs: dict[str, tuple[str, ...]], folder: Path, re
     listed = [[recipe, [*overrides, f"output_dir={folders[name]}"]] for name, overrides in jobs.items()]
     (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)] if world_size > 1 else []
-    command = [sys.executable, *launcher, str(Path(__file__).with_name("worker.py")), str(folder / f"{Path(recipe).stem}-{world_size}.json")]
+    command = [
+        sys.executable,
+        *launcher,
+        str(Path(__file__).with_name("worker.py")),
+        str(folder / f"{Path(recipe).stem}-{world_size}.json"),
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: Run(path) for name, path in folders.items()}

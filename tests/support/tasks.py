@@ -36,7 +36,10 @@ class Tagging(Task):
 
     def datasets(self) -> dict[str, Any]:
         draw = np.random.RandomState(0)
-        return {part: [draw.randint(1, 30, draw.randint(1, 20)) for _ in range(size)] for part, size in (("train", 50), ("eval", 23))}
+        return {
+            part: [draw.randint(1, 30, draw.randint(1, 20)) for _ in range(size)]
+            for part, size in (("train", 50), ("eval", 23))
+        }
 
     def build_model(self) -> nn.Module:
         return Tagger(self.dropout)

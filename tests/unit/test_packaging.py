@@ -15,6 +15,8 @@ def test_wheel_holds_the_recipes_and_finds_them(tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = "from hftune import Recipe; import hftune; print(hftune.__file__, Recipe.load('yelp').train.batch_size)"
     env = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"}
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True, text=True
+    ).stdout
     assert said.split() == [str(tmp_path / "site" / "hftune" / "__init__.py"), "128"]
     assert (tmp_path / "site" / "hftune" / "accelerate_configs" / "2cpu.yaml").is_file()

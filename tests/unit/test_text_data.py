@@ -95,7 +95,9 @@ def test_trained_tokenizer_is_the_same_in_every_process():
         "print(hashlib.sha256(json.dumps(sorted(t.tokenizer.get_vocab().items())).encode()).hexdigest())"
     )
     said = {
-        subprocess.run([sys.executable, "-c", code], env=environment(PYTHONHASHSEED=seed), check=True, capture_output=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment(PYTHONHASHSEED=seed), check=True, capture_output=True
+        ).stdout
         for seed in ("0", "1", "2")
     }
     assert len(said) == 1

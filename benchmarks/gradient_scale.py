@@ -1,0 +1,131 @@
+"""Show the gradient of one step, however it is computed: transformers.Trainer beside hftune.
+
+    python benchmarks/gradient_scale.py [--accumulation 4]
+
+Loss and global gradient norm (before clipping) of the first step on the same 16 reviews, from the same weights of a small BERT
+without dropout: on one process and on two, in one forward a process and in four. All four settings ask for the same mathematics.
+
+Trainer takes the ``**kwargs`` of BERT's ``forward`` to mean that the model divides its loss by the ``num_items_in_batch`` that it
+is given; BERT ignores it. So Trainer neither divides by the accumulation steps nor undoes its own multiplication by the number of
+processes: its gradient is too large by their product (seen with transformers 5.23; issue 47688 is about the accumulation).
+
+Each setting runs in processes of its own, those of two over Gloo through torchrun; hftune is measured before Trainer is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from contest import print_table
+
+NUM_SAMPLES = 16
+
+
+def main() -> None:
+    options = parse()
+    if options.answer:
+        measure(options)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_processes in (1, 2):
+            for accumulation in (1, options.accumulation):
+                answer = run_setting(num_processes, accumulation, Path(folder) / "answer.json")
+                setting = f"{num_processes} process{'es' if num_processes > 1 else ''}, accumulation {accumulation}"
+                rows.append((setting, *[f"{number:.4f}" for number in (*answer["trainer"], *answer["hftune"])]))
+    title = f"The first step on the same {NUM_SAMPLES} reviews, BERT 2 x 64 without dropout: equal numbers are right"
+    print_table(title, ("", "Trainer loss", "Trainer grad norm", "hftune loss", "hftune grad norm"), rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accumulation", type=int, default=4, help="forwards a process in the settings that accumulate")
+    parser.add_argument("--answer", type=Path, help="measure one setting in this process; write the numbers there")
+    return parser.parse_args()
+
+
+def run_setting(num_processes: int, accumulation: int, answer: Path) -> dict[str, list[float]]:
+    """Start the processes of one setting, wait, and return (loss, gradient norm) of each contender."""
+    script = [__file__, "--accumulation", str(accumulation), "--answer", str(answer)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    command = [sys.executable, *(launcher if num_processes > 1 else []), *script]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(answer.read_text())
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Compute both contenders' first step on the processes there are."""
+    from bert_on_reviews import bert_config, quiet, recipe_of
+
+    from hftune.tasks import SequenceClassification
+    from hftune.training import load_datasets
+
+    quiet()
+    config = bert_config(2, 64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    task = SequenceClassification(
+        model=None,
+        model_config=config,
+        dataset="hftune.data.demo:reviews",
+        label_names=list("12345"),
+        max_train_samples=NUM_SAMPLES,
+    )
+    rows = NUM_SAMPLES // options.accumulation // int(os.environ.get("WORLD_SIZE", 1))
+    recipe = recipe_of(task, str(options.answer.parent), batch_size=NUM_SAMPLES, micro_batch_size=rows)
+    data = load_datasets(recipe)["train"]
+    answer = {"hftune": hftune_step(recipe, data), "trainer": trainer_step(recipe, data, options.accumulation)}
+    if int(os.environ.get("RANK", 0)) == 0:
+        options.answer.write_text(json.dumps(answer))
+
+
+def hftune_step(recipe, data) -> tuple[float, float]:
+    """Return loss and gradient norm of hftune's first step. Collective."""
+    from hftune.optim import build_optimizer
+    from hftune.strategies.data_parallel import DataParallel
+    from hftune.training import build_model, plan_batches, start_accelerator
+
+    model = build_model(recipe)
+    strategy = DataParallel(start_accelerator(recipe), recipe.task)
+    strategy.prepare(model, build_optimizer(model, recipe.train))
+    batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+    loss = strategy.forward_backward(batch, recipe.seed, step=0)
+    return loss, strategy.clip_grad_norm(recipe.train.clip_norm)
+
+
+def trainer_step(recipe, data, accumulation: int) -> tuple[float, float]:
+    """Return loss and gradient norm that Trainer logs for its first step. Collective."""
+    from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
+
+    from hftune.training import build_model
+
+    arguments = TrainingArguments(
+        recipe.output_dir,
+        per_device_train_batch_size=recipe.train.micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        learning_rate=recipe.train.lr,
+        max_grad_norm=recipe.train.clip_norm,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    collate = DataCollatorWithPadding(recipe.task.tokenizer)
+    trainer = Trainer(build_model(recipe), arguments, collate, train_dataset=data.with_format(None))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    return first["loss"], first["grad_norm"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The sections of a recipe: every key, its default, its bounds. Knows no task, no file and no machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+from hftune.errors import ConfigError
+from hftune.messages import did_you_mean, spell, type_problem
+
+
+@dataclass
+class Section:
+    """A part of a recipe. Bounds are checked on construction, so code and command line meet the same sentence."""
+
+    def __post_init__(self):
+        if problems := list(self.problems()):
+            raise ConfigError(problems)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the values, one sentence each, with the full key as a user types it."""
+        yield from ()
+
+
+@dataclass
+class TrainConfig(Section):
+    """The optimization. Sizes are global: none of them depends on how many processes share the work."""
+
+    epochs: int = 3
+    """Passes over the training data, at least 1."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, even in mid-epoch; the schedule then ends there. null: epochs decide."""
+    batch_size: int = 32
+    """Samples of one optimizer step, over ALL processes and machines."""
+    micro_batch_size: int | None = None
+    """Most samples in one forward pass: the memory knob. null: 8 (or no bound, where micro_batch_tokens is set)."""
+    micro_batch_tokens: int | None = None
+    """Most padded tokens (samples x longest) in one forward pass; evens out the cost of unequal lengths. null: no bound."""
+    lr: float = 5e-5
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adamw decouples weight decay; adam adds it to the gradient; sgd takes momentum."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's two moment estimates."""
+    eps: float = 1e-8
+    """Added to Adam's denominator."""
+    momentum: float = 0.0
+    """Of sgd."""
+    weight_decay: float = 0.0
+    """On weight matrices and embeddings only; biases and norm parameters (fewer than 2 dimensions) never decay."""
+    warmup_ratio: float = 0.0
+    """Share of all steps in which the learning rate rises linearly from 0, in [0, 1)."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """After the warmup: down to 0 linearly, down to 0 along half a cosine, or constant."""
+    clip_norm: float | None = 1.0
+    """Largest norm of the global gradient; larger ones are scaled down to it. null: no clipping."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Precision of forward and backward; weights and optimizer stay float32. fp16 needs a GPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute. Needs a transformers model."""
+    compile: bool = False
+    """torch.compile the model, for changing shapes."""
+    num_workers: int = 0
+    """Processes that load and collate ahead of training, for each training process."""
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl; the first and the last step are always logged."""
+
+    def problems(self) -> Iterator[str]:
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and (value := getattr(self, name)) not in get_args(hint):
+                yield f"train.{name}={spell(value)} {type_problem(hint, value)}"
+        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                yield f"train.{name}={value} must be at least 1."
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size >= 1:
+            yield (
+                f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}: "
+                "a micro-batch is a part of the global batch. Lower the first or raise the second."
+            )
+        for name in ("lr", "weight_decay", "momentum", "eps"):
+            if math.isinf(value := getattr(self, name)) and value > 0:
+                yield f"train.{name}={value} must be finite."
+        if not self.lr > 0:
+            yield f"train.lr={self.lr} must be above 0."
+        for name in ("weight_decay", "momentum", "num_workers", "eps"):
+            if not getattr(self, name) >= 0:
+                yield f"train.{name}={getattr(self, name)} must not be negative."
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield f"train.betas={list(self.betas)} must both lie in [0, 1)."
+        if not 0 <= self.warmup_ratio < 1:
+            yield f"train.warmup_ratio={self.warmup_ratio} must lie in [0, 1): it is a share of all steps."
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            yield f"train.clip_norm={self.clip_norm} must be above 0; null turns clipping off."
+
+    @property
+    def max_rows(self) -> int | None:
+        """Most samples in one forward pass, once the default of ``micro_batch_size`` is filled in."""
+        if self.micro_batch_size is None and self.micro_batch_tokens is None:
+            return min(8, self.batch_size)
+        return self.micro_batch_size
+
+
+@dataclass
+class EvalConfig(Section):
+    """When to evaluate, and which metric picks the best model. The numbers do not depend on batch_size."""
+
+    every: Union[int, str] = "epoch"  # noqa: UP007 - OmegaConf reads this spelling
+    """Steps between two evaluations, or "epoch", or "2 epochs". One always follows the last step."""
+    batch_size: int = 32
+    """Samples in one forward pass of the evaluation, on each process."""
+    metric: str = "loss"
+    """The metric that picks the best model: loss, or one that the task computes."""
+    greater_is_better: bool = False
+    """True for accuracies, False for losses."""
+
+    def problems(self) -> Iterator[str]:
+        if self.batch_size < 1:
+            yield f"eval.batch_size={self.batch_size} must be at least 1."
+        if isinstance(self.every, int) and self.every < 1:
+            yield f"eval.every={self.every} must be at least 1."
+        if isinstance(self.every, str) and not re.fullmatch(r"epoch|[1-9]\d* epochs?", self.every):
+            yield f"eval.every={self.every!r} is neither a number of steps nor 'epoch' nor, say, '2 epochs'."
+
+    @property
+    def every_epochs(self) -> int | None:
+        """Epochs between two evaluations, where ``every`` is given in epochs."""
+        return None if isinstance(self.every, int) else int(self.every.split()[0].replace("epoch", "1"))
+
+
+@dataclass
+class TrackConfig(Section):
+    """Dashboards. metrics.jsonl is always written."""
+
+    with_: list[str] = field(default_factory=list)
+    """Any of wandb, tensorboard."""
+    project: str = "hftune"
+    """Project of the dashboards."""
+    run_name: str | None = None
+    """Name of this run. null: the recipe's name."""
+
+    def problems(self) -> Iterator[str]:
+        for name in self.with_:
+            if name not in TRACKERS:
+                yield f"track.with={name!r} is not one of {', '.join(TRACKERS)}.{did_you_mean(name, TRACKERS)}"
+
+
+TRACKERS = ("wandb", "tensorboard")
+
+
+@dataclass(kw_only=True)
+class RunConfig(Section):
+    """The keys at the top of a recipe."""
+
+    recipe: str = "unnamed"
+    """Name of the recipe; names the output folder."""
+    seed: int = 42
+    """Of weights, shuffling and dropout, from 0 to 2**32 - 1."""
+    output_dir: str | None = None
+    """Where everything is written. null: outputs/<recipe>."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.output_dir = self.output_dir or f"outputs/{self.recipe}"
+
+    def problems(self) -> Iterator[str]:
+        if not 0 <= self.seed < 2**32:
+            yield f"seed={self.seed} must lie in 0 to {2**32 - 1}."
+
+
+def key_of(field_name: str) -> str:
+    """Return a field's key in recipes: ``with_`` avoids Python's keyword, the recipe says ``with``."""
+    return field_name.removesuffix("_")
