@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hftune.config import EvalConfig, Recipe, TrainConfig
+from hftune.data.demo import reviews
 from hftune.tasks import SequenceClassification
 
 
@@ -31,7 +32,9 @@ def bert_config(layers: int, width: int, **fields: Any) -> dict[str, Any]:
 
 
 def review_task(
-    options: argparse.Namespace, kind: type = SequenceClassification, **model_fields: Any
+    options: argparse.Namespace,
+    kind: type[SequenceClassification] = SequenceClassification,
+    generated: str = "bert_on_reviews:long_reviews",
 ) -> SequenceClassification:
     """Build the task from the options of ``add_model_options``: five stars, a fresh BERT, 512 tokens at most."""
     files = None
@@ -39,12 +42,19 @@ def review_task(
         files = {"train": str(options.data / "train.jsonl"), "eval": str(options.data / "test.jsonl")}
     return kind(
         model=None,
-        model_config=bert_config(options.layers, options.width, **model_fields),
+        model_config=bert_config(options.layers, options.width),
         vocab_size=options.vocab_size,
-        dataset="json" if files else "hftune.data.demo:reviews",
+        dataset="json" if files else generated,
         data_files=files,
         label_names=[f"{stars} stars" for stars in range(1, 6)],
     )
+
+
+def long_reviews(part: str, count: int = 2000) -> Iterator[dict[str, Any]]:
+    """Yield three generated reviews in one: 150 tokens on average, as Yelp's have, and the stars of the first."""
+    rows = list(reviews(part, 3 * count))
+    for first, *others in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        yield {"text": " ".join(row["text"] for row in (first, *others)), "label": first["label"]}
 
 
 def recipe_of(task: SequenceClassification, output_dir: str | None = None, seed: int = 42, **train: Any) -> Recipe:

@@ -3,11 +3,11 @@
     python benchmarks/gradient_scale.py [--accumulation 4]
 
 Loss and global gradient norm (before clipping) of the first step on the same 16 reviews, from the same weights of a small BERT
-without dropout: on one process and on two, in one forward a process and in four. All four settings ask for the same mathematics.
+without dropout: on one process and on two, in one forward a process and in four. All four ask for the same mathematics.
 
-Trainer takes the ``**kwargs`` of BERT's ``forward`` to mean that the model divides its loss by the ``num_items_in_batch`` that it
-is given; BERT ignores it. So Trainer neither divides by the accumulation steps nor undoes its own multiplication by the number of
-processes: its gradient is too large by their product (seen with transformers 5.23; issue 47688 is about the accumulation).
+Trainer takes the ``**kwargs`` of BERT's ``forward`` to mean that the model divides its loss by the ``num_items_in_batch`` that
+it is given; BERT ignores it. So Trainer neither divides by the accumulation steps nor undoes its own multiplication by the
+number of processes: its gradient is too large by their product (transformers 5.23; issue 47688 is about the accumulation).
 
 Each setting runs in processes of its own, those of two over Gloo through torchrun; hftune is measured before Trainer is made.
 """
@@ -21,8 +21,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from contest import print_table
+
+if TYPE_CHECKING:  # the process that starts the others needs no torch
+    from hftune.config import Recipe
 
 NUM_SAMPLES = 16
 
@@ -45,7 +49,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--accumulation", type=int, default=4, help="forwards a process in the settings that accumulate")
+    parser.add_argument("--accumulation", type=int, default=4, help="forwards a process where there are several: 2, 4 or 8")
     parser.add_argument("--answer", type=Path, help="measure one setting in this process; write the numbers there")
     return parser.parse_args()
 
@@ -80,13 +84,13 @@ def measure(options: argparse.Namespace) -> None:
     )
     rows = NUM_SAMPLES // options.accumulation // int(os.environ.get("WORLD_SIZE", 1))
     recipe = recipe_of(task, str(options.answer.parent), batch_size=NUM_SAMPLES, micro_batch_size=rows)
-    data = load_datasets(recipe)["train"]
+    data = load_datasets(recipe)["train"].select(range(NUM_SAMPLES))
     answer = {"hftune": hftune_step(recipe, data), "trainer": trainer_step(recipe, data, options.accumulation)}
     if int(os.environ.get("RANK", 0)) == 0:
         options.answer.write_text(json.dumps(answer))
 
 
-def hftune_step(recipe, data) -> tuple[float, float]:
+def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     """Return loss and gradient norm of hftune's first step. Collective."""
     from hftune.optim import build_optimizer
     from hftune.strategies.data_parallel import DataParallel
@@ -100,7 +104,7 @@ def hftune_step(recipe, data) -> tuple[float, float]:
     return loss, strategy.clip_grad_norm(recipe.train.clip_norm)
 
 
-def trainer_step(recipe, data, accumulation: int) -> tuple[float, float]:
+def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, float]:
     """Return loss and gradient norm that Trainer logs for its first step. Collective."""
     from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 

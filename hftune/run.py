@@ -60,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         second_hand = any(sign in str(error) for sign in SECOND_HAND)
         return fail(error, code=1, patience_s=10 if second_hand else 0, details=traceback.format_exc())
-    leave_group()
     return 0
 
 
@@ -78,15 +77,6 @@ def fail(error: Exception, code: int, patience_s: float, details: str | None = N
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def leave_group() -> None:
-    """Close the process group, where one was joined: NCCL complains about one that is left open."""
-    if "torch.distributed" in sys.modules:
-        from torch import distributed
-
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Not ``train.py``: a module and a function cannot share the name ``hftune.train``
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -257,7 +258,17 @@ def finish(run: Run, metrics: dict[str, Any], seconds: float) -> TrainResult:
     run.strategy.on_main(save)
     if run.strategy.is_main:
         print_summary(run, result)
+    atexit.register(leave_group)
     return result
+
+
+def leave_group() -> None:
+    """Close the process group at the interpreter's end: Gloo may abort, and NCCL complains, where it is left open.
+
+    Not at the end of ``train``, which may be called again.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def versions() -> dict[str, str]:

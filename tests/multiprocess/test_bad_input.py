@@ -364,5 +364,5 @@ def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, w
     assert not (tmp_path / "out" / "result.json").exists()
     said = [line for line in err.splitlines() if line.strip(" =-")]
     assert any(line.endswith(where) for line in said)
-    assert said[-1] == "ValueError: bad sample 17"
+    assert said[-1].strip() == "ValueError: bad sample 17"
     assert not any("Connection closed" in line for line in said)

@@ -1,0 +1,184 @@
+"""Measure a bert-base-sized BERT on one NVIDIA GPU: tokens a second, MFU and peak memory, setting by setting.
+
+    python benchmarks/gpu.py [--data FOLDER] [--peak-tflops 989] [--steps 10] [--rounds 2]
+
+Settings: precision no or bf16, torch.compile off or on, gradient checkpointing off or on, and the batch padded to 512 tokens in
+micro-batches of --rows rows, or cut by hftune's plan into micro-batches of at most as many padded tokens. --only keeps the
+settings with these words, such as --only bf16 plan. All of them train through hftune's DataParallel on the same samples.
+
+Tokens are real ones, padding not counted. Batches are collated beforehand, so that the GPU is measured and not the CPU; every
+setting runs over the same steps once untimed (kernels are chosen and compiled then), and then timed. Settings take turns in
+rounds, each on a fresh model alone on the GPU. Peak memory is what PyTorch's allocator held at most in the timed steps.
+
+MFU is the model's own arithmetic over what the GPU could have done: for a text of t tokens, forward and backward of L layers of
+width D with an intermediate width I take 3 L (2 t (4 D^2 + 2 D I) + 4 t^2 D) FLOP. Embeddings, norms, softmax, head,
+recomputation and padding are left out; the column after it counts padding as work. The peak is --peak-tflops, by default the
+GPU's dense bf16 peak from NVIDIA's data sheet where this script knows it, for float32 rows as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from bert_on_reviews import add_model_options, pad_to, quiet, recipe_of, review_task
+from contest import print_table, take_turns
+from torch import Tensor
+
+from hftune.config import Recipe
+from hftune.optim import build_optimizer
+from hftune.strategies.data_parallel import DataParallel
+from hftune.tasks import SequenceClassification
+from hftune.training import build_model, load_datasets, on_cpu, plan_batches, start_accelerator
+
+PEAK_TFLOPS = {"H200": 989, "H100 80GB HBM3": 989, "A100": 312}
+WORDS = (("no", "bf16"), ("eager", "compiled"), ("stored", "recomputed"), ("padded", "plan"))
+Setting = tuple[str, str, str, str]  # one word of each
+
+
+def main() -> int:
+    options = parse()
+    if torch.version.cuda is None or on_cpu() or not torch.cuda.is_available():
+        print("benchmarks/gpu.py needs a machine with an NVIDIA GPU and a CUDA build of PyTorch.", file=sys.stderr)
+        return 2
+    quiet()
+    settings: list[Setting] = [setting for setting in product(*WORDS) if set(options.only) <= set(setting)]
+    with tempfile.TemporaryDirectory() as folder:
+        turns = {setting: lambda turn, setting=setting: measure(options, setting, folder) for setting in settings}
+        report(options, take_turns(turns, options.rounds))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_options(parser, layers=12, width=768)
+    parser.add_argument("--batch-size", type=int, default=256, help="global")
+    parser.add_argument("--rows", type=int, default=32, help="rows of a padded micro-batch; the plan's tokens are 512 x rows")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peak-tflops", type=float, help="dense, of one GPU; needed for MFU on GPUs not known here")
+    words = sorted({word for pair in WORDS for word in pair})
+    parser.add_argument("--only", nargs="*", choices=words, default=[], help="measure only settings with all these words")
+    return parser.parse_args()
+
+
+@dataclass
+class PaddedReviews(SequenceClassification):
+    """Reviews padded to the maximum, whatever their lengths."""
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        return np.full(len(dataset), self.max_length, np.int32)
+
+    def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return pad_to(self.max_length, super().collate(examples), self.tokenizer.pad_token_id)
+
+
+@dataclass
+class Round:
+    """What one setting did in one round."""
+
+    seconds: float
+    tokens: int
+    padded: int
+    real_flop: float
+    padded_flop: float
+    peak_bytes: int
+
+
+def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Recipe:
+    precision, compiled, recomputed, batches = setting
+    bound = {"micro_batch_size": options.rows} if batches == "padded" else {"micro_batch_tokens": 512 * options.rows}
+    return recipe_of(
+        review_task(options, PaddedReviews if batches == "padded" else SequenceClassification),
+        folder,
+        batch_size=options.batch_size,
+        mixed_precision=precision,
+        compile=compiled == "compiled",
+        gradient_checkpointing=recomputed == "recomputed",
+        **bound,
+    )
+
+
+def measure(options: argparse.Namespace, setting: Setting, folder: str) -> Round | None:
+    """Train one setting alone on the GPU; None where its memory does not suffice."""
+    try:
+        return train(options, recipe_for(options, setting, folder))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()  # the model is in cycles
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def train(options: argparse.Namespace, recipe: Recipe) -> Round:
+    data = load_datasets(recipe)["train"]
+    data = data.select(np.random.default_rng(0).integers(len(data), size=options.steps * options.batch_size))
+    model = build_model(recipe)
+    strategy = DataParallel(start_accelerator(recipe), recipe.task)
+    strategy.prepare(model, build_optimizer(model, recipe.train))
+    batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+
+    def run() -> None:
+        for step, batch in enumerate(batches):
+            strategy.forward_backward(batch, recipe.seed, step)
+            strategy.clip_grad_norm(recipe.train.clip_norm)
+            strategy.optimizer_step(recipe.train.lr)
+        torch.cuda.synchronize()
+
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run()
+    seconds, peak_bytes = time.perf_counter() - began, torch.cuda.max_memory_allocated()
+    masks = [loaded["attention_mask"] for batch in batches for loaded in batch.batches]
+    real = np.concatenate([mask.sum(1).numpy() for mask in masks])
+    padded = np.concatenate([np.full(len(mask), mask.shape[1]) for mask in masks])
+    real_flop, padded_flop = flop(options, real), flop(options, padded)
+    return Round(seconds, int(real.sum()), int(padded.sum()), real_flop, padded_flop, peak_bytes)
+
+
+def flop(options: argparse.Namespace, lengths: np.ndarray) -> float:
+    """Count forward and backward over texts of these lengths, by the formula above."""
+    width, tokens = options.width, lengths.astype(np.float64)
+    intermediate = 4 * width
+    forward = 2 * tokens * (4 * width**2 + 2 * width * intermediate) + 4 * tokens**2 * width
+    return float(3 * options.layers * forward.sum())
+
+
+def report(options: argparse.Namespace, results: dict[Setting, list[Round | None]]) -> None:
+    """Print medians over the rounds, headed by what was measured on."""
+    name = torch.cuda.get_device_name()
+    peak = options.peak_tflops or next((known for part, known in PEAK_TFLOPS.items() if part in name), None)
+    rows = []
+    for setting, rounds in results.items():
+        done = [run for run in rounds if run is not None]
+        if not done:
+            rows.append((*setting, "out of memory", "", "", "", ""))
+            continue
+        rate = median(run.tokens / run.seconds for run in done)
+        useful, computed = (median(getattr(run, field) / run.seconds for run in done) for field in ("real_flop", "padded_flop"))
+        shares = [f"{rate_flop / peak / 1e12:.1%}" if peak else "-" for rate_flop in (useful, computed)]
+        padding = 1 - done[0].tokens / done[0].padded
+        memory = max(run.peak_bytes for run in done) / 2**30
+        rows.append((*setting, f"{rate:,.0f}", f"{padding:.1%}", *shares, f"{memory:.2f}"))
+    title = (
+        f"{name}, torch {torch.__version__}; BERT {options.layers} x {options.width}, global batch {options.batch_size}, "
+        f"{options.rounds} rounds of {options.steps} steps; "
+        + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
+    )
+    header = ("precision", "compile", "activations", "batches", "tokens/s", "padding", "MFU", "with padding", "peak GiB")
+    print_table(title, header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
