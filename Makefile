@@ -23,9 +23,10 @@ lint: $(VENV)/.installed
 	$(BIN)/python -m ruff check --fix .
 
 bench: $(VENV)/.installed
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	for name in batch_plan gradient_scale loop_overhead throughput; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-# torch first and alone: its CPU build is enough here, and a plain `pip install torch` may fetch gigabytes of CUDA.
+# constraints.txt pins every version. On Linux the package index may give torch with CUDA, gigabytes of it: to get the small
+# CPU build instead, point pip at PyTorch's CPU wheels (PIP_FIND_LINKS or PIP_INDEX_URL).
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

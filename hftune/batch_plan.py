@@ -6,8 +6,9 @@ Shape suffixes: S steps of an epoch, B samples of a global batch, N samples of t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,8 +34,8 @@ class BatchPlan:
 
     Every epoch is a fresh seeded shuffle cut into global batches of exactly ``batch_size`` samples; the last one keeps
     what is left. Inside a global batch the samples are sorted by length, longest first, and cut into micro-batches of
-    at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded tokens. Sorting inside the batch saves
-    padding without changing what a batch contains, hence without biasing the gradient.
+    at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded tokens, as few and as even as can be.
+    Sorting inside the batch saves padding without changing what a batch contains, hence without biasing the gradient.
 
     Args:
         num_samples: samples in the dataset, at least 1.
@@ -121,22 +122,47 @@ class EpochPlan(Sequence):
         if not 0 <= step < len(self):
             raise IndexError(step)
         samples_B = self.order_N[step * self.plan.batch_size : (step + 1) * self.plan.batch_size]
-        lengths_B = np.ones(len(samples_B), np.int64) if self.plan.lengths is None else self.plan.lengths[samples_B]
+        if self.plan.lengths is None:
+            lengths = [1] * len(samples_B)
+            stops = _fill(lengths, self.plan.micro_batch_size or len(lengths), len(lengths))
+        else:
+            lengths = self.plan.lengths[samples_B].tolist()
+            stops = even_cuts(lengths, self.plan.micro_batch_size, self.plan.micro_batch_tokens)
         return [
-            MicroBatch(index, samples_B[start:stop], int(lengths_B[start]) * (stop - start))
-            for index, (start, stop) in enumerate(self._cuts(lengths_B))
+            MicroBatch(index, samples_B[start:stop], lengths[start] * (stop - start))
+            for index, (start, stop) in enumerate(pairwise([0, *stops]))
         ]
 
-    def _cuts(self, lengths_B: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Cut greedily from the longest: the first sample of a micro-batch sets the length of all its rows."""
-        start = 0
-        while start < len(lengths_B):
-            size = self.plan.micro_batch_size or len(lengths_B)
-            if self.plan.micro_batch_tokens is not None:
-                size = min(size, self.plan.micro_batch_tokens // int(lengths_B[start]))
-            stop = min(start + size, len(lengths_B))
-            yield start, stop
-            start = stop
+
+def even_cuts(lengths: Sequence[int], max_rows: int | None, max_tokens: int | None) -> list[int]:
+    """Cut samples, sorted longest first, into as few micro-batches as the bounds allow, the costliest as cheap as can be.
+
+    Filling one micro-batch after the other up to the bounds gives the fewest; the smallest token bound that still gives so
+    few evens them out: less padding, less memory, and equal work to deal to the processes.
+
+    Returns:
+        Where each micro-batch stops; the last stop is ``len(lengths)``.
+    """
+    max_rows = max_rows or len(lengths)
+    low, high = lengths[0], max_tokens or lengths[0] * max_rows
+    stops = _fill(lengths, max_rows, high)
+    while low < high:
+        middle = (low + high) // 2
+        tried = _fill(lengths, max_rows, middle)
+        if len(tried) == len(stops):
+            stops, high = tried, middle
+        else:
+            low = middle + 1
+    return stops
+
+
+def _fill(lengths: Sequence[int], max_rows: int, max_tokens: int) -> list[int]:
+    """Cut greedily from the longest: the first sample of a micro-batch sets the length of all its rows."""
+    stops, stop = [], 0
+    while stop < len(lengths):
+        stop = min(stop + min(max_rows, max_tokens // lengths[stop]), len(lengths))
+        stops.append(stop)
+    return stops
 
 
 def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from hftune.batch_plan import BatchPlan
+from hftune.batch_plan import BatchPlan, MicroBatch
+from hftune.errors import DataError
 from hftune.strategies.base import Strategy
 
 
@@ -44,8 +46,9 @@ def evaluate(strategy: Strategy, dataset: Any, batch_size: int, num_workers: int
     task = strategy.task
     lengths = task.lengths(dataset)
     plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False)
+    model = strategy.unwrap()
     scored = [
-        _score(strategy, micro_batch.index, micro_batch.samples.tolist(), batch)
+        _score(strategy, model, micro_batch, batch)
         for micro_batch, batch in strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
     ]
     gathered = strategy.gather_to_main(scored)
@@ -54,21 +57,29 @@ def evaluate(strategy: Strategy, dataset: Any, batch_size: int, num_workers: int
     def summarise() -> dict[str, Any]:
         gathered.sort(key=lambda part: part.index)
         rows.extend(_in_dataset_order(gathered, len(dataset)))
-        loss = math.fsum(part.loss_sum for part in gathered) / math.fsum(part.num_items for part in gathered)
-        return {"loss": loss, **task.metrics(rows)}
+        num_items = math.fsum(part.num_items for part in gathered)
+        if num_items == 0:
+            raise DataError("The evaluation data have no items: task.num_items is 0 for all samples.")
+        loss = math.fsum(part.loss_sum for part in gathered) / num_items
+        return {"loss": loss, **{name: _plain(value) for name, value in task.metrics(rows).items()}}
 
     return Evaluation(strategy.on_main(summarise), rows)
 
 
-def _score(strategy: Strategy, index: int, samples: list[int], batch: dict[str, torch.Tensor]) -> _Scored:
-    task = strategy.task
+def _score(strategy: Strategy, model: nn.Module, micro_batch: MicroBatch, batch: dict[str, torch.Tensor]) -> _Scored:
+    task, samples = strategy.task, micro_batch.samples.tolist()
     outputs, target = strategy.forward(batch), task.target(batch)
     with torch.no_grad():
         loss_sum = float(task.loss(outputs, target))
-        rows = task.predict(outputs, strategy.unwrap(), batch)
+        rows = task.predict(outputs, model, batch)
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(samples)} samples.")
-    return _Scored(index, samples, loss_sum, float(task.num_items(target)), rows)
+    return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows)
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy's and torch's scalars into Python's, which JSON knows."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _in_dataset_order(scored: list[_Scored], num_samples: int) -> list[dict[str, Any]]:

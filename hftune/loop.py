@@ -134,7 +134,7 @@ def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def log(run: Run, values: dict[str, Any]) -> None:
     epoch = run.state.progress(run.plan.num_steps)
-    run.tracker.log(run.state.step, epoch, values)
+    run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
     run.console.logged(run.state.step, epoch, values)
 
 

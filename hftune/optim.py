@@ -23,10 +23,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Build ``train.optimizer``; all of them fused: one kernel for all parameters, on CPUs and GPUs."""
+    """Build ``train.optimizer``, fused: one kernel for all parameters, on CPUs and GPUs.
+
+    But for sgd under fp16: where the scaler skips the first step, fused SGD keeps momentum that was never written (torch 2.13).
+    """
     groups = parameter_groups(model, config.weight_decay)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=config.mixed_precision != "fp16")
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer]
     return kind(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
 

@@ -49,7 +49,10 @@ class Task(ABC):
         return None
 
     def collate(self, examples: list) -> Batch:
-        """Stack the samples of one micro-batch into tensors (CPU), first dimension = samples."""
+        """Stack the samples of one micro-batch into tensors (CPU), first dimension = samples.
+
+        Draw nothing at random here or in the data set: only the model's forward is keyed.
+        """
         from torch.utils.data import default_collate
 
         return default_collate(examples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,15 +43,14 @@ def _log_in_to_wandb() -> None:
 
 
 class Tracker:
-    """Appends to metrics.jsonl and passes numbers on to the dashboards."""
+    """Appends to metrics.jsonl and passes numbers on to the dashboards. Its methods are called on the main process only."""
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe):
         self.accelerator = accelerator
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
-        if recipe.track.with_:
-            self._start(recipe)
 
-    def _start(self, recipe: Recipe) -> None:
+    def start(self, recipe: Recipe) -> None:
+        """Open the dashboards."""
         name = recipe.track.run_name or recipe.recipe
         self.accelerator.init_trackers(
             recipe.track.project, init_kwargs={"wandb": {"name": name, "dir": recipe.output_dir, "save_code": False}}
@@ -61,11 +61,12 @@ class Tracker:
             tracker.store_init_configuration(config)
 
     def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
-        """Record values of one step; ``epoch`` counts finished passes, with a fraction."""
-        if not self.accelerator.is_main_process:
-            return
+        """Record values of one step; ``epoch`` counts finished passes, with a fraction. What is not finite becomes null."""
+        values = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+        }
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "epoch": round(epoch, 6), **values}) + "\n")
+            file.write(json.dumps({"step": step, "epoch": round(epoch, 6), **values}, allow_nan=False) + "\n")
         numbers = {name: value for name, value in values.items() if is_number(value)}
         for tracker in self.accelerator.trackers:
             tracker.log({"epoch": epoch, **numbers}, step=step)

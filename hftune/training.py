@@ -10,26 +10,28 @@ import json
 import os
 import pickle
 import platform
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, GradScalerKwargs, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
 from datasets.utils import logging as datasets_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-import hftune
+from hftune import __version__
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoint import export, restore_export, write_text
 from hftune.config import Recipe
@@ -40,12 +42,13 @@ from hftune.loop import Run, fit, total_steps
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
+from hftune.task import Task
 from hftune.tracking import Tracker, check_trackers
 
 
 @dataclass
 class TrainResult:
-    """What a run came to; the same on every process, and result.json but for the folders."""
+    """What a run came to: result.json, and the folders. The same on every process, but for ``seconds``."""
 
     metrics: dict[str, Any]
     """The last evaluation's."""
@@ -53,7 +56,7 @@ class TrainResult:
     """metric, value and step of the model in model_dir."""
     steps: int
     seconds: float
-    """From the first step to the last file, data preparation left out."""
+    """From the opening of the output folder to the end of training, evaluations included."""
     world_size: int
     versions: dict[str, str]
     output_dir: Path
@@ -80,7 +83,7 @@ def train(recipe: Recipe) -> TrainResult:
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     accelerator = start_accelerator(recipe)
     strategy = DataParallel(accelerator, recipe.task)
-    check_agreement(strategy, recipe, plan, datasets["train"])
+    check_agreement(strategy, recipe, datasets)
     strategy.prepare(model, build_optimizer(model, recipe.train))
 
     started = time.monotonic()
@@ -89,13 +92,18 @@ def train(recipe: Recipe) -> TrainResult:
         print_start(recipe, accelerator, plan)
     num_steps = total_steps(recipe.train, plan)
     console, tracker = Console(strategy.is_main, num_steps), Tracker(accelerator, recipe)
+    strategy.on_main(lambda: tracker.start(recipe))
     run = Run(recipe, strategy, plan, datasets, num_steps, tracker, console)
     try:
         metrics = fit(run)
     finally:
         console.close()
-    tracker.close()
-    return finish(run, metrics, time.monotonic() - started)
+    result = finish(run, metrics, time.monotonic() - started)
+    strategy.on_main(tracker.close)  # after all is saved: an upload may fail
+    if strategy.is_main:
+        print_summary(run, result)
+    atexit.register(leave_group)
+    return result
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -107,7 +115,8 @@ def check_machine(recipe: Recipe) -> None:
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
         raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
-    if precision == "bf16" and not on_cpu() and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+    on_cuda = torch.cuda.is_available() and not on_cpu()
+    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
     if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
         check_trackers(recipe)
@@ -130,7 +139,7 @@ def check_writable(folder: Path) -> None:
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
-    """Prepare the data once a machine; the other processes wait on a file lock and then find it cached."""
+    """Prepare the data, one process after another: they wait on a file lock, not in a collective, and find a warm cache."""
     task = recipe.task
 
     def say_waiting() -> None:
@@ -168,7 +177,7 @@ def build_model(recipe: Recipe) -> nn.Module:
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.train.compile:
         model.compile(dynamic=True)
     return model
@@ -181,15 +190,29 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         ConfigError: the launcher announced another number of processes than joined.
     """
     AcceleratorState._reset_state()  # a notebook may train twice, with another precision
+    expected = int(os.environ.get("WORLD_SIZE", 1))
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision=recipe.train.mixed_precision,
         log_with=recipe.track.with_ or None,
         project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / "tensorboard")),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
+            GradScalerKwargs(init_scale=2.0**16 / expected),
+            # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
+            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+        ],
+        # The recipe decides these two. Left out, an environment variable of the launcher would.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),
         step_scheduler_with_optimizer=False,
     )
-    expected = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ConfigError(
+            f"The launcher asks for {accelerator.distributed_type.value}, which hftune does not have. "
+            "Use a config of accelerate_configs/, with distributed_type MULTI_GPU."
+        )
     if accelerator.num_processes != expected:
         raise ConfigError(
             f"The launcher announced {expected} processes, but {accelerator.num_processes} joined. On machines without "
@@ -198,28 +221,31 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def check_agreement(strategy: Strategy, recipe: Recipe, plan: BatchPlan, dataset: Any) -> None:
+def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> None:
     """Make sure that all processes were given the same recipe and found the same data.
-
-    Data are compared by their lengths and by eight samples spread over them, as the model would see them.
 
     Raises:
         ConfigError: naming the processes that differ from the main one.
     """
-    data = sha256(str(plan.num_samples).encode())
-    if plan.lengths is not None:
-        data.update(plan.lengths.tobytes())
-    places = sorted({place * (plan.num_samples - 1) // 7 for place in range(8)})
-    batch = recipe.task.collate([dataset[place] for place in places])
-    data.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
-    digest = (sha256(recipe.to_yaml().encode()).hexdigest(), data.hexdigest())
-    gathered = strategy.broadcast(strategy.gather_to_main([digest]))
-    for what, place in (("recipe", 0), ("training data", 1)):
-        different = [str(rank) for rank, other in enumerate(gathered) if other[place] != gathered[0][place]]
+    own = {"recipe": sha256(recipe.to_yaml().encode()).hexdigest()}
+    own |= {f"{part} data": data_digest(recipe.task, datasets[part]) for part in ("train", "eval")}
+    gathered = strategy.broadcast(strategy.gather_to_main([own]))
+    for what, expected in gathered[0].items():
+        different = [str(rank) for rank, other in enumerate(gathered) if other[what] != expected]
         if different:
             raise ConfigError(
                 f"Process {', '.join(different)} has another {what} than process 0. All have to be started with the same."
             )
+
+
+def data_digest(task: Task, dataset: Any) -> str:
+    """Hash the number of samples, their lengths, and eight samples spread over them as the model would see them."""
+    digest, count = sha256(str(len(dataset)).encode()), len(dataset)
+    if (lengths := task.lengths(dataset)) is not None:
+        digest.update(lengths.tobytes())
+    batch = task.collate([dataset[place] for place in sorted({place * (count - 1) // 7 for place in range(8)})])
+    digest.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
+    return digest.hexdigest()
 
 
 def start_folder(recipe: Recipe) -> None:
@@ -232,11 +258,12 @@ def start_folder(recipe: Recipe) -> None:
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
     for name in ("result.json", "predictions.jsonl", "metrics.jsonl"):
         (output_dir / name).unlink(missing_ok=True)
+    shutil.rmtree(output_dir / "tensorboard", ignore_errors=True)  # it would draw both runs into one plot
     write_text(output_dir / "recipe.yaml", recipe.to_yaml())
 
 
 def finish(run: Run, metrics: dict[str, Any], seconds: float) -> TrainResult:
-    """Export the last model, write result.json and print the summary. Collective."""
+    """Export the last model and write result.json. Collective."""
     recipe, output_dir = run.recipe, Path(run.recipe.output_dir)
     result = TrainResult(
         metrics=metrics,
@@ -256,9 +283,6 @@ def finish(run: Run, metrics: dict[str, Any], seconds: float) -> TrainResult:
         write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
 
     run.strategy.on_main(save)
-    if run.strategy.is_main:
-        print_summary(run, result)
-    atexit.register(leave_group)
     return result
 
 
@@ -274,7 +298,7 @@ def leave_group() -> None:
 def versions() -> dict[str, str]:
     """Versions of what the result depends on."""
     packages = ("torch", "accelerate", "transformers", "datasets")
-    return {"hftune": hftune.__version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"hftune": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan) -> None:
@@ -285,7 +309,7 @@ def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan) -> No
     bounds = [f"{config.max_rows} samples"] if config.max_rows else []
     bounds += [f"{config.micro_batch_tokens} tokens"] if config.micro_batch_tokens else []
     print(
-        f"hftune {hftune.__version__}  {recipe.recipe}  {count} process{'es' if count > 1 else ''} on {name}  "
+        f"hftune {__version__}  {recipe.recipe}  {count} process{'es' if count > 1 else ''} on {name}  "
         f"global batch {config.batch_size} in micro-batches of at most {' and '.join(bounds)}  "
         f"precision {config.mixed_precision}  {plan.num_samples:,} samples",
         flush=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -33,7 +34,9 @@ def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, p
     if ":" in dataset:
         rows = _from_function(dataset, part)
     elif data_files:
-        rows = _load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: data_files[part]}, split=part)
+        patterns = [data_files[part]] if isinstance(data_files[part], str) else data_files[part]
+        paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
+        rows = _load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: paths}, split=part)
     else:
         rows = _load(dataset, f"task.dataset={dataset}", split=split)
     if len(rows) == 0:

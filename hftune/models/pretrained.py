@@ -53,7 +53,11 @@ def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
 def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> PreTrainedModel:
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or draw them where ``model`` is None.
 
-    Parameters that the checkpoint lacks, such as a new classification head, are drawn from torch's global generator.
+    Parameters that the checkpoint lacks, or has in another size, such as the head for other classes, are drawn from torch's
+    global generator.
+
+    Raises:
+        ConfigError: no such model, or one whose body, not only its head, has other sizes.
     """
     if model is None:
         try:
@@ -63,23 +67,43 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
     try:
-        return auto_class.from_pretrained(_expand(model), config=config, dtype=torch.float32)
+        loaded, info = auto_class.from_pretrained(
+            _expand(model), config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
+    body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
+    if body:
+        raise ConfigError(f"task.model_config gives {body[0]} another size than task.model={model} has.")
+    return loaded
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a model.
+    """Load the tokenizer that belongs to a model; where it has no padding token (GPT-2), the end token pads.
 
     Raises:
         ConfigError: the model has none.
     """
     try:
-        return AutoTokenizer.from_pretrained(_expand(model))
+        tokenizer = AutoTokenizer.from_pretrained(_expand(model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"task.model={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the most tokens that a model has positions for; None where its positions have no end, as XLNet's."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None or positions < 0:
+        return None
+    # RoBERTa and its kin count positions from padding_idx + 1.
+    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    taken = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    return positions - max(taken, default=0)
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

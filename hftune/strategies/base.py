@@ -55,7 +55,11 @@ class Strategy(ABC):
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Yield this process's share of the micro-batches, on the device. Not collective; shares may be empty."""
+        """Yield this process's share of the micro-batches, on the device; shares may be empty.
+
+        Until the last one is taken the model is in evaluation mode, the same on all processes (running statistics, too),
+        and random draws, such as those of sampled generation, are keyed by micro-batch.
+        """
 
     @abstractmethod
     def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
@@ -75,7 +79,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Return the outputs for an evaluation batch, without gradient or dropout. Not collective."""
+        """Return the outputs for one of ``evaluation_batches``, without gradient. Not collective."""
 
     @abstractmethod
     def unwrap(self) -> nn.Module:
@@ -114,11 +118,14 @@ class Strategy(ABC):
         return value
 
 
-def seed_forward(seed: int, step: int, micro_batch_index: int) -> None:
+def seed_forward(seed: int, step: int, micro_batch_index: int, device: torch.device) -> None:
     """Key the random draws of one forward pass (dropout) by what is computed, not by who computes it.
 
     Hence dropout does not depend on the number of processes, and resuming needs no generator states.
     Source: numpy.random.SeedSequence, whose hash is fixed across numpy's versions.
     """
-    key = np.random.SeedSequence([seed, step, micro_batch_index]).generate_state(1, np.uint64)
-    torch.manual_seed(int(key[0]) >> 1)
+    key = int(np.random.SeedSequence([seed, step, micro_batch_index]).generate_state(1, np.uint64)[0]) >> 1
+    # torch.manual_seed would do both, and visit every backend there might be: half a millisecond, for each forward.
+    torch.default_generator.manual_seed(key)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(key)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hftune.batch_plan import MicroBatch, balance
+from hftune.errors import TrainingError
 from hftune.strategies.base import StepBatch, Strategy, seed_forward
 from hftune.task import Task
 
@@ -30,6 +31,8 @@ class DataParallel(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self._whole_model = self.accelerator.unwrap_model(self.model)
+        self._checked_gradients = False
         self.model.train()
 
     def batches(
@@ -63,8 +66,21 @@ class DataParallel(Strategy):
         places = balance([micro_batch.cost for micro_batch in micro_batches], self.num_processes)[self.process_index]
         mine = [micro_batches[place] for place in places]
         loader = self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers)
-        for micro_batch, batch in zip(mine, loader, strict=True):
-            yield micro_batch, send_to_device(batch, self.device, non_blocking=True)
+        self._share_statistics()
+        self._whole_model.eval()
+        try:
+            for micro_batch, batch in zip(mine, loader, strict=True):
+                seed_forward(0, 0, micro_batch.index, self.device)
+                yield micro_batch, send_to_device(batch, self.device, non_blocking=True)
+        finally:
+            self._whole_model.train()
+
+    def _share_statistics(self) -> None:
+        """Give all processes the main one's running statistics, which are also those that are exported."""
+        if self.num_processes > 1:
+            for buffer in self._whole_model.buffers():
+                if buffer.is_floating_point():
+                    torch.distributed.broadcast(buffer, src=0)
 
     def _loader(self, dataset: Any, samples: Any, num_workers: int) -> DataLoader:
         return DataLoader(
@@ -77,24 +93,39 @@ class DataParallel(Strategy):
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
         counted = sum(float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches)
-        items = self._sum(torch.tensor(counted * batch.weight, dtype=self._exact, device=self.device))
+        items = self._items = self._sum(torch.tensor(counted * batch.weight, dtype=self._exact, device=self.device))
         # DDP averages the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale = batch.weight * self.num_processes / items
         self._micro_losses = []
         for place, (micro_batch, loaded) in enumerate(zip(batch.mine, batch.batches, strict=True)):
-            seed_forward(seed, step, micro_batch.index)
+            seed_forward(seed, step, micro_batch.index, self.device)
             inputs = send_to_device(loaded, self.device, non_blocking=True)
             is_last = place == len(batch.mine) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 loss = self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs))
                 self.accelerator.backward(loss * scale.to(loss.dtype))
             self._micro_losses.append(loss.detach() * batch.weight)
+            self._check_gradients()
         return (self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items).item()
+
+    def _check_gradients(self) -> None:
+        """After the first backward: refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""
+        if self._checked_gradients:
+            return
+        self._checked_gradients = True
+        unused = [name for name, value in self._whole_model.named_parameters() if value.requires_grad and value.grad is None]
+        if unused:
+            raise TrainingError(
+                f"{len(unused)} parameters get no gradient: {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}. "
+                "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
+            )
 
     def _sum(self, value: Tensor) -> Tensor:
         return self.accelerator.reduce(value, reduction="sum")
 
     def not_finite(self, batch: StepBatch) -> list[str]:
+        if self._items == 0:
+            return ["task.num_items is 0 for all its samples"]
         culprits = [
             f"process {self.process_index}: samples {micro_batch.samples.tolist()}"
             for micro_batch, loss in zip(batch.mine, self._micro_losses, strict=True)
@@ -111,17 +142,16 @@ class DataParallel(Strategy):
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
+        scaler = self.accelerator.scaler
+        if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more
+            raise TrainingError("fp16: the gradient overflows however small the loss is scaled. Use bf16 or no.")
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        model = self.unwrap()  # DDP's own forward is collective, and processes have unequal numbers of batches here
-        model.eval()
-        with torch.no_grad():
-            outputs = model(**self.task.inputs(batch))
-        model.train()
-        return outputs
+        with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
+            return self._whole_model(**self.task.inputs(batch))
 
     def unwrap(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.model)
+        return self._whole_model
 
     def gather_to_main(self, rows: list) -> list | None:
         if self.num_processes == 1:

@@ -157,17 +157,18 @@ class SequenceClassification(Task):
         """Load or draw the model, with label names in its config."""
         from transformers import AutoModelForSequenceClassification
 
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_config, load_model, max_positions
 
         names = dict(enumerate(self.labels))
         overrides = {**self.model_config, "id2label": names, "label2id": {name: number for number, name in names.items()}}
+        overrides["pad_token_id"] = self.tokenizer.pad_token_id
         if self.model is None:
-            overrides |= {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
-        config = load_config(self.model, overrides)
-        positions = getattr(config, "max_position_embeddings", None)
+            overrides["vocab_size"] = len(self.tokenizer)
+        model = load_model(AutoModelForSequenceClassification, self.model, load_config(self.model, overrides))
+        positions = max_positions(model)
         if positions is not None and positions < self.max_length:
             raise ConfigError(f"task.max_length={self.max_length} is more than the {positions} positions of the model.")
-        return load_model(AutoModelForSequenceClassification, self.model, config)
+        return model
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
         from hftune.data.text import lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,3 +57,52 @@ class Tagging(Task):
 
     def num_items(self, target: Tensor) -> int:
         return int((target != -100).sum())
+
+
+class Net(nn.Module):
+    """A small classifier with one thing in it that tempts distributed training to go wrong."""
+
+    def __init__(self, trap: str):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(8) if trap == "running statistics" else nn.Identity()
+        self.unused = nn.Linear(8, 2) if trap == "unused parameters" else None
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm(torch.tanh(self.first(x)))))
+
+
+@dataclass
+class Trapped(Task):
+    """Two classes of random points; ``trap`` says what is special."""
+
+    trap: str = "none"
+
+    def datasets(self) -> dict[str, Any]:
+        draw = np.random.RandomState(0)
+        sizes = {"train": 48, "eval": 21}
+        points = {part: draw.randn(size, 4) for part, size in sizes.items()}
+        if self.trap == "other evaluation data" and os.environ.get("RANK") == "1":
+            points["eval"] = points["eval"] + 1
+        return {part: [{"x": row, "labels": int(row.sum() > 0)} for row in rows] for part, rows in points.items()}
+
+    def build_model(self) -> nn.Module:
+        return Net(self.trap)
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(outputs, target, reduction="sum")
+
+    def num_items(self, target: Tensor) -> int:
+        return 0 if self.trap == "no items" else len(target)
+
+    def predict(self, outputs: Tensor, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """What the model itself says, what was given, and a random draw, as sampling makes it."""
+        again, draws = model(batch["x"]), torch.rand(len(outputs))
+        return [
+            {"again": a, "given": b, "draw": c}
+            for a, b, c in zip(again.tolist(), outputs.tolist(), draws.tolist(), strict=True)
+        ]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"numpy": np.float32(0.5), "nothing": float("nan")}

@@ -104,6 +104,23 @@ def test_a_step_bounded_in_tokens_is_balanced_over_ranks(num_ranks):
         assert max(loads) <= 1.25 * sum(costs) / num_ranks
 
 
+@given(plans())
+def test_micro_batches_are_as_few_as_the_bounds_allow(plan):
+    for step in plan.epoch(0):
+        lengths = plan.lengths[np.concatenate([micro_batch.samples for micro_batch in step])]
+        rows, tokens, stop, fewest = plan.micro_batch_size or 10**9, plan.micro_batch_tokens or 10**9, 0, 0
+        while stop < len(lengths):  # filling each one up is optimal: no later start can reach further
+            stop, fewest = stop + min(rows, tokens // int(lengths[stop])), fewest + 1
+        assert len(step) == fewest
+
+
+def test_micro_batches_are_evened_out():
+    # Filled up to 40 tokens they would cost 4 x 10 = 40 and 4 x 2 = 8; as few, and evener, are 3 x 10 and 5 x 5.
+    lengths = np.array([10, 10, 5, 5, 2, 2, 2, 2])
+    (step,) = BatchPlan(8, 8, micro_batch_tokens=40, lengths=lengths).epoch(0)
+    assert [micro_batch.cost for micro_batch in step] == [30, 25]
+
+
 def test_token_bound_below_the_longest_sample_is_refused():
     with pytest.raises(ConfigError) as caught:
         BatchPlan(3, 3, micro_batch_tokens=9, lengths=np.array([4, 12, 2]))

@@ -1,0 +1,100 @@
+"""What goes wrong in distributed training without a word, and must not here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import Run, environment, train_on
+
+SUPPORT = Path(__file__).parents[1] / "support"
+RECIPE = str(SUPPORT / "trapped.yaml")
+JOBS = {"plain": (), "statistics": ("task.trap=running statistics",)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return {(name, size): run for size in (1, 2) for name, run in train_on(size, JOBS, folder, RECIPE).items()}
+
+
+def refused(tmp_path, trap, world_size=2, **extra):
+    """Train on real processes and return the exit code and what hftune itself said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+    words = ["-m", "hftune.run", f"recipe={RECIPE}", f"task.trap={trap}", f"output_dir={tmp_path}/out"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *words], env=environment(**extra), capture_output=True, text=True, timeout=120
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("hftune: ")]
+    return done.returncode, said
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_predict_gets_the_model_without_dropout(runs, world_size):
+    rows = runs["plain", world_size].predictions
+    assert len(rows) == 21
+    assert all(row["again"] == pytest.approx(row["given"], rel=1e-12) for row in rows)
+
+
+def test_random_draws_of_an_evaluation_do_not_depend_on_processes(runs):
+    draws = [[row["draw"] for row in runs["plain", size].predictions] for size in (1, 2)]
+    assert draws[0] == draws[1] and len(set(draws[0])) > 15
+
+
+def test_evaluation_and_export_use_the_same_running_statistics_on_all_processes(runs, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    from tests.support.tasks import Trapped
+
+    run = runs["statistics", 2]
+    task = Trapped(trap="running statistics")
+    model = task.build_model()
+    model.load_state_dict(load_file(run.folder / "model_last" / "model.safetensors"))
+    data = task.datasets()["eval"]
+    with torch.no_grad():
+        expected = model.eval()(torch.stack([torch.tensor(row["x"]) for row in data]))
+    assert [row["given"] for row in run.predictions] == [pytest.approx(row, rel=1e-9) for row in expected.tolist()]
+
+
+def test_numpy_metrics_are_written_and_what_is_not_finite_becomes_null(runs):
+    lines = (runs["plain", 2].folder / "metrics.jsonl").read_text().splitlines()
+    evaluations = [json.loads(line, parse_constant=pytest.fail) for line in lines if "eval/loss" in line]
+    assert [(line["eval/numpy"], line["eval/nothing"]) for line in evaluations] == [(0.5, None), (0.5, None)]
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_unused_parameters_are_named(tmp_path, world_size):
+    code, said = refused(tmp_path, "unused parameters", world_size)
+    assert code == 1
+    assert said == [
+        "hftune: 2 parameters get no gradient: unused.weight, unused.bias. "
+        "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
+    ]
+
+
+def test_other_data_on_one_process_are_noticed_in_the_evaluation_set_too(tmp_path):
+    code, said = refused(tmp_path, "other evaluation data")
+    assert code == 1  # torchrun's
+    assert said == ["hftune: Process 1 has another eval data than process 0. All have to be started with the same."]
+
+
+def test_a_step_without_items_says_so(tmp_path):
+    code, said = refused(tmp_path, "no items")
+    assert code == 1
+    assert said == [
+        "hftune: The loss of step 1 is inf (task.num_items is 0 for all its samples). "
+        "Lower train.lr, set train.clip_norm, or look at these samples."
+    ]
+
+
+def test_settings_of_the_launcher_do_not_reach_the_mathematics(runs, tmp_path):
+    extra = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
+    command = [sys.executable, "-m", "hftune.run", f"recipe={RECIPE}", f"output_dir={tmp_path}/out"]
+    subprocess.run(command, env=environment(**extra), check=True, capture_output=True, timeout=120)
+    run, expected = Run(tmp_path / "out"), runs["plain", 1]
+    assert run.logged("train/grad_norm") == expected.logged("train/grad_norm")
+    weights = [(made.folder / "model" / "model.safetensors").read_bytes() for made in (run, expected)]
+    assert weights[0] == weights[1]
