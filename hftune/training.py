@@ -6,6 +6,7 @@ Not ``train.py``: a module and a function cannot share the name ``hftune.train``
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import pickle
@@ -291,6 +292,7 @@ def leave_group() -> None:
 
     Not at the end of ``train``, which may be called again.
     """
+    gc.collect()  # DDP's reducers, in cycles with their modules, hold the group, too
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
