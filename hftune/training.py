@@ -81,6 +81,7 @@ def train(recipe: Recipe) -> TrainResult:
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
     model = build_model(recipe)
+    transformers_logging.disable_progress_bar()  # downloads are over; it would draw one for each export
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     accelerator = start_accelerator(recipe)
     strategy = DataParallel(accelerator, recipe.task)
