@@ -1,0 +1,143 @@
+"""ROUGE of generated texts in any script, and what else is counted on titles; knows no tokenizer of any model.
+
+``rouge_score``'s own tokenizer keeps only a-z and 0-9: two equal Chinese titles score 0, two different ones that share an
+English word score 1. So tokens are either characters or jieba's words here, and the scores carry that in their names:
+characters score higher than words, the two do not compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any, ClassVar
+
+import datasets
+import evaluate
+from rouge_score.rouge_scorer import RougeScorer
+
+_TEXTS = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
+
+# Han with its extensions, compatibility forms and iteration mark; kana; Hangul syllables. Not their punctuation, such as the
+# dot between the parts of a foreign name.
+_SINGLE = "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_SINGLE += "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uac00-\ud7a3"
+_TOKEN = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
+
+
+class CharTokenizer:
+    """Split into single Han characters, kana and Hangul syllables, and lower-cased runs of all other letters and digits.
+
+    Full-width and other compatibility forms are made plain first (NFKC); punctuation and white space are dropped:
+    "GDP增长6.7%" gives gdp, 增, 长, 6, 7.
+    """
+
+    def tokenize(self, text: str) -> list[str]:
+        return _TOKEN.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+class WordTokenizer:
+    """Split into jieba's words, new-word detection (HMM) off, by rjieba where it is installed, else by jieba: the same words.
+
+    The text is made plain (NFKC) and lower-cased before the cut: jieba knows "T恤" but not "t恤", so a model that writes lower
+    case would lose words otherwise. Pieces without a letter or digit are dropped.
+    """
+
+    def __init__(self):
+        self._cut = _word_cutter()
+
+    def tokenize(self, text: str) -> list[str]:
+        words = self._cut(unicodedata.normalize("NFKC", text).lower())
+        return [word for word in words if any(character.isalnum() for character in word)]
+
+
+@functools.cache  # not at import and not in the metric, so that a metric can be pickled
+def _word_cutter() -> Callable[[str], list[str]]:
+    try:
+        import rjieba
+    except ImportError:
+        return _slow_word_cutter()
+    return lambda text: rjieba.cut(text, False)
+
+
+def _slow_word_cutter() -> Callable[[str], list[str]]:
+    try:
+        import jieba
+    except ImportError:
+        raise ModuleNotFoundError("ROUGE on Chinese words needs a package that is not installed: pip install rjieba.") from None
+    cutter = jieba.Tokenizer()
+    # Read here, because jieba would keep a cache file that all users of the machine share, and report to stderr.
+    cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())
+    cutter.initialized = True
+    return lambda text: cutter.lcut(text, HMM=False)
+
+
+class _TextMetric(evaluate.Metric):
+    """A metric of generated against true texts, one of each a pair."""
+
+    def __init__(self):
+        super().__init__(keep_in_memory=True)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(description=type(self).__doc__, citation="", inputs_description="", features=_TEXTS)
+
+
+class _Rouge(_TextMetric):
+    """Mean F1 over the pairs."""
+
+    unit: ClassVar[str]
+    tokenizer: ClassVar[Callable[[], Any]]
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        kinds = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
+        scorer = RougeScorer(list(kinds), tokenizer=type(self).tokenizer())
+        scores = [scorer.score(target=true, prediction=said) for said, true in zip(predictions, references, strict=True)]
+        return {f"{name}_{self.unit}": fmean(score[kind].fmeasure for score in scores) for kind, name in kinds.items()}
+
+
+class RougeChar(_Rouge):
+    """ROUGE-1, ROUGE-2 and ROUGE-L F1 on characters (see CharTokenizer), means over the pairs, in [0, 1].
+
+    Equal texts score 1. As in rouge_score, a text without tokens scores 0 against any other, an empty one too: an empty
+    reference is no title, and saying nothing earns nothing. So does ROUGE-2 where either text has a single token.
+    Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", sections 2 and 3.1, with beta = 1.
+    """
+
+    unit = "char"
+    tokenizer = CharTokenizer
+
+
+class RougeWord(_Rouge):
+    """ROUGE-1, ROUGE-2 and ROUGE-L F1 on jieba's words, HMM off (see WordTokenizer), means over the pairs, in [0, 1].
+
+    Texts without tokens or with a single one score as in RougeChar. Here a short title can well be a single token.
+    """
+
+    unit = "word"
+    tokenizer = WordTokenizer
+
+
+class ExactMatch(_TextMetric):
+    """Share of predictions that equal their reference, in [0, 1]; case, white space and full-width forms do not count.
+
+    A BERT vocabulary lower-cases and puts blanks between tokens. Punctuation does count. An empty prediction equals nothing,
+    as in RougeChar.
+    """
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        pairs = [(_plain(said), _plain(true)) for said, true in zip(predictions, references, strict=True)]
+        return {"exact_match": fmean(said == true != "" for said, true in pairs)}
+
+
+class PredictionLength(_TextMetric):
+    """Mean length of the predictions in characters, white space at the ends left out; share of empty ones, in [0, 1]."""
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        lengths = [len(said.strip()) for said in predictions]
+        return {"mean_length": fmean(lengths), "empty_share": fmean(length == 0 for length in lengths)}
+
+
+def _plain(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).lower().split())

@@ -1,0 +1,338 @@
+"""Models that write titles from BERT's or BigBird's weights: one stack with a prefix mask, or an encoder and a decoder."""
+
+# Shapes: B rows, Q tokens given, K tokens given and cached before, V vocabulary.
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BigBirdConfig,
+    Cache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedConfig,
+)
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCrossAttentions
+from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
+
+from hftune.errors import ConfigError
+from hftune.models.bigbird_attention import BlockSparseSelfAttention
+from hftune.models.pretrained import load_model
+
+WARM_STARTS = ("bert", "big_bird")
+
+
+class PrefixLMConfig(BertConfig):
+    """Configure a ``PrefixLM``: BERT's fields, without attention dropout."""
+
+    model_type = "hftune_prefix_lm"
+    attention_probs_dropout_prob: float | int = 0.0
+
+    def __post_init__(self, **fields: Any) -> None:
+        self.is_decoder, self.add_cross_attention = True, False  # a cache, and nothing to cross to
+        super().__post_init__(**fields)
+
+    @classmethod
+    def warm_start(cls, config: PreTrainedConfig, **overrides: Any) -> PrefixLMConfig:
+        """Return the config of a prefix LM that takes the weights of a BERT, a BigBird or a prefix LM with ``config``.
+
+        Attention dropout becomes 0 unless ``overrides`` say otherwise: with it, torch's CPU has no fused attention, which
+        makes a step at 2048 tokens four times as long (torch 2.13).
+
+        Raises:
+            ConfigError: a model of another kind, or one that BERT's stack cannot stand for.
+        """
+        if isinstance(config, cls):
+            return cls(**_common_fields(config, cls) | overrides)
+        _refuse_other_kinds(config, "prefix_lm")
+        if not getattr(config, "use_bias", True) or getattr(config, "rescale_embeddings", False):
+            raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which architecture=prefix_lm lacks.")
+        if config.type_vocab_size < 2:
+            raise ConfigError(
+                f"task.model has {config.type_vocab_size} token type; architecture=prefix_lm needs two, for source and title."
+            )
+        return cls(**_common_fields(config, cls) | {"attention_probs_dropout_prob": 0.0} | overrides)
+
+
+class PrefixLM(BertLMHeadModel):
+    """Read a source and write its title with one stack: source tokens see the source, title tokens also the title so far.
+
+    ``token_type_ids`` say which is which: 0 source, 1 title (with the token that starts it). A row may be padded anywhere
+    (attention_mask 0): positions count its real tokens only, so neither padding nor neighbours change its result. A prompt for
+    ``generate`` ends, on the right, with the token that starts the title, so sources of different lengths are padded on the
+    left. Logits at a place predict the next token; ``logits_to_keep`` leaves out those of the source, which are most of the
+    memory.
+
+    Takes the weights of BERT and BigBird models under their own names; its attention is torch's fused one. BigBird drops its
+    embeddings out before their norm, BERT after it: the same function but for that place of the dropout.
+
+    Source: Dong et al., Unified Language Model Pre-training for Natural Language Understanding and Generation, 2019,
+    section 2.3 (the sequence-to-sequence mask).
+    """
+
+    config_class = PrefixLMConfig
+    config: PrefixLMConfig
+    _supports_flash_attn = False  # no kernel of theirs takes this mask
+    _supports_flex_attn = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithCrossAttentions:
+        """Return logits (B, Q, V), or of the last ``logits_to_keep`` places.
+
+        ``input_ids``, ``token_type_ids`` (B, Q) int64; ``attention_mask`` (B, K), the cached tokens first. With a cache, all
+        new tokens are title tokens, so a source is never fed in pieces (no ``prefill_chunk_size``). ``position_ids`` are those
+        of ``generate`` and ignored: they follow from the mask. ``labels`` are shifted by the model, as in transformers.
+
+        Raises:
+            ValueError: no ``token_type_ids``, without which source and title could not be told apart.
+        """
+        if token_type_ids is None:
+            raise ValueError("PrefixLM needs token_type_ids: 0 for the source, 1 for the title.")
+        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if attention_mask is None:
+            valid_BK = input_ids.new_ones((len(input_ids), num_cached + input_ids.shape[1]), dtype=torch.bool)
+        else:
+            valid_BK = attention_mask.bool()
+        mask_B1QK = prefix_mask(token_type_ids, valid_BK, num_cached)
+        if self.config._attn_implementation == "eager":  # it adds the mask, true as 1
+            mask_B1QK = torch.zeros_like(mask_B1QK, dtype=self.dtype).masked_fill(~mask_B1QK, torch.finfo(self.dtype).min)
+        if self.training and use_cache is None:
+            use_cache = False
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=mask_B1QK,
+            token_type_ids=token_type_ids,
+            position_ids=(valid_BK.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:],
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as transformers does, but count repeated n-grams (``no_repeat_ngram_size``) in the title alone.
+
+        transformers counts those of the prompt, too (5.23, NoRepeatNGramLogitsProcessor): a title could then never take
+        three words in a row from its source. ``repetition_penalty`` still looks at the source.
+        """
+        settings = copy.deepcopy(self.generation_config if generation_config is None else generation_config)
+        size = kwargs.pop("no_repeat_ngram_size", settings.no_repeat_ngram_size)
+        if size is None:
+            size = self.generation_config.no_repeat_ngram_size
+        if size:
+            prompt_BK = kwargs.get("input_ids") if inputs is None else inputs
+            own = _NoRepeatInTitle(size, prompt_BK.shape[1])
+            logits_processor = LogitsProcessorList([*(logits_processor or []), own])
+        if generation_config is None:
+            kwargs["no_repeat_ngram_size"] = 0
+        else:
+            generation_config = settings
+            generation_config.no_repeat_ngram_size = 0
+        return super().generate(inputs, generation_config, logits_processor, **kwargs)
+
+
+class _NoRepeatInTitle(LogitsProcessor):
+    def __init__(self, size: int, prompt_length: int) -> None:
+        self.within_title, self.prompt_length = NoRepeatNGramLogitsProcessor(size), prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.within_title(input_ids[:, self.prompt_length :], scores)
+
+
+def prefix_mask(token_type_ids: Tensor, valid_BK: Tensor, num_cached: int = 0) -> Tensor:
+    """Return what may be seen, (B, 1, Q, K) bool: by source tokens the source, by title tokens also the title up to them.
+
+    ``token_type_ids`` (B, Q): 0 source, 1 title, of the new tokens; ``valid_BK``: true where a token is, cached ones first.
+    Cached tokens are seen by all new ones, which are then title tokens. Padding sees itself: no softmax is over nothing.
+    """
+    k_K = torch.arange(valid_BK.shape[1], device=valid_BK.device)
+    q_Q1 = k_K[num_cached:, None]
+    before_QK = k_K <= q_Q1
+    if num_cached:
+        seen_BQK = before_QK[None]
+    else:
+        is_title_BQ = token_type_ids == 1
+        seen_BQK = ~is_title_BQ[:, None, :] | (is_title_BQ[:, :, None] & before_QK)
+    return ((seen_BQK & valid_BK[:, None]) | (k_K == q_Q1))[:, None]
+
+
+class BlockSparseBigBirdConfig(BigBirdConfig):
+    """Configure a ``BlockSparseBigBirdModel``: BigBird's fields, and where its random blocks come from."""
+
+    model_type = "hftune_block_sparse_big_bird"
+    attention_probs_dropout_prob: float | int = 0.0
+    """Not used: there is none."""
+    random_blocks_seed: int = 0
+    """Key of the random blocks, together with the layer. Part of the model: another seed is another function."""
+
+    @classmethod
+    def warm_start(cls, config: PreTrainedConfig, **overrides: Any) -> BlockSparseBigBirdConfig:
+        """Return the config of an encoder that takes the weights of a BERT or BigBird with ``config``.
+
+        Raises:
+            ConfigError: a model of another kind.
+        """
+        if not isinstance(config, cls):
+            _refuse_other_kinds(config, "encoder_decoder")
+        encoder = {"is_decoder": False, "add_cross_attention": False, "attention_probs_dropout_prob": 0.0}
+        return cls(**_common_fields(config, cls) | overrides | encoder)
+
+
+class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
+    """Encode with BigBird's weights and names, without a pooler, in the attention of ``BlockSparseSelfAttention``.
+
+    ``config.attention_type`` "original_full" attends in full at any length; "block_sparse" is the same function for rows of at
+    most 5 + ``num_random_blocks`` blocks. Nothing is switched for good by a short batch.
+    """
+
+    config_class = BlockSparseBigBirdConfig
+    config: BlockSparseBigBirdConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: BlockSparseBigBirdConfig, add_pooling_layer: bool = False) -> None:
+        if add_pooling_layer:
+            raise ValueError("BlockSparseBigBirdModel has no pooler.")
+        super().__init__(config)
+        full = copy.deepcopy(config)
+        full.attention_type = "original_full"  # the layers then hand the mask through as it is
+        self.embeddings = BigBirdEmbeddings(config)
+        self.encoder = BigBirdEncoder(full)
+        for index, layer in enumerate(self.encoder.layer):
+            layer.attention.self = BlockSparseSelfAttention(config, index)
+        self.post_init()
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Return ``last_hidden_state`` (B, T, C) of ``input_ids`` (B, T), padded on the right where ``attention_mask`` is 0.
+
+        Long batches are padded to a multiple of the block here and cut again, not to the longest that the model can take.
+
+        Raises:
+            ValueError: asked for hidden states or attentions, which are not kept.
+        """
+        if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+            raise ValueError("BlockSparseBigBirdModel keeps neither attentions nor hidden states.")
+        hidden_BTC = self.embeddings(
+            input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds
+        )
+        length, block = hidden_BTC.shape[1], self.config.block_size
+        attention = self.encoder.layer[0].attention.self
+        if attention.sparse and length > attention.max_full_length and length % block:
+            if attention_mask is None:
+                attention_mask = hidden_BTC.new_ones(hidden_BTC.shape[:2], dtype=torch.bool)
+            missing = block - length % block
+            hidden_BTC = torch.nn.functional.pad(hidden_BTC, (0, 0, 0, missing))
+            attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+        hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
+        return BaseModelOutput(last_hidden_state=hidden_BTC[:, :length])
+
+
+def build_encoder_decoder(
+    model: str | None,
+    config: PreTrainedConfig,
+    *,
+    start_token_id: int,
+    end_token_id: int,
+    pad_token_id: int,
+    decoder: dict[str, Any] | None = None,
+    **encoder: Any,
+) -> EncoderDecoderModel:
+    """Join a block-sparse BigBird encoder and a BERT decoder, both with the weights of ``model``; None draws them.
+
+    ``config`` is that of the BERT or BigBird ``model``; ``encoder`` and ``decoder`` override fields of the halves. A ``model``
+    that is an encoder-decoder already is loaded as it is. Cross-attention, which no encoder has, is drawn from torch's global
+    generator, as in the source. The decoder is BERT's because BigBird's cannot generate with a cache (transformers 5.23:
+    ``'EncoderDecoderCache' object has no attribute 'layer_class_to_replicate'``).
+
+    Source: Rothe et al., Leveraging Pre-trained Checkpoints for Sequence Generation Tasks, 2020 (BERT2BERT).
+
+    Raises:
+        ConfigError: no such model, or one of another kind.
+    """
+    if isinstance(config, EncoderDecoderConfig):
+        return load_model(EncoderDecoderModel, model, config)
+    encoder_config = BlockSparseBigBirdConfig.warm_start(config, **encoder)
+    if not encoder_config.use_bias or encoder_config.rescale_embeddings:
+        raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which BERT's decoder lacks.")
+    as_decoder = {"is_decoder": True, "add_cross_attention": True, "attention_probs_dropout_prob": 0.0}
+    decoder_config = BertConfig(**_common_fields(config, BertConfig) | as_decoder | (decoder or {}))
+    halves = {
+        "encoder": load_model(BlockSparseBigBirdModel if model else AutoModel, model, encoder_config),
+        "decoder": load_model(BertLMHeadModel if model else AutoModelForCausalLM, model, decoder_config),
+    }
+    joined_config = EncoderDecoderConfig(
+        **{name: half.config.to_dict() for name, half in halves.items()},
+        pad_token_id=pad_token_id,
+        decoder_start_token_id=start_token_id,
+    )
+    joined = EncoderDecoderModel(joined_config, **halves)
+    joined.generation_config = GenerationConfig(
+        decoder_start_token_id=start_token_id, bos_token_id=start_token_id, eos_token_id=end_token_id, pad_token_id=pad_token_id
+    )
+    return joined
+
+
+def _refuse_other_kinds(config: PreTrainedConfig, architecture: str) -> None:
+    if config.model_type not in WARM_STARTS:
+        kinds = " or ".join(WARM_STARTS)
+        raise ConfigError(f"task.model is a {config.model_type!r}; architecture={architecture} takes the weights of {kinds}.")
+
+
+def _common_fields(config: PreTrainedConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return the fields of ``config`` that ``kind`` has, too, but for those that say which class it was.
+
+    "gelu_new", BigBird's activation, becomes torch's name for the same function: transformers computes it step by step (5.23,
+    NewGELUActivation) and holds five tensors of the size of the intermediate layer for the backward pass instead of one.
+    """
+    own = {"model_type", "architectures", "transformers_version", "dtype", "is_decoder", "add_cross_attention"}
+    known = {field.name for field in fields(kind) if field.init} - own
+    taken = {name: value for name, value in config.to_dict().items() if name in known}
+    if taken.get("hidden_act") == "gelu_new":
+        taken["hidden_act"] = "gelu_pytorch_tanh"
+    return taken
+
+
+AutoConfig.register(PrefixLMConfig.model_type, PrefixLMConfig, exist_ok=True)
+AutoModelForCausalLM.register(PrefixLMConfig, PrefixLM, exist_ok=True)
+AutoConfig.register(BlockSparseBigBirdConfig.model_type, BlockSparseBigBirdConfig, exist_ok=True)
+AutoModel.register(BlockSparseBigBirdConfig, BlockSparseBigBirdModel, exist_ok=True)

@@ -1,0 +1,168 @@
+"""BigBird's block-sparse self-attention on gathered blocks and a fused kernel. Knows no stack, no task and no global state."""
+
+# Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
+# K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model.
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three
+GATHERED_AT_ONCE = 2**21  # numbers in the gathered keys (8 MiB of float32), unless one head alone has more
+
+
+class BlockSparseSelfAttention(nn.Module):
+    """Attend to the first, the last, three neighbouring and ``num_random_blocks`` random blocks; global blocks see everything.
+
+    Weights and state-dict names are those of transformers' ``BigBirdSelfAttention`` and ``BigBirdBlockSparseAttention``. What
+    differs from the latter (transformers 5.23, modeling_big_bird.py):
+
+    - Random blocks come from a generator keyed by (``random_blocks_seed``, layer), so training and evaluation compute the same
+      function. There, every training forward calls ``np.random.seed`` and evaluation takes block 0 for all of them
+      (huggingface/transformers#20031, closed, still so).
+    - A row's blocks follow from its own length, not from the padding: its last global block holds its own last token, and
+      its random blocks lie within it. A row of at most 5 + R blocks attends in full. So a row's result depends neither on its
+      neighbours nor on the micro-batch, and the choice of kernel (full where the padded batch has at most 5 + R blocks) is one
+      of speed only: ranks with batches of different lengths still train the same function. There, the choice is made at
+      5 + 2R blocks, for the whole batch, and once full it stays full.
+    - Random blocks are drawn from the whole row, as in the paper; there, from the first 5 + 2R blocks or 1024 tokens.
+
+    Rows are padded on the right. There is no attention dropout, as in transformers' block-sparse path: the fused kernel of the
+    CPU has none, and the two kernels must be one function.
+
+    Source: Zaheer et al., Big Bird: Transformers for Longer Sequences, 2020, section 2 (the ITC variant).
+    """
+
+    def __init__(self, config: Any, layer_index: int) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.block_size = config.block_size
+        self.num_random_blocks = config.num_random_blocks
+        self.sparse = config.attention_type == "block_sparse"
+        self.max_blocks = -(-config.max_position_embeddings // config.block_size)
+        self.seed = (config.random_blocks_seed << 20) + layer_index
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self._priorities: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        """Return the context (B, T, C) of ``hidden_states`` (B, T, C), and None for the attention weights, which are not kept.
+
+        ``attention_mask`` (B, T): true where a token is, None where it is everywhere. T is a multiple of the block size where
+        it is more than 5 + R blocks.
+        """
+        q_BHTD, k_BHTD, v_BHTD = (
+            layer(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        if not self.sparse or hidden_states.shape[1] <= self.max_full_length:
+            mask_B11T = None if attention_mask is None else attention_mask.bool()[:, None, None]
+            context_BHTD = scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask_B11T)
+        else:
+            if attention_mask is None:
+                attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+            context_BHTD = self._attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
+        return context_BHTD.transpose(1, 2).flatten(2), None
+
+    @property
+    def max_full_length(self) -> int:
+        """Tokens (padded) up to which all rows attend in full."""
+        return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
+
+    def _attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
+        B, H, T, D = q_BHTD.shape
+        S, N = self.block_size, T // self.block_size
+        if T % S:
+            raise ValueError(f"{T} tokens are not a multiple of the block size {S}; pad them.")
+        last_B = (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
+        q_BHNSD, k_BHNSD, v_BHNSD = (x_BHTD.reshape(B, H, N, S, D) for x_BHTD in (q_BHTD, k_BHTD, v_BHTD))
+
+        # All heads at once: on the CPU the kernel's backward pass spreads over rows and heads only (torch 2.13).
+        q_last_BH1SD = q_BHNSD.gather(2, last_B.view(B, 1, 1, 1, 1).expand(B, H, 1, S, D))
+        q_global_BHTD = torch.cat([q_BHNSD[:, :, :1], q_last_BH1SD], 2).view(B, H, 2 * S, D)
+        global_BHTD = scaled_dot_product_attention(q_global_BHTD, k_BHTD, v_BHTD, valid_BT[:, None, None])
+        first_BH1SD, last_BH1SD = global_BHTD.view(B, H, 2, S, D).split(1, 2)
+
+        # Gathered blocks are 5 + R times as large as keys and values. A few heads at a time, and gathered once more in the
+        # backward pass, they fit the caches and are never held for all heads and layers. Nothing in there is drawn at random.
+        blocks_BHMK, used_BHMK = self.key_blocks(last_B, N)
+        num_heads = max(1, GATHERED_AT_ONCE // (blocks_BHMK[:, 0].numel() * S * D))
+        inputs = (q_BHNSD[:, :, 1:-1], k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
+        attend = partial(checkpoint, _attend_gathered, use_reentrant=False, preserve_rng_state=False)
+        parts = zip(*(x.split(num_heads, 1) for x in inputs), strict=True)
+        middle_BHMSD = torch.cat([attend(*part, valid_BT) for part in parts], 1)
+
+        context_BHNSD = torch.cat([first_BH1SD, middle_BHMSD, last_BH1SD], 2)
+        # The last block of a row that is shorter than the batch stands where middle blocks stood.
+        place = (torch.arange(B * H, device=last_B.device).view(B, H) * N + last_B[:, None]).flatten()
+        context_BHNSD.view(B * H * N, S * D).index_copy_(0, place, last_BH1SD.reshape(B * H, S * D))
+        return context_BHNSD.view(B, H, T, D)
+
+    def key_blocks(self, last_B: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Return which blocks the query blocks 1 ... N - 2 see, (B, H, M, K) int64, and whether each counts (bool).
+
+        ``last_B``: index of each row's last block. A block does not count where it is in the list twice, or beyond the row.
+        Rows of the result that belong to a row's last block or to its padding mean nothing.
+        """
+        random_BHMR, drawn_BHMR = self.random_blocks(last_B, num_blocks)
+        B, H, M, _ = random_BHMR.shape
+        i_1M = torch.arange(1, num_blocks - 1, device=last_B.device)[None]
+        last_B1 = last_B[:, None]
+        zero_BM, last_BM, i_BM = torch.zeros_like(last_B1 + i_1M), last_B1.expand(B, M), i_1M.expand(B, M)
+        fixed_BMF = torch.stack([zero_BM, i_BM - 1, i_BM, i_BM + 1, last_BM], -1)
+        once_BMF = torch.stack(
+            [i_BM > 0, (i_BM > 1) & (i_BM - 1 < last_BM), i_BM < last_BM, i_BM + 1 < last_BM, last_BM > 0], -1
+        )
+        shape = (B, H, M, NUM_FIXED_BLOCKS)
+        blocks_BHMK = torch.cat([fixed_BMF[:, None].expand(shape), random_BHMR], -1)
+        used_BHMK = torch.cat([once_BMF[:, None].expand(shape), drawn_BHMR], -1)
+        # A row that has no more blocks than places in the list sees them all.
+        all_K = torch.arange(blocks_BHMK.shape[-1], device=last_B.device)
+        short_B111 = (last_B < len(all_K)).view(B, 1, 1, 1)
+        return (
+            torch.where(short_B111, all_K, blocks_BHMK),
+            torch.where(short_B111, all_K <= last_B.view(B, 1, 1, 1), used_BHMK),
+        )
+
+    def random_blocks(self, last_B: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Draw each query block's random blocks: (B, H, M, R) int64, and whether each could be drawn (bool).
+
+        Each head has an order of preference over key blocks, the same at every length; taken are the first R that are inside
+        the row, not global and not in the window.
+        """
+        if self._priorities is None or self._priorities.device != last_B.device:
+            # float64: no ties, which another device might break in another way. Drawn on the CPU: the same on all devices.
+            generator = torch.Generator().manual_seed(self.seed)
+            shape = (self.num_heads, self.max_blocks, self.max_blocks)
+            self._priorities = torch.rand(shape, generator=generator, dtype=torch.float64).to(last_B.device)
+        i_M1 = torch.arange(1, num_blocks - 1, device=last_B.device)[:, None]
+        j_N = torch.arange(num_blocks, device=last_B.device)
+        free_BMN = ((i_M1 - j_N).abs() > 1) & (j_N > 0) & (j_N < last_B[:, None, None])
+        order_HMN = self._priorities[:, 1 : num_blocks - 1, :num_blocks]
+        priority_BHMR, random_BHMR = order_HMN.where(free_BMN[:, None], -1.0).topk(self.num_random_blocks)
+        return random_BHMR, priority_BHMR >= 0
+
+
+def _attend_gathered(
+    q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
+) -> Tensor:
+    """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it."""
+    B, H, N, S, D = k_BHNSD.shape
+    K = blocks_BHMK.shape[-1]
+    starts_BH11 = torch.arange(B * H, device=blocks_BHMK.device).view(B, H, 1, 1) * N
+    gathered = (starts_BH11 + blocks_BHMK).flatten()
+    k_XYD, v_XYD = (  # X = B H M query blocks, Y = K S keys of each
+        x_BHNSD.reshape(B * H * N, S * D).index_select(0, gathered).view(-1, 1, K * S, D) for x_BHNSD in (k_BHNSD, v_BHNSD)
+    )
+    valid_BHNS = valid_BT.view(B, 1, N, S).expand(B, H, N, S)
+    valid_XKS = valid_BHNS.reshape(B * H * N, S).index_select(0, gathered).view(-1, K, S)
+    mask_X11Y = (valid_XKS & used_BHMK.reshape(-1, K, 1)).view(-1, 1, 1, K * S)
+    context_X1SD = scaled_dot_product_attention(q_BHMSD.reshape(-1, 1, S, D), k_XYD, v_XYD, mask_X11Y)
+    return context_X1SD.view(q_BHMSD.shape)

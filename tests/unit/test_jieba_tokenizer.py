@@ -1,0 +1,435 @@
+# ruff: noqa: RUF001 - Chinese punctuation and look-alikes are what is tested
+"""The jieba tokenizer gives the ids of Lowin's class under transformers 4, everywhere, and refuses to be another tokenizer."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import jieba
+import pytest
+from datasets.fingerprint import Hasher
+from transformers import AutoTokenizer, BertTokenizer, BertTokenizerLegacy
+
+from hftune import ConfigError
+from hftune.data import jieba_tokenizer, text
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment, train_vocabulary
+from tests.support.runs import environment
+
+SUBJECTS = ["我们", "研究人员", "北京大学", "Linux 内核", "GitHub 的开发者", "這個公司", "卡拉OK 厅", "iPhone4 用户", "他"]
+VERBS = ["发布了", "讨论", "使用", "安装并测试", "不喜欢", "分析", "發現", "upgraded to"]
+OBJECTS = [
+    "新的操作系统",
+    "3.14 版本",
+    "文件系统 ext4",
+    "天安门广场",
+    "T恤",
+    "機器學習模型",
+    "AppImage",
+    "2024年第1季度的GDP数据",
+    "ΣΑΣ",
+]
+ENDS = ["。", "，", "！\r\n", "……\n", "；", ". ", " 😀 ", "（100%）", "、"]
+ODD = [
+    *(
+        "[MASK]",
+        "[SEP]",
+        "[UNK]",
+        "[mask]",
+        "##ing",
+        "C++",
+        "C#",
+        "e\u0301tude",
+        "Étude",
+        "İstanbul",
+        "ΟΔΥΣΣΕΥΣ",
+        "ﬁn",
+        "ß",
+        "한국어",
+    ),
+    *(
+        "ひらがな",
+        "カタカナ",
+        "привет",
+        "①",
+        "\t",
+        "\x0b",
+        "\x1c",
+        "\u3000",
+        "\u200b",
+        "\x00",
+        "\ufffd",
+        "\ud83d",
+        "\U00020000",
+        "\uf900",
+    ),
+    *("𠮷野家", "👩‍💻", "AT&T", "x86_64", "foo-bar.baz", "5%", "A" * 101, "１２３", "ＯＫ", " ", "  ", "\n", "\r\n"),
+]
+ADDED_BY_HAND = ["T恤", "t恤", "卡拉OK", "卡拉ok", "OK", "Linux", "##OK", "##Hub", "É", "σ", "ς", "ﬁ", "i\u0307", "\uf900"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reference():
+    """Let jieba keep its cache file where the tests keep theirs, not where another user's may lie."""
+    jieba.setLogLevel("ERROR")
+    jieba.dt.tmp_dir = os.environ["HF_DATASETS_CACHE"]
+    jieba.initialize()
+
+
+def sentences(count, seed=0):
+    draw = random.Random(seed)
+    return ["".join(draw.choice(part) for _ in range(3) for part in (SUBJECTS, VERBS, OBJECTS, ENDS)) for _ in range(count)]
+
+
+def mixed_texts(count):
+    """Texts with everything in them that jieba, WordPiece or transformers treat in a way of their own."""
+    draw = random.Random(1)
+    words = sorted(word for word, count in jieba.dt.FREQ.items() if count)
+    sources = [words, ODD, OBJECTS, SUBJECTS, ENDS]
+    return ["".join(draw.choice(draw.choice(sources)) for _ in range(draw.randrange(40))) for _ in range(count)]
+
+
+@cache
+def vocabulary():
+    return train_vocabulary(sentences(200), 500)
+
+
+@cache
+def shared_texts():
+    folder = Path(os.environ.get("HFTUNE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "chinese_title"
+    if not folder.is_dir():
+        pytest.skip(
+            "the Chinese articles are not on this machine (set HFTUNE_TEST_DATA to the folder that holds chinese_title/)"
+        )
+    articles, abstracts = (
+        [json.loads(line)["content"] for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("lctt_test.jsonl", "csl_dev.jsonl")
+    )
+    return folder, articles[:300] + abstracts[:1000]
+
+
+def write(tokens, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8", newline="\n")
+    return folder / "vocab.txt"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return JiebaTokenizer(write(vocabulary(), tmp_path / "trained"))
+
+
+class LowinTokenizer(BertTokenizerLegacy):
+    """The authors' class on the Python-backed tokenizer, and what transformers 4 did before it called ``_tokenize``.
+
+    Source: the readme of Lowin/chinese-bigbird-base-4096; transformers 4.6.1 to 4.57, PreTrainedTokenizer.tokenize.
+    """
+
+    def tokenize(self, text, **kwargs):
+        if self.do_lower_case:
+            text = lowered_but("|".join(map(re.escape, self.all_special_tokens)), text)
+        return super().tokenize(text, **kwargs)
+
+    def _tokenize(self, text, *args, **kwargs):
+        tokens = []
+        for word in jieba_words(text):
+            if word in self.vocab:
+                tokens.append(word)
+            else:
+                tokens.extend(super()._tokenize(word))
+        return tokens
+
+
+@cache  # for the second vocabulary
+def lowered_but(special, text):
+    return re.sub(rf"({special})|(.+?)", lambda match: match[1] or match[2].lower(), text)
+
+
+@cache
+def jieba_words(text):
+    return jieba.lcut(text, HMM=False)
+
+
+def assert_same_ids(vocab_file, texts, **kwargs):
+    ours, reference = JiebaTokenizer(vocab_file, **kwargs), LowinTokenizer(str(vocab_file), **kwargs)
+    different = [text for text, ids in zip(texts, ours(texts)["input_ids"], strict=True) if ids != reference.encode(text)]
+    assert different == []
+
+
+@pytest.mark.parametrize("do_lower_case", [True, False])
+def test_ids_are_those_of_the_authors_class_on_mixed_texts(tmp_path, do_lower_case):
+    vocab_file = write(dict.fromkeys([*vocabulary(), *ADDED_BY_HAND]), tmp_path)
+    assert_same_ids(vocab_file, ["", *sentences(200, seed=2), *mixed_texts(1500)], do_lower_case=do_lower_case)
+
+
+@pytest.mark.parametrize("whose", ["trained", "characters"])
+def test_ids_are_those_of_the_authors_class_on_real_articles(tmp_path, whose):
+    folder, texts = shared_texts()
+    vocab_file = folder / "vocab.txt" if whose == "characters" else write(train_vocabulary(texts, 20_000), tmp_path)
+    assert_same_ids(vocab_file, texts)
+
+
+def test_words_are_those_of_jieba_on_mixed_texts():
+    texts = [text.replace("\ud83d", "") for text in mixed_texts(3000)]
+    assert [text for text in texts if segment(text) != jieba.lcut(text, HMM=False)] == []
+
+
+def test_words_are_those_of_jieba_on_real_articles():
+    _, texts = shared_texts()
+    assert [text for text in texts if segment(text) != jieba.lcut(text, HMM=False)] == []
+
+
+def test_text_is_lowered_before_words_are_looked_up(tmp_path):
+    lowering = JiebaTokenizer(write([*SPECIAL_TOKENS, "T恤", "t", "恤", "OK", "ok"], tmp_path))
+    assert lowering.tokenize("T恤OK[MASK]") == ["t", "恤", "ok", "[MASK]"]
+    keeping = JiebaTokenizer(tmp_path / "vocab.txt", do_lower_case=False)
+    assert keeping.tokenize("T恤OK[MASK]") == ["T恤", "OK", "[MASK]"]
+
+
+def test_no_word_begins_with_a_continuation(tokenizer):
+    continued = {f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"}
+    for word in ["##ing", "北京ing", "ing", "#", "内核##ing"]:
+        tokens = tokenizer.tokenize(word)
+        assert not tokens[0].startswith("##")
+        assert all(token not in continued or before.isascii() for before, token in pairwise(tokens))
+
+
+def test_jieba_itself_serves_where_rjieba_is_missing_and_touches_no_cache_file(monkeypatch, tmp_path):
+    expected = [segment(text) for text in sentences(50)]
+    monkeypatch.setitem(sys.modules, "rjieba", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    jieba_tokenizer._cutter.cache_clear()
+    try:
+        assert [segment(text) for text in sentences(50)] == expected
+        assert "rjieba" not in repr(jieba_tokenizer._cutter())
+    finally:
+        jieba_tokenizer._cutter.cache_clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_pairs_padding_truncation_and_tensors(tokenizer):
+    short, long = "我们讨论T恤。", "研究人员分析機器學習模型，北京大学发布了3.14 版本"
+    first, second = tokenizer.encode(short, add_special_tokens=False), tokenizer.encode(long, add_special_tokens=False)
+    cls, sep, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+    batch = tokenizer([short, long], padding=True, return_tensors="pt")
+    assert batch["input_ids"].tolist() == [[cls, *first, sep, *[pad] * (len(second) - len(first))], [cls, *second, sep]]
+    assert batch["attention_mask"].sum(1).tolist() == [len(first) + 2, len(second) + 2]
+    pair = tokenizer(short, long, truncation="only_second", max_length=len(first) + 6)
+    assert pair["input_ids"] == [cls, *first, sep, *second[:3], sep]
+    assert pair["token_type_ids"] == [0] * (len(first) + 2) + [1] * 4
+    assert tokenizer([(short, long)])["input_ids"] == tokenizer([short], [long])["input_ids"]
+    assert tokenizer(["", short])["input_ids"] == [[cls, sep], [cls, *first, sep]]
+    assert tokenizer([short, long], truncation=True, max_length=4)["input_ids"] == [
+        [cls, *ids[:2], sep] for ids in (first, second)
+    ]
+    assert tokenizer([["我们", "讨论"]], is_split_into_words=True)["input_ids"] == [tokenizer.encode("我们讨论")]
+
+
+def test_added_tokens_are_found_in_any_text(tokenizer):
+    tokenizer.add_tokens(["<标题>"])
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<S>"]})
+    tokens = tokenizer.tokenize("我们<标题>讨论<S>Linux[SEP]<s>")
+    assert tokens[:5] == ["我们", "<标题>", "讨论", "<S>", "linux"] and tokens[5] == "[SEP]" and "<S>" not in tokens[6:]
+    assert tokenizer.convert_tokens_to_ids(["<标题>", "<S>", "we-know-not"]) == [
+        len(vocabulary()),
+        len(vocabulary()) + 1,
+        tokenizer.unk_token_id,
+    ]
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ("我们 讨论 T恤。", "我们讨论t恤。"),
+        ("在 Linux Mint 上安装 3.14 版本，GDP 100%", "在linux mint上安装3.14版本，gdp 100%"),
+        ("升级 x86_64 内核 AppImage", "升级x86_64内核appimage"),
+    ],
+)
+def test_decoded_text_has_spaces_only_between_latin_words_and_numbers(tmp_path, written, read):
+    tokenizer = JiebaTokenizer(write(train_vocabulary([written, *sentences(100)], 500), tmp_path))
+    ids = tokenizer(written)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == read
+    assert tokenizer.decode(ids) == f"[CLS]{read}[SEP]"
+    assert tokenizer.batch_decode([ids, ids], skip_special_tokens=True) == [read, read]
+
+
+def test_text_that_begins_with_a_continuation_is_decoded_without_its_mark(tokenizer):
+    assert tokenizer.convert_tokens_to_string(["##ing", "北京", "##s", "2", "3"]) == "ing北京s 2 3"
+
+
+def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
+    tokenizer.add_tokens(["<标题>"])
+    tokenizer.model_max_length = 4096
+    tokenizer.save_pretrained(tmp_path / "saved")
+    texts = ["我们<标题>讨论", *sentences(50)]
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path / "saved"), JiebaTokenizer.from_pretrained(tmp_path / "saved")):
+        assert type(loaded) is JiebaTokenizer
+        assert loaded(texts) == tokenizer(texts)
+        assert loaded.model_max_length == 4096
+        assert text.tokenizer_key(loaded) == text.tokenizer_key(tokenizer)
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    moved = AutoTokenizer.from_pretrained(tmp_path / "moved")
+    assert text.tokenizer_key(moved) == text.tokenizer_key(tokenizer)
+    moved.save_pretrained(tmp_path / "again")
+    saved, again = ((tmp_path / name / "tokenizer_config.json").read_text() for name in ("moved", "again"))
+    assert saved == again
+
+
+REFUSED = """
+import sys
+from transformers import AutoTokenizer
+for folder in sys.argv[1:]:
+    try:
+        print("not refused:", type(AutoTokenizer.from_pretrained(folder)))
+    except ValueError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def test_without_this_module_transformers_refuses_a_saved_tokenizer(tokenizer, tmp_path):
+    for kind in ("alone", "bert", "big_bird"):
+        tokenizer.save_pretrained(tmp_path / kind)
+        if kind != "alone":
+            (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    command = [sys.executable, "-c", REFUSED, *(str(tmp_path / kind) for kind in ("alone", "bert", "big_bird"))]
+    said = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == ["Couldn't instantiate the backend tokenizer from one of: "] * 3
+
+
+def published(tmp_path):
+    """Write the layout of Lowin's checkpoints: a vocab.txt, and a config that names another class."""
+    write(vocabulary(), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird", "tokenizer_class": "BertTokenizer"}))
+    return tmp_path
+
+
+def test_published_layout_loads_as_a_jieba_tokenizer(tokenizer, tmp_path):
+    loaded = JiebaTokenizer.from_pretrained(published(tmp_path))
+    assert loaded(sentences(20)) == tokenizer(sentences(20))
+
+
+def test_tokenizer_that_does_not_segment_is_refused(tmp_path):
+    for silent in (AutoTokenizer.from_pretrained(published(tmp_path)), BertTokenizer.from_pretrained(tmp_path)):
+        with pytest.raises(ConfigError) as caught:
+            check_tokenizer(silent, "models/title")
+        word = next(word for word in vocabulary() if re.fullmatch("[\u4e00-\u9fff]{2,}", word))
+        assert str(caught.value) == (
+            f"The tokenizer of models/title, a BertTokenizer, cuts {word!r} into {' '.join(word)!r}, though its vocabulary has "
+            "the word. Load it with hftune.data.jieba_tokenizer.JiebaTokenizer.from_pretrained('models/title')."
+        )
+
+
+def test_vocabulary_of_characters_is_refused(tmp_path):
+    write([*SPECIAL_TOKENS, *"我们讨论北京"], tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        JiebaTokenizer.from_pretrained(tmp_path)
+    assert str(caught.value) == (
+        f"The vocabulary of {tmp_path} has no word that jieba knows, so that jieba's words would all fall apart into "
+        "characters. Load it with transformers' BertTokenizer, or train a vocabulary with "
+        "hftune.data.jieba_tokenizer.train_vocabulary."
+    )
+
+
+def test_vocabulary_without_the_characters_of_its_words_is_refused(tmp_path):
+    write([*SPECIAL_TOKENS, "北京", "讨论", "我们", *"北京讨"], tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        JiebaTokenizer.from_pretrained(tmp_path)
+    assert str(caught.value) == (
+        f"To the tokenizer of {tmp_path}, 50% of the characters of its own words are [UNK] (at most 25% are sane). Look whether "
+        "vocab.txt is the one that belongs to the model, or train a vocabulary with "
+        "hftune.data.jieba_tokenizer.train_vocabulary."
+    )
+
+
+def test_vocabulary_that_does_not_know_the_texts_is_refused(tokenizer):
+    check_tokenizer(tokenizer, "models/title", sentences(20, seed=3))
+    with pytest.raises(ConfigError) as caught:
+        check_tokenizer(tokenizer, "models/title", ["鳳凰涅槃浴火"])
+    assert str(caught.value) == (
+        "To the tokenizer of models/title, 100% of the tokens of these texts are [UNK] (at most 25% are sane). Look whether "
+        "vocab.txt is the one that belongs to the model, or train a vocabulary with "
+        "hftune.data.jieba_tokenizer.train_vocabulary."
+    )
+
+
+def test_folder_without_a_vocabulary_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
+    with pytest.raises(ConfigError) as caught:
+        JiebaTokenizer.from_pretrained(tmp_path)
+    assert str(caught.value) == f"{tmp_path} has no vocab.txt, where a jieba tokenizer's words are."
+
+
+def test_use_changes_neither_its_pickle_nor_its_hash(tokenizer):
+    before = pickle.dumps(tokenizer), Hasher.hash(tokenizer), text.tokenizer_key(tokenizer)
+    ids = tokenizer(sentences(50), truncation=True, max_length=20, padding=True)
+    assert tokenizer.cache
+    assert (pickle.dumps(tokenizer), Hasher.hash(tokenizer), text.tokenizer_key(tokenizer)) == before
+    assert pickle.loads(before[0])(sentences(50), truncation=True, max_length=20, padding=True) == ids
+
+
+def test_two_processes_of_a_map_give_the_same_ids(tokenizer):
+    rows = datasets.Dataset.from_dict({"text": sentences(100)})
+    arguments = {"tokenizer": tokenizer, "column": "text", "max_length": 64}
+    mapped = rows.map(text.tokenize, batched=True, batch_size=10, fn_kwargs=arguments, num_proc=2)
+    assert mapped["input_ids"][:] == tokenizer(sentences(100), truncation=True, max_length=64)["input_ids"]
+
+
+def test_a_spawned_process_gives_the_same_ids(tokenizer):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert list(pool.map(tokenizer.encode, sentences(4), chunksize=2)) == [tokenizer.encode(text) for text in sentences(4)]
+
+
+def test_pieces_in_memory_have_a_bound(tokenizer, monkeypatch):
+    monkeypatch.setattr(jieba_tokenizer, "MOST_REMEMBERED", 10)
+    expected = [tokenizer.tokenize(f"word{number}") for number in range(100)]
+    assert len(tokenizer.cache) <= 10
+    assert [tokenizer.tokenize(f"word{number}") for number in range(100)] == expected
+
+
+def test_vocabulary_begins_with_special_tokens_and_leaves_nothing_seen_unknown(tmp_path):
+    texts = sentences(200)
+    tokens = vocabulary()
+    assert tuple(tokens[:5]) == SPECIAL_TOKENS
+    assert len(tokens) == len(set(tokens)) <= 500
+    assert {"北京大学", "操作系统", "linux", "##a", "a", "。"} <= set(tokens)
+    tokenizer = JiebaTokenizer(write(tokens, tmp_path))
+    assert not any(tokenizer.unk_token_id in ids for ids in tokenizer(texts)["input_ids"])
+
+
+def test_vocabulary_keeps_the_most_frequent_words_and_ties_go_by_text():
+    texts = ["北京", "北京", "北京", "上海", "上海", "南京", "广州", "天津", "重庆"]
+    tokens = train_vocabulary(texts, 23)
+    assert tokens[5:14] == ["京", "北", "上", "海", "南", "天", "州", "广", "庆"]  # at most half of the places
+    assert tokens[14:] == ["北京", "上海", "南京", "天津", "广州", "重庆"]
+
+
+def test_vocabulary_too_small_for_words_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        train_vocabulary(["北京"], 12)
+    assert str(caught.value) == "A vocabulary of 12 tokens has no place for words; ask for thousands."
+
+
+def test_trained_vocabulary_is_the_same_in_every_process():
+    code = (
+        "import json, sys; from hftune.data.jieba_tokenizer import train_vocabulary;"
+        "print(json.dumps(train_vocabulary(json.load(sys.stdin), 500)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONHASHSEED="1"),
+        input=json.dumps(sentences(200)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout) == vocabulary()
