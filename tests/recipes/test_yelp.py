@@ -46,8 +46,8 @@ def demo(tmp_path_factory):
 
 def test_demo_accuracy_rises_clearly_above_chance(demo):
     accuracies = demo[0].logged("eval/accuracy")
-    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] + 0.03  # chance is 0.2
-    assert accuracies[1] > 0.4
+    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] > 0.35  # chance is 0.2
+    assert accuracies[1] > 0.45
 
 
 def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_out(demo):
