@@ -31,6 +31,7 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
   track.*   dashboards                                      track.with=[wandb]
   seed, output_dir                                          output_dir=outputs/mine
 
+--help train (task, eval, track) lists the keys of a section with their defaults.
 A key that does not exist is refused with the nearest one that does."""
 
 # What a healthy process says when another one has died: its connection is gone.
@@ -40,8 +41,8 @@ SECOND_HAND = ("Connection closed by peer", "Connection reset by peer", "Broken 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code. Every process of the job calls it."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or {"--help", "-h", "help"} & set(argv):
-        print(HELP)
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(help_text(argv[1:]))
         return 0 if argv else 2
     try:
         from hftune.config import Recipe
@@ -61,6 +62,15 @@ def main(argv: list[str] | None = None) -> int:
         second_hand = any(sign in str(error) for sign in SECOND_HAND)
         return fail(error, code=1, patience_s=10 if second_hand else 0, details=traceback.format_exc())
     return 0
+
+
+def help_text(sections: list[str]) -> str:
+    """Return the help, or the keys of the sections named after ``--help``."""
+    if not sections:
+        return HELP
+    from hftune.reference import section_text
+
+    return "\n\n".join(section_text(name) or f"{name} is not a section: task, train, eval, track." for name in sections)
 
 
 def fail(error: Exception, code: int, patience_s: float, details: str | None = None) -> int:

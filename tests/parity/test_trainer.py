@@ -11,7 +11,14 @@ from tests.support.runs import NO_DROPOUT, TINY, Run
 
 OVERRIDES = (
     *(*TINY, *NO_DROPOUT, "task.max_train_samples=320", "task.max_eval_samples=16", "train.batch_size=16", "train.epochs=1"),
-    *("train.micro_batch_size=16", "train.lr=5e-4", "train.weight_decay=0.1", "train.warmup_ratio=0.2", "train.log_every=1"),
+    *(
+        "train.micro_batch_size=16",
+        "train.micro_batch_tokens=null",
+        "train.lr=5e-4",
+        "train.weight_decay=0.1",
+        "train.warmup_ratio=0.2",
+        "train.log_every=1",
+    ),
 )
 
 

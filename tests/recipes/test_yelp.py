@@ -16,7 +16,15 @@ from hftune.data.demo import reviews
 from tests.support.runs import NO_DROPOUT, TINY, Run, environment
 
 ROOT = Path(__file__).parents[2]
-QUICK = (*TINY, "task.max_train_samples=64", "task.max_eval_samples=33", "train.epochs=1", "train.batch_size=16")
+QUICK = (
+    *TINY,
+    "train.micro_batch_size=8",
+    "train.micro_batch_tokens=null",
+    "task.max_train_samples=64",
+    "task.max_eval_samples=33",
+    "train.epochs=1",
+    "train.batch_size=16",
+)
 
 
 def run(folder, *overrides):
@@ -38,8 +46,8 @@ def demo(tmp_path_factory):
 
 def test_demo_accuracy_rises_clearly_above_chance(demo):
     accuracies = demo[0].logged("eval/accuracy")
-    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] + 0.03  # chance is 0.2
-    assert accuracies[1] > 0.4
+    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] > 0.35  # chance is 0.2
+    assert accuracies[1] > 0.45
 
 
 def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_out(demo):
@@ -49,7 +57,7 @@ def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_ou
         "hftune 0.1.0",
         "yelp_demo",
         "2 processes on cpu",
-        "global batch 32 in micro-batches of at most 8 samples",
+        "global batch 32 in micro-batches of at most 1024 tokens",
         "precision no",
         "4,000 samples",
     ]

@@ -12,13 +12,13 @@ from typing import Any
 
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
-    "initializer_range: 0.2}",  # ten times BERT's, so that every sample has a loss of its own and no mistake can hide
+    "hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, initializer_range: 0.2}",  # ten times BERT's, so that every sample has a loss of its own and no mistake can hide
     "task.vocab_size=300",
     "task.max_length=64",
 )
 """A model whose step takes milliseconds."""
 DATA = ("task.max_train_samples=100", "task.max_eval_samples=37")
-SMALL = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.lr=5e-5")
+SMALL = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.lr=5e-5", "train.micro_batch_tokens=null")
 """100 samples in batches of 16: six whole steps and a last one of 4, an epoch. The learning rate is that of yelp."""
 NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0.0", "task.model_config.attention_probs_dropout_prob=0.0")
 

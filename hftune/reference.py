@@ -1,0 +1,74 @@
+"""The reference of all recipe keys, taken from the dataclasses and the docstring below each field. Imports nothing heavy.
+
+``python -m hftune.reference`` prints it; ``make docs`` writes it to docs/recipes.md; ``--help train`` shows one section.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from itertools import pairwise
+
+from hftune import tasks
+from hftune.messages import spell
+from hftune.sections import EvalConfig, RunConfig, TrackConfig, TrainConfig, key_of
+
+SECTIONS = {"": RunConfig, "train": TrainConfig, "eval": EvalConfig, "track": TrackConfig}
+
+
+def task_types() -> dict[str, type]:
+    """Return the shipped tasks by the name that ``task.type`` gives them."""
+    return {name: getattr(tasks, name) for name in tasks.__all__}
+
+
+def fields(type_: type) -> list[tuple[str, str, str]]:
+    """Return (key, default, docstring) of each field, in the order of the source."""
+    (body,) = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(type_))).body]
+    said = {
+        node.target.id: inspect.cleandoc(after.value.value)
+        for node, after in pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+    return [(key_of(item.name), _default(item), said.get(item.name, "")) for item in dataclasses.fields(type_)]
+
+
+def _default(item: dataclasses.Field) -> str:
+    if item.default_factory is not dataclasses.MISSING:
+        return str(item.default_factory())
+    return "required" if item.default is dataclasses.MISSING else spell(item.default).strip("'")
+
+
+def section_text(name: str) -> str | None:
+    """Lay out the keys of ``train``, ``eval``, ``track`` or ``task`` for a terminal; None for another name."""
+    if name == "task":
+        parts = [f"task.type: {kind}\n{_columns('task', type_)}" for kind, type_ in task_types().items()]
+        return "\n\n".join(parts)
+    return _columns(name, SECTIONS[name]) if name in SECTIONS and name else None
+
+
+def _columns(section: str, type_: type) -> str:
+    rows = [(f"{section}.{key}={default}", text) for key, default, text in fields(type_)]
+    width = max(len(left) for left, _ in rows)
+    wrapped = [(left, textwrap.wrap(text, 118 - width) or [""]) for left, text in rows]
+    return "\n".join(f"  {left:<{width}}  {f'{chr(10)}{chr(32) * (width + 4)}'.join(lines)}" for left, lines in wrapped)
+
+
+def markdown() -> str:
+    """Return the whole reference as a page."""
+    pages = ["# Recipe keys\n\nGenerated from the code by `make docs`.\n"]
+    for name, type_ in SECTIONS.items():
+        pages.append(_page(f"`{name}`" if name else "Top level", f"{name}." if name else "", type_))
+    pages += [_page(f"`task` with `task.type: {kind}`", "task.", type_) for kind, type_ in task_types().items()]
+    return "\n".join(pages)
+
+
+def _page(title: str, prefix: str, type_: type) -> str:
+    rows = [f"| `{prefix}{key}` | `{default}` | {text.replace('|', chr(92) + '|')} |" for key, default, text in fields(type_)]
+    intro = inspect.cleandoc(type_.__doc__ or "")
+    return "\n".join([f"## {title}\n", f"{intro}\n", "| key | default | |", "|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,40 @@
+"""The reference says what the code does, and every key is explained."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hftune import reference
+from hftune.run import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_page_is_up_to_date():
+    assert (ROOT / "docs" / "recipes.md").read_text() == reference.markdown(), "run: make docs"
+
+
+@pytest.mark.parametrize("type_", [*reference.SECTIONS.values(), *reference.task_types().values()])
+def test_every_key_has_a_default_and_a_sentence(type_):
+    for key, default, text in reference.fields(type_):
+        assert default and text.endswith("."), key
+
+
+@pytest.mark.parametrize("section", ["task", "train", "eval", "track"])
+def test_help_of_a_section_lists_its_keys(section, capsys):
+    assert main(["--help", section]) == 0
+    said = capsys.readouterr().out
+    assert f"  {section}." in said and all(len(line) <= 160 for line in said.splitlines())
+
+
+def test_help_of_what_is_no_section_says_what_is(capsys):
+    assert main(["--help", "trian"]) == 0
+    assert capsys.readouterr().out == "trian is not a section: task, train, eval, track.\n"
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from hftune.run import main; main(['--help', 'train']); main(['--help', 'task'])"
+    code += "; print(sorted({'torch', 'transformers', 'datasets', 'omegaconf'} & set(sys.modules)), file=sys.stderr)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr == "[]\n"
