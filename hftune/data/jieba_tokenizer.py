@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,9 +11,11 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
+from datasets.fingerprint import Hasher
 from transformers import AddedToken, AutoTokenizer, BertTokenizerLegacy, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
+from hftune.data.cache import cache_dir
 from hftune.errors import ConfigError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -256,6 +259,17 @@ def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
             break
         vocabulary.setdefault(word)
     return list(vocabulary)
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> JiebaTokenizer:
+    """Train a vocabulary on texts and return its tokenizer; vocab.txt goes where a tokenizer's saving finds it again."""
+    words = "\n".join(train_vocabulary(texts, size)) + "\n"
+    folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
+    folder.mkdir(exist_ok=True)
+    fresh = folder / f"vocab.txt.{os.getpid()}"
+    fresh.write_text(words, encoding="utf-8")
+    fresh.replace(folder / "vocab.txt")  # other processes write the same, or read it
+    return JiebaTokenizer(folder / "vocab.txt")
 
 
 def _by_frequency(counts: Counter[str]) -> list[str]:

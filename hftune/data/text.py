@@ -94,7 +94,10 @@ def check_texts(rows: datasets.Dataset, column: str, part: str) -> None:
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not text.")
-    empty = [place for place, text in enumerate(rows[column]) if text is None or not text.strip()]
+    try:
+        empty = [place for place, text in enumerate(rows[column]) if text is None or not text.strip()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"Column {column!r} of the {part} split is not UTF-8: {error}. Convert its file.") from error
     if empty:
         raise DataError(
             f"The {part} split has an empty text in column {column!r} at row {_list(row_numbers(rows, empty))}. "

@@ -322,7 +322,7 @@ def _common_fields(config: PreTrainedConfig, kind: type[PreTrainedConfig]) -> di
     """Return the fields of ``config`` that ``kind`` has, too, but for those that say which class it was.
 
     "gelu_new", BigBird's activation, becomes torch's name for the same function: transformers computes it step by step (5.23,
-    NewGELUActivation) and holds five tensors of the size of the intermediate layer for the backward pass instead of one.
+    NewGELUActivation) and holds several tensors of the size of the intermediate layer for the backward pass instead of one.
     """
     own = {"model_type", "architectures", "transformers_version", "dtype", "is_decoder", "add_cross_attention"}
     known = {field.name for field in fields(kind) if field.init} - own

@@ -1,5 +1,6 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
 from hftune.tasks.sequence_classification import SequenceClassification
+from hftune.tasks.title_generation import TitleGeneration
 
-__all__ = ["SequenceClassification"]
+__all__ = ["SequenceClassification", "TitleGeneration"]

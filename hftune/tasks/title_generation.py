@@ -1,0 +1,259 @@
+"""A long Chinese text in, its title out, written token by token. Works from BERT's or BigBird's weights, or from none.
+
+torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hftune.errors import ConfigError
+from hftune.task import Task
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from hftune.data.jieba_tokenizer import JiebaTokenizer
+    from hftune.task import Batch
+
+
+@dataclass
+class TitleGeneration(Task):
+    """Write titles. The loss is cross-entropy; an item is a token of the title, or the token that ends it."""
+
+    architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
+    """prefix_lm: one stack reads the source in full and writes the title. encoder_decoder: a block-sparse BigBird encoder,
+    whose work grows with the length and not its square, and a BERT decoder, both from the same weights."""
+    model: str | None = "Lowin/chinese-bigbird-base-4096"
+    """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
+    vocab_size: int = 8000
+    """Size of the vocabulary that is trained on the texts, where model is null."""
+    dataset: str = "json"
+    """Name on the Hub; json, csv, parquet or arrow with data_files; or module:function that returns rows."""
+    data_files: dict[str, Any] | None = None
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    train_split: str = "train"
+    """Split of the Hub's data set to train on."""
+    eval_split: str = "test"
+    """Split of the Hub's data set to evaluate on."""
+    source_column: str = "content"
+    """Column of the texts."""
+    target_column: str = "title"
+    """Column of the titles."""
+    max_source_length: int = 4096
+    """Longest source in tokens; what is longer is cut at the end."""
+    max_target_length: int = 64
+    """Longest title in tokens, generated ones included."""
+    max_train_samples: int | None = None
+    """Train on this many rows, drawn at random once. null: all."""
+    max_eval_samples: int | None = None
+    """Evaluate on this many rows, drawn at random once. null: all."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """How titles are searched, such as num_beams, length_penalty, no_repeat_ngram_size: fields of GenerationConfig."""
+
+    metric_names = (
+        *("rouge_1_char", "rouge_2_char", "rouge_l_char", "rouge_1_word", "rouge_2_word", "rouge_l_word"),
+        *("exact_match", "mean_length", "empty_share"),
+    )
+
+    def problems(self) -> list[str]:
+        from hftune.data.files import data_file_problems, model_folder_problems
+
+        least = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
+        least |= {"max_train_samples": 1, "max_eval_samples": 1}
+        return [
+            *data_file_problems(self.dataset, self.data_files),
+            *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
+            *[
+                f"task.{name}={value} must be at least {bound}."
+                for name, bound in least.items()
+                if (value := getattr(self, name)) is not None and value < bound
+            ],
+        ]
+
+    @cached_property
+    def _rows(self) -> dict[str, datasets.Dataset]:
+        from hftune.data import text
+
+        rows = {}
+        for part, split, count in (
+            ("train", self.train_split, self.max_train_samples),
+            ("eval", self.eval_split, self.max_eval_samples),
+        ):
+            rows[part] = text.draw(text.load_split(self.dataset, split, self.data_files, part), count, seed=42)
+            for key in ("source_column", "target_column"):
+                text.check_column(rows[part], f"task.{key}", getattr(self, key), part)
+                text.check_texts(rows[part], getattr(self, key), part)
+        return rows
+
+    @cached_property
+    def tokenizer(self) -> JiebaTokenizer:
+        """The model's jieba tokenizer, or one whose vocabulary is trained on the training texts; checked to segment them."""
+        from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer, train_tokenizer
+
+        train = self._rows["train"]
+        if self.model is None:
+            return train_tokenizer([*train[self.source_column], *train[self.target_column]], self.vocab_size)
+        tokenizer = JiebaTokenizer.from_pretrained(str(Path(self.model).expanduser()) if self.model[0] == "~" else self.model)
+        check_tokenizer(tokenizer, self.model, train[:100][self.source_column])
+        return tokenizer
+
+    def datasets(self) -> dict[str, datasets.Dataset]:
+        """Return the tokenised parts: source, title (lists of int), length (their sum), index (of the row)."""
+        from hftune.data import text
+        from hftune.data.cache import cached_map
+
+        return {
+            part: cached_map(
+                rows,
+                encode,
+                key=[text.tokenizer_key(self.tokenizer), *(getattr(self, name) for name in ENCODED_BY)],
+                note=f"Tokenising {part}",
+                tokenizer=self.tokenizer,
+                **{name: getattr(self, name) for name in ENCODED_BY},
+            )
+            .add_column("index", list(range(len(rows))))
+            .with_format("numpy")
+            for part, rows in self._rows.items()
+        }
+
+    def build_model(self) -> PreTrainedModel:
+        """Load or draw the model, and settle how it generates."""
+        from transformers import BigBirdConfig, GenerationConfig
+
+        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
+        from hftune.models.pretrained import load_config, load_model
+
+        tokens = self.tokenizer
+        ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
+        overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
+        base = load_config(self.model, {}) if self.model is not None else BigBirdConfig(**overrides)
+        self._check_positions(getattr(base, "encoder", base))
+        if self.architecture == "prefix_lm":
+            config = PrefixLMConfig.warm_start(base, **overrides)
+            model = load_model(PrefixLM, self.model, config) if self.model is not None else PrefixLM(config)
+        else:
+            special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
+            model = build_encoder_decoder(self.model, base, **special, pad_token_id=ids["pad_token_id"], **self.model_config)
+        model.generation_config = GenerationConfig(
+            **ids, decoder_start_token_id=ids["bos_token_id"], max_new_tokens=self.max_target_length, **self.generation
+        )
+        return model
+
+    def _check_positions(self, config: Any) -> None:
+        longest = {
+            "prefix_lm": self.max_source_length + self.max_target_length,
+            "encoder_decoder": max(self.max_source_length, self.max_target_length),
+        }[self.architecture]
+        if longest > config.max_position_embeddings:
+            raise ConfigError(
+                f"task.max_source_length={self.max_source_length} and task.max_target_length={self.max_target_length} need "
+                f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}."
+            )
+
+    def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
+        from hftune.data.text import lengths
+
+        return lengths(dataset)
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Lay out source and title as two blocks of columns, S and T wide, the title padded on the right.
+
+        For prefix_lm the source is padded on the left, so that it ends where its title begins, in training and generating
+        alike. source, source_mask (N, S), title (N, T): int64; labels (N, T): the token after each of the title's, -100 after
+        the last; index (N,): the row of the data.
+        """
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        pad, side = self.tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
+        sources = [torch.tensor(example["source"]) for example in examples]
+        titles = [torch.tensor(example["title"]) for example in examples]
+        return {
+            "source": pad_sequence(sources, batch_first=True, padding_value=pad, padding_side=side),
+            "source_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True, padding_side=side),
+            "title": pad_sequence([title[:-1] for title in titles], batch_first=True, padding_value=pad),
+            "labels": pad_sequence([title[1:] for title in titles], batch_first=True, padding_value=-100),
+            "index": torch.tensor([int(example["index"]) for example in examples]),
+        }
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        source, title = batch["source"], batch["title"]
+        if self.architecture == "encoder_decoder":
+            return {"input_ids": source, "attention_mask": batch["source_mask"], "decoder_input_ids": title}
+        # Logits of the title's places only: those of a source of 4,096 tokens would be 650 MB a row.
+        return {**_joined(batch, title, batch["labels"] != -100), "logits_to_keep": title.shape[1]}
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+
+    def num_items(self, target: Tensor) -> int:
+        return int((target != -100).sum())
+
+    def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+        """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
+        start = batch["title"][:, :1]
+        if self.architecture == "encoder_decoder":
+            ids = model.generate(batch["source"], attention_mask=batch["source_mask"])
+        else:
+            ids = model.generate(**_joined(batch, start, start == start))[:, batch["source"].shape[1] :]
+        rows = self._rows["eval"][batch["index"].tolist()]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        columns = zip(rows[self.target_column], texts, rows[self.source_column], strict=True)
+        return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
+
+        said = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
+        computed = [metric().compute(**said) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
+        return {name: value for part in computed for name, value in part.items()}
+
+    def save(self, model: PreTrainedModel, directory: Path) -> None:
+        """Write what ``AutoModelForCausalLM`` (encoder_decoder: ``AutoModelForSeq2SeqLM``) and ``AutoTokenizer`` load.
+
+        Import hftune.models.bigbird and hftune.data.jieba_tokenizer first: the classes are theirs.
+        """
+        model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
+    """Put the title's block behind the source's: input_ids, attention_mask, token_type_ids (0 source, 1 title)."""
+    import torch
+
+    types = [torch.zeros_like(batch["source"]), torch.ones_like(title)]
+    return {
+        "input_ids": torch.cat([batch["source"], title], 1),
+        "attention_mask": torch.cat([batch["source_mask"], is_title.long()], 1),
+        "token_type_ids": torch.cat(types, 1),
+    }
+
+
+ENCODED_BY = ("source_column", "target_column", "max_source_length", "max_target_length")
+
+
+def encode(
+    batch: dict[str, list],
+    tokenizer: JiebaTokenizer,
+    source_column: str,
+    target_column: str,
+    max_source_length: int,
+    max_target_length: int,
+) -> dict[str, list]:
+    """Tokenise: source [CLS] ... [SEP], title [CLS] ... [SEP], of which [CLS] starts and [SEP] ends the writing."""
+    settings = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
+    sources = tokenizer(batch[source_column], max_length=max_source_length, **settings)["input_ids"]
+    titles = tokenizer(batch[target_column], max_length=max_target_length, **settings)["input_ids"]
+    lengths = [len(source) + len(title) for source, title in zip(sources, titles, strict=True)]
+    return {"source": sources, "title": titles, "length": lengths}
