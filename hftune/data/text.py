@@ -44,6 +44,34 @@ def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, p
     return rows
 
 
+def load_parts(
+    dataset: str,
+    data_files: Mapping[str, Any] | None,
+    splits: Mapping[str, str],
+    counts: Mapping[str, int | None],
+    columns: Mapping[str, str],
+    texts: Sequence[str],
+) -> dict[str, datasets.Dataset]:
+    """Load both parts of a text data set, drawn and checked.
+
+    Args:
+        splits, counts: of "train" and "eval"; see ``load_split`` and ``draw``.
+        columns: that must be there, by the key that names them: {"task.text_column": "text"}.
+        texts: those of ``columns`` that must hold texts, none of them empty.
+
+    Raises:
+        DataError: naming part, column and row.
+    """
+    parts = {}
+    for part, split in splits.items():
+        rows = parts[part] = draw(load_split(dataset, split, data_files, part), counts[part], seed=42)
+        for key, column in columns.items():
+            check_column(rows, key, column, part)
+        for column in texts:
+            check_texts(rows, column, part)
+    return parts
+
+
 def _of(data_files: Mapping[str, Any] | None, part: str) -> str:
     return f" ({data_files[part]})" if data_files else ""
 

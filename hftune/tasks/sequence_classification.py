@@ -75,18 +75,16 @@ class SequenceClassification(Task):
 
     @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
-        from hftune.data import text
+        from hftune.data.text import load_parts
 
-        rows = {}
-        for part, split, count in (
-            ("train", self.train_split, self.max_train_samples),
-            ("eval", self.eval_split, self.max_eval_samples),
-        ):
-            rows[part] = text.draw(text.load_split(self.dataset, split, self.data_files, part), count, seed=42)
-            text.check_column(rows[part], "task.text_column", self.text_column, part)
-            text.check_column(rows[part], "task.label_column", self.label_column, part)
-            text.check_texts(rows[part], self.text_column, part)
-        return rows
+        return load_parts(
+            self.dataset,
+            self.data_files,
+            splits={"train": self.train_split, "eval": self.eval_split},
+            counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
+            columns={"task.text_column": self.text_column, "task.label_column": self.label_column},
+            texts=[self.text_column],
+        )
 
     @cached_property
     def labels(self) -> list[str]:

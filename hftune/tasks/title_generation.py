@@ -81,18 +81,16 @@ class TitleGeneration(Task):
 
     @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
-        from hftune.data import text
+        from hftune.data.text import load_parts
 
-        rows = {}
-        for part, split, count in (
-            ("train", self.train_split, self.max_train_samples),
-            ("eval", self.eval_split, self.max_eval_samples),
-        ):
-            rows[part] = text.draw(text.load_split(self.dataset, split, self.data_files, part), count, seed=42)
-            for key in ("source_column", "target_column"):
-                text.check_column(rows[part], f"task.{key}", getattr(self, key), part)
-                text.check_texts(rows[part], getattr(self, key), part)
-        return rows
+        return load_parts(
+            self.dataset,
+            self.data_files,
+            splits={"train": self.train_split, "eval": self.eval_split},
+            counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
+            columns={"task.source_column": self.source_column, "task.target_column": self.target_column},
+            texts=[self.source_column, self.target_column],
+        )
 
     @cached_property
     def tokenizer(self) -> JiebaTokenizer:
