@@ -80,7 +80,7 @@ class BatchPlan:
         return -(-self.num_samples // self.batch_size)
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """Lay out one epoch (0-based): O(N log B) time, about 12 bytes a sample while it works, 4 afterwards."""
+        """Lay out one epoch (0-based): O(N log B) time, 4 bytes a sample."""
         order_N = np.arange(self.num_samples, dtype=np.int32 if self.num_samples < 2**31 else np.int64)
         if self.shuffle:
             # RandomState, not Generator: its stream is frozen for good (NEP 19), and a run may be resumed under a

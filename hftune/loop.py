@@ -133,6 +133,7 @@ def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
+    """Record values at the present step, in the files and on the terminal. Collective."""
     epoch = run.state.progress(run.plan.num_steps)
     run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
     run.console.logged(run.state.step, epoch, values)

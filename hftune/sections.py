@@ -60,7 +60,7 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Precision of forward and backward; weights and optimizer stay float32. fp16 needs a GPU."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute. Needs a transformers model."""
+    """Recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
     compile: bool = False
     """torch.compile the model, for changing shapes."""
     num_workers: int = 0

@@ -157,6 +157,11 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
+    """Plan the training batches; the same on every process.
+
+    Raises:
+        ConfigError: ``train.micro_batch_tokens`` cannot hold the longest sample, or the samples have no lengths.
+    """
     config = recipe.train
     return BatchPlan(
         num_samples=len(dataset),
@@ -189,7 +194,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     """Join the other processes of the job.
 
     Raises:
-        ConfigError: the launcher announced another number of processes than joined.
+        ConfigError: another number of processes joined than the launcher announced, or it asks for FSDP or DeepSpeed.
     """
     AcceleratorState._reset_state()  # a notebook may train twice, with another precision
     expected = int(os.environ.get("WORLD_SIZE", 1))

@@ -15,6 +15,8 @@ import datasets
 from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 
+from hftune import __version__
+
 
 def cache_dir() -> Path:
     """Return (and make) hftune's folder inside datasets' own cache; HF_DATASETS_CACHE moves both."""
@@ -52,7 +54,9 @@ def cached_map(dataset: datasets.Dataset, function: Callable, key: Any, note: st
         key: what the result depends on beside the rows and the function; hashed by content.
         note: shown beside the progress bar.
     """
-    fingerprint = Hasher.hash([dataset._fingerprint, function.__module__, function.__qualname__, key, datasets.__version__])
+    fingerprint = Hasher.hash(
+        [dataset._fingerprint, function.__module__, function.__qualname__, key, datasets.__version__, __version__]
+    )
     return dataset.map(
         function,
         batched=True,

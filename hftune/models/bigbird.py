@@ -51,7 +51,7 @@ class PrefixLMConfig(BertConfig):
         """Return the config of a prefix LM that takes the weights of a BERT, a BigBird or a prefix LM with ``config``.
 
         Attention dropout becomes 0 unless ``overrides`` say otherwise: with it, torch's CPU has no fused attention, which
-        makes a step at 2048 tokens four times as long (torch 2.13).
+        makes long sources slow (torch 2.13).
 
         Raises:
             ConfigError: a model of another kind, or one that BERT's stack cannot stand for.

@@ -1,4 +1,4 @@
-"""Text in, one of several classes out: Yelp's stars, topics, sentiment. Fits every AutoModelForSequenceClassification.
+"""Text in, one of several classes out: Yelp's stars, topics, sentiment. For AutoModelForSequenceClassification.
 
 torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
 """
