@@ -28,7 +28,8 @@ from contest import print_table, take_turns
 from transformers import BertTokenizerLegacy
 
 from hftune.data import text
-from hftune.data.jieba_tokenizer import JiebaTokenizer, train_vocabulary
+from hftune.data.jieba_tokenizer import JiebaTokenizer
+from hftune.data.vocabulary import train_vocabulary
 
 EVERY = 10
 LONGEST = 100_000  # tokens: none of the texts is cut

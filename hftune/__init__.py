@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["ConfigError", "DataError", "Recipe", "Task", "TrainResult", "TrainingError", "train"]
+__version__ = "0.2.0"
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "Recipe",
+    "Task",
+    "TrainResult",
+    "TrainedModel",
+    "TrainingError",
+    "load_model",
+    "train",
+]
 
 if TYPE_CHECKING:
     from hftune.config import Recipe
     from hftune.errors import ConfigError, DataError, TrainingError
+    from hftune.inference import TrainedModel, load_model
     from hftune.task import Task
     from hftune.training import TrainResult, train
 
@@ -19,7 +30,9 @@ _HOME = {
     "Recipe": "hftune.config",
     "Task": "hftune.task",
     "TrainResult": "hftune.training",
+    "TrainedModel": "hftune.inference",
     "TrainingError": "hftune.errors",
+    "load_model": "hftune.inference",
     "train": "hftune.training",
 }
 

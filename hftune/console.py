@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tqdm import tqdm
@@ -39,9 +42,24 @@ class Console:
             what = "eval " if any(name.startswith("eval/") for name in values) else ""
             self.line(f"step {step}/{self.num_steps}  epoch {epoch:.2f}  {what}{'  '.join(numbers)}")
 
+    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Print a few predictions, each as a small table."""
+        for sample in samples:
+            if sample:
+                self.line("  " + table({name: one_line(str(value)) for name, value in sample.items()}).lstrip() + "\n")
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def hide_progress_bars() -> None:
+    """Silence the bars of datasets and transformers: where nobody draws them, a log would keep every redraw."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
 
 
 def is_number(value: Any) -> bool:
@@ -54,6 +72,15 @@ def short(value: float) -> str:
     if value and abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def one_line(text: str, width: int = 88) -> str:
+    """Fit a text into ``width`` columns of a terminal, in which Chinese characters take two."""
+    text = " ".join(text.split())
+    ends = list(accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text))
+    if not ends or ends[-1] <= width:
+        return text
+    return text[: bisect_right(ends, width - 1)] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def table(rows: Mapping[str, Any]) -> str:

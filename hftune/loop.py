@@ -103,6 +103,7 @@ def evaluate_and_keep(run: Run) -> dict[str, Any]:
     with run.speed.paused():
         evaluation = evaluate(run.strategy, run.datasets["eval"], config.batch_size, run.recipe.train.num_workers)
         log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+        show_samples(run, evaluation.rows[: config.show_samples])
         if config.metric not in evaluation.metrics:
             computed = ", ".join(evaluation.metrics)
             raise TrainingError(f"eval.metric={config.metric!r} was not computed. The task computed: {computed}.")
@@ -137,6 +138,13 @@ def log(run: Run, values: dict[str, Any]) -> None:
     epoch = run.state.progress(run.plan.num_steps)
     run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
     run.console.logged(run.state.step, epoch, values)
+
+
+def show_samples(run: Run, rows: list[dict[str, Any]]) -> None:
+    """Show what the task wants to be seen of some predictions, on terminal and dashboards. Collective."""
+    samples = [{name: row[name] for name in run.recipe.task.shown} for row in rows]
+    run.strategy.on_main(lambda: run.tracker.log_samples(run.state.step, samples))
+    run.console.samples(samples)
 
 
 def stop_unless_finite(run: Run, batch: StepBatch, loss: float, grad_norm: float) -> None:

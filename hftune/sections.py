@@ -115,10 +115,14 @@ class EvalConfig(Section):
     """The metric that picks the best model: loss, or one that the task computes."""
     greater_is_better: bool = False
     """True for accuracies, False for losses."""
+    show_samples: int = 3
+    """Samples to show after each evaluation, the data set's first, where the task shows any (titles do)."""
 
     def problems(self) -> Iterator[str]:
         if self.batch_size < 1:
             yield f"eval.batch_size={self.batch_size} must be at least 1."
+        if self.show_samples < 0:
+            yield f"eval.show_samples={self.show_samples} must not be negative."
         if isinstance(self.every, int) and self.every < 1:
             yield f"eval.every={self.every} must be at least 1."
         if isinstance(self.every, str) and not re.fullmatch(r"epoch|[1-9]\d* epochs?", self.every):

@@ -25,6 +25,8 @@ class Task(ABC):
 
     metric_names: ClassVar[Sequence[str] | None] = None
     """Names that ``metrics`` returns; lets ``eval.metric`` be checked before training. None: not known beforehand."""
+    shown: ClassVar[Sequence[str]] = ()
+    """Fields of ``predict``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
 
     def problems(self) -> list[str]:
         """Say what is wrong with the fields or the files they name, one sentence each; called before torch is imported."""
@@ -85,8 +87,28 @@ class Task(ABC):
         """Return the metrics of a whole split from its rows, one a sample, in dataset order. Main process only."""
         return {}
 
+    def remarks(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
+        """Return what a user should know before training, such as how many texts are cut; one sentence each, said once."""
+        return []
+
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write the finished, unwrapped model into an empty directory. Main process only."""
         from safetensors.torch import save_model
 
         save_model(model, str(directory / "model.safetensors"))
+
+    def load(self, directory: Path) -> nn.Module:
+        """Return the model that ``save`` wrote, on the CPU, and take from there what ``answer`` needs beside it."""
+        from safetensors.torch import load_model
+
+        model = self.build_model()
+        load_model(model, str(directory / "model.safetensors"))
+        return model
+
+    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+        """Return one JSON-able row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
+
+        Raises:
+            DataError: an input that cannot be answered, named by its place.
+        """
+        raise NotImplementedError

@@ -71,9 +71,27 @@ class Tracker:
         for tracker in self.accelerator.trackers:
             tracker.log({"epoch": epoch, **numbers}, step=step)
 
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Show samples, all with the same fields, as a table at the dashboards that can."""
+        if not samples or not samples[0]:
+            return
+        columns = list(samples[0])
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.log_table("eval/samples", columns=columns, data=[[*row.values()] for row in samples], step=step)
+            elif tracker.name == "tensorboard":  # which reads Markdown
+                lines = [columns, ["---"] * len(columns), *([cell(value) for value in row.values()] for row in samples)]
+                text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+                tracker.log({"eval/samples": text}, step=step)
+
     def close(self) -> None:
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+
+def cell(value: Any) -> str:
+    """Spell a value so that it stays within its cell of a Markdown table."""
+    return " ".join(str(value).replace("|", "\\|").split())
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,15 +28,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
-from datasets.utils import logging as datasets_logging
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from hftune import __version__
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoint import export, restore_export, write_text
 from hftune.config import Recipe
-from hftune.console import Console, is_number, short, table
+from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.errors import ConfigError, DataError
 from hftune.loop import Run, fit, total_steps
@@ -75,23 +73,23 @@ def train(recipe: Recipe) -> TrainResult:
     """
     recipe.check()
     check_machine(recipe)
-    if not sys.stderr.isatty():  # bars are for terminals; a log file would keep every redraw
-        datasets_logging.disable_progress_bar()
-        transformers_logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        hide_progress_bars()
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
     model = build_model(recipe)
-    transformers_logging.disable_progress_bar()  # downloads are over; it would draw one for each export
+    hide_progress_bars()  # downloads are over; there would be one for each export
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     accelerator = start_accelerator(recipe)
     strategy = DataParallel(accelerator, recipe.task)
     check_agreement(strategy, recipe, datasets)
+    remarks = recipe.task.remarks(datasets, model)
     strategy.prepare(model, build_optimizer(model, recipe.train))
 
     started = time.monotonic()
     strategy.on_main(lambda: start_folder(recipe))
     if strategy.is_main:
-        print_start(recipe, accelerator, plan)
+        print_start(recipe, accelerator, plan, remarks)
     num_steps = total_steps(recipe.train, plan)
     console, tracker = Console(strategy.is_main, num_steps), Tracker(accelerator, recipe)
     strategy.on_main(lambda: tracker.start(recipe))
@@ -309,8 +307,8 @@ def versions() -> dict[str, str]:
     return {"hftune": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan) -> None:
-    """One line that says what is about to happen, and how."""
+def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan, remarks: list[str]) -> None:
+    """One line that says what is about to happen, and how; then the task's remarks, one a line."""
     config, device = recipe.train, accelerator.device
     count = accelerator.num_processes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -320,6 +318,8 @@ def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan) -> No
         f"hftune {__version__}  {recipe.recipe}  {count} process{'es' if count > 1 else ''} on {name}  "
         f"global batch {config.batch_size} in micro-batches of at most {' and '.join(bounds)}  "
         f"precision {config.mixed_precision}  {plan.num_samples:,} samples",
+        *remarks,
+        sep="\n",
         flush=True,
     )
 

@@ -6,6 +6,7 @@ can time out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,9 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
         lock.release()
 
 
-def cached_map(dataset: datasets.Dataset, function: Callable, key: Any, note: str, **fn_kwargs: Any) -> datasets.Dataset:
+def cached_map(
+    dataset: datasets.Dataset, function: Callable, key: Any, note: str, processes: int = 1, **fn_kwargs: Any
+) -> datasets.Dataset:
     """Map batches once, keep the result on disk under a hash of dataset, function and key, and load it from there.
 
     ``datasets`` caches maps by itself, but not those of a data set made in memory, and under a hash of pickled objects,
@@ -53,6 +56,7 @@ def cached_map(dataset: datasets.Dataset, function: Callable, key: Any, note: st
     Args:
         key: what the result depends on beside the rows and the function; hashed by content.
         note: shown beside the progress bar.
+        processes: that share the work; see ``idle_cores``.
     """
     fingerprint = Hasher.hash(
         [dataset._fingerprint, function.__module__, function.__qualname__, key, datasets.__version__, __version__]
@@ -64,5 +68,15 @@ def cached_map(dataset: datasets.Dataset, function: Callable, key: Any, note: st
         remove_columns=dataset.column_names,
         cache_file_name=str(cache_dir() / f"{fingerprint}.arrow"),
         new_fingerprint=fingerprint,
+        num_proc=processes if processes > 1 else None,
         desc=note,
     )
+
+
+def idle_cores(num_rows: int, rows_each: int = 1000) -> int:
+    """Return how many processes should share work in pure Python: all cores, as other processes of the machine wait for it.
+
+    Fewer where there is little to do: starting a process costs more than a second.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, num_rows // rows_each))

@@ -48,6 +48,19 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any]) ->
         yield f"task.model={model} holds no config.json (but {there}): name the folder that save_pretrained wrote."
 
 
+def vocabulary_problems(vocabulary: str | None, model: str | None) -> Iterator[str]:
+    """Yield what is wrong with ``task.vocabulary``, a folder for fresh models."""
+    if vocabulary is None:
+        return
+    if model is not None:
+        yield f"task.vocabulary={vocabulary} is for fresh models: task.model={model} brings its own. Set task.model=null."
+    folder = Path(vocabulary).expanduser()
+    if not folder.is_dir():
+        yield f"task.vocabulary={vocabulary}: there is no such folder."
+    elif not (folder / "vocab.txt").is_file():
+        yield f"task.vocabulary={vocabulary} holds no vocab.txt: name the folder that `hftune vocab` wrote."
+
+
 def is_folder(model: str) -> bool:
     """Say whether a model's name means a folder on this machine rather than a name on the Hub."""
     return Path(model).expanduser().exists() or model.startswith((".", "/", "~")) or model.count("/") > 1

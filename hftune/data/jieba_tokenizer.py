@@ -1,21 +1,16 @@
-"""A tokenizer of Chinese words for transformers 5, and the training of its vocabulary. Knows no model and no task."""
+"""A tokenizer of Chinese words for transformers 5. Knows no model and no task."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets.fingerprint import Hasher
 from transformers import AddedToken, AutoTokenizer, BertTokenizerLegacy, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
-from hftune.data.cache import cache_dir
 from hftune.errors import ConfigError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -65,7 +60,7 @@ def _slow_cutter() -> Callable[[str], list[str]]:
     return functools.partial(cutter.lcut, HMM=False)
 
 
-def _lower(text: str) -> str:
+def lower(text: str) -> str:
     """Lower each character by itself, as transformers 4 did: str.lower alone writes a Greek sigma otherwise at a word's end."""
     return text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
 
@@ -119,10 +114,10 @@ class JiebaTokenizer(BertTokenizerLegacy):
             if kept:
                 pattern = "|".join(map(re.escape, sorted(kept, key=len, reverse=True)))
                 parts = re.split(f"({pattern})", text)
-                parts[::2] = map(_lower, parts[::2])
+                parts[::2] = map(lower, parts[::2])
                 text = "".join(parts)
             else:
-                text = _lower(text)
+                text = lower(text)
         return super().prepare_for_tokenization(text, is_split_into_words=is_split_into_words, **kwargs)
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
@@ -196,7 +191,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, texts: Iterab
     vocabulary = tokenizer.get_vocab()
     candidates = (word for word in sorted(vocabulary, key=vocabulary.get) if _HAN_WORD.fullmatch(word))
     words = list(islice((word for word in candidates if segment(word) == [word]), 200))
-    train = "train a vocabulary with hftune.data.jieba_tokenizer.train_vocabulary"
+    train = "train a vocabulary with `hftune vocab`"
     if not words:
         raise ConfigError(
             f"The vocabulary of {name} has no word that jieba knows, so that jieba's words would all fall apart into "
@@ -219,80 +214,3 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, texts: Iterab
             f"To the tokenizer of {name}, {unknown:.0%} of {what} are {tokenizer.unk_token} (at most {MOST_UNKNOWN:.0%} are "
             f"sane). Look whether vocab.txt is the one that belongs to the model, or {train}."
         )
-
-
-def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
-    """Make an uncased vocabulary of at most ``size`` tokens for JiebaTokenizer, one a line in vocab.txt.
-
-    In this order: SPECIAL_TOKENS; single characters by frequency, Latin letters and digits also with ##, on at most half of
-    the places; WordPiece pieces of Latin words and numbers on a tenth; jieba's words by frequency. Ties go by text, so that
-    the same texts give the same vocabulary on every machine.
-
-    Raises:
-        ConfigError: ``size`` leaves no place for words.
-    """
-    places = size - len(SPECIAL_TOKENS)
-    if places < 10:
-        raise ConfigError(f"A vocabulary of {size} tokens has no place for words; ask for thousands.")
-    words = Counter(chain.from_iterable(segment(_lower(text)) for text in texts))
-    cut = BasicTokenizer(do_lower_case=True).tokenize
-    characters: Counter[str] = Counter()
-    runs: Counter[str] = Counter()  # what WordPiece has to cut: all but Han characters and punctuation
-    whole: Counter[str] = Counter()
-    for word, count in words.items():
-        parts = cut(word)
-        for part in parts:
-            if len(part) > 1 or (part.isascii() and part.isalnum()):
-                runs[part] += count
-            else:
-                characters[part] += count
-        if len(word) > 1 and "".join(parts) == word:
-            whole[word] = count
-    for run, count in runs.items():
-        for letter in run:
-            characters[letter] += count
-            characters[f"##{letter}"] += count
-    vocabulary = dict.fromkeys([*SPECIAL_TOKENS, *_by_frequency(characters)[: places // 2]])
-    vocabulary |= dict.fromkeys(_pieces(runs, size // 10))
-    for word in _by_frequency(whole):
-        if len(vocabulary) >= size:
-            break
-        vocabulary.setdefault(word)
-    return list(vocabulary)
-
-
-def train_tokenizer(texts: Iterable[str], size: int) -> JiebaTokenizer:
-    """Train a vocabulary on texts and return its tokenizer; vocab.txt goes where a tokenizer's saving finds it again."""
-    words = "\n".join(train_vocabulary(texts, size)) + "\n"
-    folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
-    folder.mkdir(exist_ok=True)
-    fresh = folder / f"vocab.txt.{os.getpid()}"
-    fresh.write_text(words, encoding="utf-8")
-    fresh.replace(folder / "vocab.txt")  # other processes write the same, or read it
-    return JiebaTokenizer(folder / "vocab.txt")
-
-
-def _by_frequency(counts: Counter[str]) -> list[str]:
-    return sorted(counts, key=lambda text: (-counts[text], text))
-
-
-def _pieces(runs: Counter[str], count: int) -> list[str]:
-    """Train ``count`` WordPiece pieces of two characters or more, the most useful first.
-
-    The letters are numbered beforehand, or ties would go by the order of a hash map (huggingface/tokenizers#1794).
-    """
-    from tokenizers import BertWordPieceTokenizer
-
-    letters = sorted(set("".join(runs)))
-    first = [*letters, *(f"##{letter}" for letter in letters)]
-    trainer = BertWordPieceTokenizer(lowercase=True)
-    trainer.train_from_iterator(
-        chain.from_iterable(repeat(run, runs[run]) for run in sorted(runs)),
-        vocab_size=len(first) + count,
-        min_frequency=2,
-        special_tokens=first,
-        limit_alphabet=len(letters),
-        show_progress=False,
-    )
-    vocabulary = trainer.get_vocab()
-    return [piece for piece in sorted(vocabulary, key=vocabulary.get) if piece not in first]

@@ -36,9 +36,9 @@ def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, p
     elif data_files:
         patterns = [data_files[part]] if isinstance(data_files[part], str) else data_files[part]
         paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-        rows = _load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: paths}, split=part)
+        rows = load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: paths}, split=part)
     else:
-        rows = _load(dataset, f"task.dataset={dataset}", split=split)
+        rows = load(dataset, f"task.dataset={dataset}", split=split)
     if len(rows) == 0:
         raise DataError(f"The {part} split of {dataset} has no rows{_of(data_files, part)}.")
     return rows
@@ -85,7 +85,12 @@ def _from_function(name: str, part: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(list(function(part)))
 
 
-def _load(dataset: str, said: str, **kwargs: Any) -> datasets.Dataset:
+def load(dataset: str, said: str, **kwargs: Any) -> datasets.Dataset:
+    """Call ``datasets.load_dataset``; where that fails, say so in words that begin with ``said``.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
     try:
         return datasets.load_dataset(dataset, **kwargs)
     except StopIteration:  # how datasets' json reader meets a file without a line
@@ -133,6 +138,15 @@ def check_texts(rows: datasets.Dataset, column: str, part: str) -> None:
         )
 
 
+def check_inputs(texts: Sequence[Any]) -> None:
+    """Raise DataError where one of the texts that a model is to answer is empty or no text."""
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"Input {place} is a {type(text).__name__}, not a text.")
+        if not text.strip():
+            raise DataError(f"Input {place} is an empty text.")
+
+
 def row_numbers(rows: datasets.Dataset, places: Sequence[int]) -> list[int]:
     """Translate places in ``rows`` to 0-based rows of the file it was drawn from."""
     indices = rows._indices
@@ -152,9 +166,27 @@ def tokenizer_key(tokenizer: Any) -> list:
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, column: str, max_length: int) -> dict[str, list]:
-    """Tokenise texts and note each length in tokens, special tokens included; longer texts are cut at the end."""
-    ids = tokenizer(batch[column], truncation=True, max_length=max_length, return_attention_mask=False)["input_ids"]
-    return {"input_ids": ids, "length": [len(row) for row in ids]}
+    """Tokenise texts; note each one's length in tokens, special tokens included, and whether it was cut at the end."""
+    ids, cut = to_ids(batch[column], tokenizer, max_length)
+    return {"input_ids": ids, "length": [len(row) for row in ids], "cut": cut}
+
+
+def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
+    """Return each text's ids, at most ``max_length`` of them, and whether it had more."""
+    settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    ids = tokenizer(list(texts), truncation=True, max_length=max_length, **settings)["input_ids"]
+    cut = [len(row) == max_length for row in ids]
+    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # cut, or just of this length
+        uncut = iter(tokenizer(full, **settings)["input_ids"])
+        cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
+    return ids, cut
+
+
+def cut_remarks(datasets: Mapping[str, datasets.Dataset], column: str, what: str) -> list[str]:
+    """Say which share of the rows was cut in tokenising, by the flags in ``column``; nothing where none was."""
+    shares = {part: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for part, rows in datasets.items()}
+    said = " and ".join(f"{share:.1%} of {part}" for part, share in shares.items() if share)
+    return [f"{what} are cut at the end: {said}."] if said else []
 
 
 def lengths(dataset: datasets.Dataset) -> np.ndarray:

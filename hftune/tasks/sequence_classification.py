@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that a mist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -110,7 +110,7 @@ class SequenceClassification(Task):
         return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised parts: columns input_ids (list of int), length (int), label (int)."""
+        """Return the tokenised parts: columns input_ids (list of int), length (int), cut (bool), label (int)."""
         return {part: self._tokenized(part) for part in ("train", "eval")}
 
     def _tokenized(self, part: str) -> datasets.Dataset:
@@ -128,6 +128,11 @@ class SequenceClassification(Task):
             max_length=self.max_length,
         )
         return encoded.add_column("label", self._label_numbers(rows, part)).with_format("numpy")
+
+    def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data.text import cut_remarks
+
+        return cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
 
     def _label_numbers(self, rows: datasets.Dataset, part: str) -> list[int]:
         from hftune.data.text import row_numbers
@@ -214,3 +219,25 @@ class SequenceClassification(Task):
         """Write what ``pipeline("text-classification", model=directory)`` loads: weights, label names, tokenizer."""
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+    def load(self, directory: Path) -> PreTrainedModel:
+        from transformers import AutoModelForSequenceClassification
+
+        from hftune.models.pretrained import load_config, load_model, load_tokenizer
+
+        self.tokenizer = load_tokenizer(str(directory))
+        return load_model(AutoModelForSequenceClassification, str(directory), load_config(str(directory), {}))
+
+    def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+        """Return each text's most probable label, by name, and its probability."""
+        from hftune.data.text import check_inputs, pad, to_ids
+
+        check_inputs(inputs)
+        ids, _ = to_ids(inputs, self.tokenizer, self.max_length)
+        ids_NT, mask_NT = pad(ids, self.tokenizer.pad_token_id)
+        logits_NC = model(input_ids=ids_NT.to(model.device), attention_mask=mask_NT.to(model.device)).logits
+        probability_N, label_N = logits_NC.float().softmax(-1).max(-1)
+        return [
+            {"label": model.config.id2label[label], "probability": round(probability, 6)}
+            for label, probability in zip(label_N.tolist(), probability_N.tolist(), strict=True)
+        ]

@@ -5,6 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that a mist
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,8 +35,10 @@ class TitleGeneration(Task):
     """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
+    vocabulary: str | None = None
+    """Where model is null: a folder that `hftune vocab` wrote. null: a vocabulary is trained on the texts."""
     vocab_size: int = 8000
-    """Size of the vocabulary that is trained on the texts, where model is null."""
+    """Size of the vocabulary that is trained on the texts."""
     dataset: str = "json"
     """Name on the Hub; json, csv, parquet or arrow with data_files; or module:function that returns rows."""
     data_files: dict[str, Any] | None = None
@@ -63,15 +66,17 @@ class TitleGeneration(Task):
         *("rouge_1_char", "rouge_2_char", "rouge_l_char", "rouge_1_word", "rouge_2_word", "rouge_l_word"),
         *("exact_match", "mean_length", "empty_share"),
     )
+    shown = ("source", "title", "generated")
 
     def problems(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems
+        from hftune.data.files import data_file_problems, model_folder_problems, vocabulary_problems
 
         least = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
         least |= {"max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
+            *vocabulary_problems(self.vocabulary, self.model),
             *[
                 f"task.{name}={value} must be at least {bound}."
                 for name, bound in least.items()
@@ -94,20 +99,24 @@ class TitleGeneration(Task):
 
     @cached_property
     def tokenizer(self) -> JiebaTokenizer:
-        """The model's jieba tokenizer, or one whose vocabulary is trained on the training texts; checked to segment them."""
-        from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer, train_tokenizer
+        """The model's jieba tokenizer or the vocabulary's, checked to segment the texts; or one trained on them."""
+        from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer
+        from hftune.data.vocabulary import train_tokenizer
 
-        train = self._rows["train"]
-        if self.model is None:
+        train, words = self._rows["train"], self.model or self.vocabulary
+        if words is None:
             return train_tokenizer([*train[self.source_column], *train[self.target_column]], self.vocab_size)
-        tokenizer = JiebaTokenizer.from_pretrained(str(Path(self.model).expanduser()) if self.model[0] == "~" else self.model)
-        check_tokenizer(tokenizer, self.model, train[:100][self.source_column])
+        tokenizer = JiebaTokenizer.from_pretrained(str(Path(words).expanduser()) if words[0] == "~" else words)
+        check_tokenizer(tokenizer, words, train[:100][self.source_column])
         return tokenizer
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised parts: source, title (lists of int), length (their sum), index (of the row)."""
+        """Return the tokenised parts.
+
+        Columns: source, title (lists of int), length (their sum), source_cut, title_cut (bool), index (of the row).
+        """
         from hftune.data import text
-        from hftune.data.cache import cached_map
+        from hftune.data.cache import cached_map, idle_cores
 
         return {
             part: cached_map(
@@ -115,6 +124,7 @@ class TitleGeneration(Task):
                 encode,
                 key=[text.tokenizer_key(self.tokenizer), *(getattr(self, name) for name in ENCODED_BY)],
                 note=f"Tokenising {part}",
+                processes=idle_cores(len(rows)),
                 tokenizer=self.tokenizer,
                 **{name: getattr(self, name) for name in ENCODED_BY},
             )
@@ -156,6 +166,23 @@ class TitleGeneration(Task):
                 f"task.max_source_length={self.max_source_length} and task.max_target_length={self.max_target_length} need "
                 f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}."
             )
+
+    def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data.text import cut_remarks
+
+        said = cut_remarks(
+            datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
+        )
+        said += cut_remarks(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
+        encoder = getattr(model.config, "encoder", model.config)
+        block = getattr(encoder, "block_size", 1)
+        if getattr(encoder, "attention_type", "") == "block_sparse" and self.max_source_length % block:
+            whole = -(-self.max_source_length // block) * block
+            said.append(
+                f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's blocks of {block} tokens: "
+                f"sources as long as that are padded to {whole}."
+            )
+        return said
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
         from hftune.data.text import lengths
@@ -200,15 +227,17 @@ class TitleGeneration(Task):
 
     def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
+        rows = self._rows["eval"][batch["index"].tolist()]
+        columns = zip(rows[self.target_column], self._write(model, batch), rows[self.source_column], strict=True)
+        return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
+
+    def _write(self, model: PreTrainedModel, batch: Batch) -> list[str]:
         start = batch["title"][:, :1]
         if self.architecture == "encoder_decoder":
             ids = model.generate(batch["source"], attention_mask=batch["source_mask"])
         else:
             ids = model.generate(**_joined(batch, start, start == start))[:, batch["source"].shape[1] :]
-        rows = self._rows["eval"][batch["index"].tolist()]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        columns = zip(rows[self.target_column], texts, rows[self.source_column], strict=True)
-        return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
@@ -224,6 +253,28 @@ class TitleGeneration(Task):
         """
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+    def load(self, directory: Path) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+        import hftune.models.bigbird  # noqa: F401 - registers the classes
+        from hftune.data.jieba_tokenizer import JiebaTokenizer
+        from hftune.models.pretrained import load_config, load_model
+
+        self.tokenizer = JiebaTokenizer.from_pretrained(directory)
+        auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
+        return load_model(auto, str(directory), load_config(str(directory), {}))
+
+    def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+        """Write each text's title, as ``generated``."""
+        from hftune.data.text import check_inputs, to_ids
+
+        check_inputs(inputs)
+        sources, _ = to_ids(inputs, self.tokenizer, self.max_source_length)
+        title = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id]
+        batch = self.collate([{"source": source, "title": title, "index": 0} for source in sources])
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        return [{"generated": text} for text in self._write(model, batch)]
 
 
 def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
@@ -250,8 +301,9 @@ def encode(
     max_target_length: int,
 ) -> dict[str, list]:
     """Tokenise: source [CLS] ... [SEP], title [CLS] ... [SEP], of which [CLS] starts and [SEP] ends the writing."""
-    settings = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
-    sources = tokenizer(batch[source_column], max_length=max_source_length, **settings)["input_ids"]
-    titles = tokenizer(batch[target_column], max_length=max_target_length, **settings)["input_ids"]
+    from hftune.data.text import to_ids
+
+    sources, source_cut = to_ids(batch[source_column], tokenizer, max_source_length)
+    titles, title_cut = to_ids(batch[target_column], tokenizer, max_target_length)
     lengths = [len(source) + len(title) for source, title in zip(sources, titles, strict=True)]
-    return {"source": sources, "title": titles, "length": lengths}
+    return {"source": sources, "title": titles, "length": lengths, "source_cut": source_cut, "title_cut": title_cut}

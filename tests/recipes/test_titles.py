@@ -1,14 +1,17 @@
 """Chinese titles from the command line to a model that writes them again."""
 
 import json
+from itertools import islice
 
+import datasets
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hftune.data.jieba_tokenizer
 import hftune.models.bigbird  # noqa: F401 - registers the classes
-from hftune import DataError, Recipe, train
+from hftune import DataError, Recipe, cli, load_model, train
 from hftune.data.demo import articles
 from hftune.errors import ConfigError
 from hftune.run import main
@@ -27,21 +30,23 @@ JOBS = {name: (*SMALL, f"task.architecture={name}", "task.generation.num_beams=2
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return {(name, size): run for size in (1, 2) for name, run in train_on(size, JOBS, folder, "bigbird_demo").items()}
+    return {(name, size): run for size in (1, 2, 4) for name, run in train_on(size, JOBS, folder, "bigbird_demo").items()}
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name):
+def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     expected = runs[name, 1].logged("train/loss")
     assert len(expected) == 8 and expected[-1] < expected[0]
-    assert runs[name, 2].logged("train/loss") == pytest.approx(
+    assert runs[name, size].logged("train/loss") == pytest.approx(
         expected, rel=1e-5
     )  # the learning rate is a thousand times yelp's
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_generated_titles_and_their_scores_do_not_depend_on_processes(runs, name):
-    one, two = runs[name, 1], runs[name, 2]
+def test_generated_titles_and_their_scores_do_not_depend_on_processes(runs, name, size):
+    one, two = runs[name, 1], runs[name, size]
     assert one.predictions == two.predictions and len(one.predictions) == 13
     metrics = [run.result["metrics"] for run in (one, two)]
     assert metrics[0].pop("loss") == pytest.approx(metrics[1].pop("loss"), rel=1e-5)
@@ -70,6 +75,28 @@ def test_export_writes_the_same_titles_again(runs, name):
         else:
             said = model.generate(ids, attention_mask=torch.ones_like(ids))[0]
         assert tokenizer.decode(said, skip_special_tokens=True) == row["generated"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_loaded_model_writes_the_titles_of_the_evaluation_in_batches_of_any_size(runs, name):
+    run = runs[name, 1]
+    by_start = {row["content"][:60]: row["content"] for row in articles("eval")}
+    texts = [by_start[row["source"]] for row in run.predictions]
+    loaded = load_model(run.folder / "model_last", device="cpu")
+    for size in (1, 5):
+        assert loaded.predict(texts, batch_size=size) == [{"generated": row["generated"]} for row in run.predictions]
+
+
+def test_command_prints_a_title_for_each_text(runs, tmp_path, capsys):
+    run, (first, second) = runs["prefix_lm", 1], islice(articles("eval"), 2)
+    (tmp_path / "article.txt").write_text(first["content"], encoding="utf-8")
+    arguments = ["predict", str(run.folder), "--text", second["content"], "--text-file", str(tmp_path / "article.txt")]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out.splitlines()
+    expected = [row["generated"] for row in load_model(run.folder).predict([second["content"], first["content"]])]
+    assert said == expected and all(said)
+    assert cli.main([*arguments, "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"generated": title} for title in expected]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -112,6 +139,22 @@ def test_empty_title_is_named_with_its_row(tmp_path):
     )
 
 
+def test_empty_article_is_named_with_its_row(tmp_path):
+    with pytest.raises(DataError) as caught:
+        train(fresh(tmp_path, [{"content": "", "title": "标题"}, *articles("train", 5)]))
+    assert str(caught.value) == (
+        "The train split has an empty text in column 'content' at row 0. Remove such rows, or fill them."
+    )
+
+
+def test_missing_column_is_named_with_those_that_are_there(tmp_path):
+    with pytest.raises(DataError) as caught:
+        train(fresh(tmp_path, list(articles("train", 5)), "task.target_column=titel"))
+    assert str(caught.value) == (
+        "task.target_column=titel is not a column of the train split. It has: content, title. Did you mean 'title'?"
+    )
+
+
 def test_positions_too_few_are_refused_before_training(tmp_path):
     with pytest.raises(ConfigError) as caught:
         train(fresh(tmp_path, list(articles("train", 5)), "task.max_source_length=630"))
@@ -125,6 +168,69 @@ def test_traditional_characters_emoji_and_long_sources_train_and_generate(tmp_pa
     rows = [{"content": "臺灣的🚀發射。" * 60 + "Ünïcode ㄅㄆㄇ\u200b", "title": "臺灣🚀"} for _ in range(6)]
     result = train(fresh(tmp_path, rows, "train.max_steps=1"))
     assert result.metrics["loss"] > 0 and len(Run(result.output_dir).predictions) == 6
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_of_other_kinds_give_the_same_samples_as_json(tmp_path, kind):
+    rows = list(articles("train", 6))
+    expected = fresh(tmp_path, rows).task.datasets()["train"]
+    for part in ("train", "eval"):
+        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(str(tmp_path / f"{part}.{kind}"))
+    files = [f"task.data_files.{part}={tmp_path}/{part}.{kind}" for part in ("train", "eval")]
+    found = fresh(tmp_path, rows, f"task.dataset={kind}", *files).task.datasets()["train"]
+    assert [list(row) for row in found["source"]] == [list(row) for row in expected["source"]]
+    assert [list(row) for row in found["title"]] == [list(row) for row in expected["title"]]
+
+
+def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys):
+    rows = [{"content": "北京大学的报告。" * length, "title": "北京大学"} for length in (1, 1, 1, 40)]
+    train(fresh(tmp_path, rows, "task.max_source_length=64", "train.max_steps=1", "eval.show_samples=2"))
+    said = capsys.readouterr().out
+    assert (
+        said.splitlines()[1]
+        == "Sources longer than task.max_source_length=64 tokens are cut at the end: 25.0% of train and 25.0% of eval."
+    )
+    assert said.count("are cut at the end") == 1
+    shown = [line.split() for line in said.splitlines() if line.startswith("  source ")]
+    assert shown == [["source", "北京大学的报告。"]] * 2
+
+
+def test_samples_are_tables_on_the_dashboards(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    rows = [{"content": "北京大学|的报告。", "title": "北京大学"}] * 4
+    train(fresh(tmp_path, rows, "train.max_steps=1", "track.with=[wandb,tensorboard]"))
+    (table,) = (tmp_path / "out" / "wandb").rglob("*.table.json")
+    shown = json.loads(table.read_text())
+    assert shown["columns"] == ["source", "title", "generated"] and len(shown["data"]) == 3
+    assert shown["data"][0][:2] == ["北京大学|的报告。", "北京大学"]
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard" / "hftune")).Reload()
+    (written,) = events.Tensors("eval/samples/text_summary")[0].tensor_proto.string_val
+    head, _, first, *_ = written.decode().splitlines()
+    assert head == "| source | title | generated |" and first.startswith("| 北京大学\\|的报告。 | 北京大学 | ")
+
+
+def test_vocabulary_made_beforehand_is_used(tmp_path, capsys):
+    rows = list(articles("train", 40))
+    files = write(tmp_path, rows)
+    assert cli.main(["vocab", files[0].split("=")[1], "--size", "900", "--output", str(tmp_path / "words")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/words: 900 tokens, ")
+    recipe = fresh(tmp_path, rows, f"task.vocabulary={tmp_path}/words", "train.max_steps=1")
+    recipe.check()
+    result = train(recipe)
+    kept = AutoTokenizer.from_pretrained(result.model_dir)
+    assert kept.get_vocab() == AutoTokenizer.from_pretrained(tmp_path / "words").get_vocab()
+
+
+def test_vocabulary_that_is_none_or_has_no_use_is_refused_before_torch(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}/words", f"task.model={tmp_path}").check()
+    assert caught.value.problems[1:] == [
+        f"task.vocabulary={tmp_path}/words is for fresh models: task.model={tmp_path} brings its own. Set task.model=null.",
+        f"task.vocabulary={tmp_path}/words: there is no such folder.",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}").check()
+    assert str(caught.value) == (f"task.vocabulary={tmp_path} holds no vocab.txt: name the folder that `hftune vocab` wrote.")
 
 
 def test_file_that_is_not_utf8_is_refused(tmp_path, capsys):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import pipeline
 
-from hftune import Recipe, TrainingError, train
+from hftune import Recipe, TrainingError, __version__, train
 from hftune.data.demo import reviews
 from tests.support.runs import NO_DROPOUT, TINY, Run, environment
 
@@ -54,7 +54,7 @@ def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_ou
     run, said = demo
     lines = said.splitlines()
     assert lines[0].split("  ") == [
-        "hftune 0.1.0",
+        f"hftune {__version__}",
         "yelp_demo",
         "2 processes on cpu",
         "global batch 32 in micro-batches of at most 1024 tokens",

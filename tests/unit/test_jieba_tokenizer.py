@@ -23,7 +23,8 @@ from transformers import AutoTokenizer, BertTokenizer, BertTokenizerLegacy
 
 from hftune import ConfigError
 from hftune.data import jieba_tokenizer, text
-from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment, train_vocabulary
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment
+from hftune.data.vocabulary import train_vocabulary
 from tests.support.runs import environment
 
 SUBJECTS = ["我们", "研究人员", "北京大学", "Linux 内核", "GitHub 的开发者", "這個公司", "卡拉OK 厅", "iPhone4 用户", "他"]
@@ -336,7 +337,7 @@ def test_vocabulary_of_characters_is_refused(tmp_path):
     assert str(caught.value) == (
         f"The vocabulary of {tmp_path} has no word that jieba knows, so that jieba's words would all fall apart into "
         "characters. Load it with transformers' BertTokenizer, or train a vocabulary with "
-        "hftune.data.jieba_tokenizer.train_vocabulary."
+        "`hftune vocab`."
     )
 
 
@@ -347,7 +348,7 @@ def test_vocabulary_without_the_characters_of_its_words_is_refused(tmp_path):
     assert str(caught.value) == (
         f"To the tokenizer of {tmp_path}, 50% of the characters of its own words are [UNK] (at most 25% are sane). Look whether "
         "vocab.txt is the one that belongs to the model, or train a vocabulary with "
-        "hftune.data.jieba_tokenizer.train_vocabulary."
+        "`hftune vocab`."
     )
 
 
@@ -358,7 +359,7 @@ def test_vocabulary_that_does_not_know_the_texts_is_refused(tokenizer):
     assert str(caught.value) == (
         "To the tokenizer of models/title, 100% of the tokens of these texts are [UNK] (at most 25% are sane). Look whether "
         "vocab.txt is the one that belongs to the model, or train a vocabulary with "
-        "hftune.data.jieba_tokenizer.train_vocabulary."
+        "`hftune vocab`."
     )
 
 
@@ -421,7 +422,7 @@ def test_vocabulary_too_small_for_words_is_refused():
 
 def test_trained_vocabulary_is_the_same_in_every_process():
     code = (
-        "import json, sys; from hftune.data.jieba_tokenizer import train_vocabulary;"
+        "import json, sys; from hftune.data.vocabulary import train_vocabulary;"
         "print(json.dumps(train_vocabulary(json.load(sys.stdin), 500)))"
     )
     run = subprocess.run(

@@ -28,6 +28,8 @@ MAY_IMPORT = {
         *("loop", "evaluation", "strategies", "checkpoint", "optim", "tracking", "console"),
         *("batch_plan", "config", "sections", "data", "task", "errors"),
     },
+    "inference": {"checkpoint", "config", "task", "errors"},
+    "cli": {"inference", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "errors"},
 }

@@ -1,0 +1,101 @@
+"""The ``hftune`` command: what is done around training. Thin: each command reads its arguments and calls one function.
+
+Exit codes: 0 done; 2 it cannot be done as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from hftune import __version__
+from hftune.errors import ConfigError, DataError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = parser().parse_args(argv)
+    try:
+        return options.command(options)
+    except (ConfigError, DataError) as error:
+        print(f"hftune: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the commands."""
+    root = argparse.ArgumentParser(
+        prog="hftune",
+        description="Around training, which is: accelerate launch -m hftune.run recipe=NAME (python -m hftune.run --help).",
+    )
+    root.add_argument("--version", action="version", version=f"hftune {__version__}")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("predict", help="answer texts with a trained model, such as a title for an article")
+    command.set_defaults(command=predict)
+    command.add_argument("folder", help="output folder of a run, such as outputs/bigbird, or a model in it")
+    command.add_argument("--text", action="append", default=[], help="a text; may be given several times")
+    command.add_argument("--text-file", action="append", default=[], help="a UTF-8 file that is one text; - reads the input")
+    command.add_argument("--batch-size", type=int, default=8, help="texts at a time (default %(default)s)")
+    command.add_argument("--json", action="store_true", help="print one JSON object a text")
+
+    command = commands.add_parser("vocab", help="train the vocabulary of a Chinese model on a corpus")
+    command.set_defaults(command=vocab)
+    command.add_argument("files", nargs="+", metavar="FILE", help=".txt, a text a line; or .json, .jsonl, .csv, .parquet")
+    command.add_argument("--columns", nargs="+", default=["content", "title"], help="of the texts (default content title)")
+    command.add_argument("--size", type=int, default=40_000, help="most tokens (default %(default)s)")
+    command.add_argument("--output", required=True, type=Path, help="folder to write; task.vocabulary takes it")
+    return root
+
+
+def predict(options: argparse.Namespace) -> int:
+    """``hftune predict``: print one line for each text."""
+    texts = [*options.text, *map(read_text, options.text_file)]
+    if not texts:
+        raise ConfigError("Nothing to answer: give --text or --text-file.")
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size {options.batch_size} must be at least 1.")
+    sys.path.insert(0, "")  # as python -m does: the run's task may be the user's own
+    from hftune.console import hide_progress_bars
+    from hftune.inference import load_model
+
+    hide_progress_bars()
+    for row in load_model(options.folder).predict(texts, options.batch_size):
+        print(json.dumps(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())))
+    return 0
+
+
+def read_text(path: str) -> str:
+    """Read a UTF-8 file, or the standard input where ``path`` is "-".
+
+    Raises:
+        ConfigError: there is no such file, or it is not UTF-8.
+    """
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return raw.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--text-file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text-file {path} is not UTF-8: {error}. Convert it.") from error
+
+
+def vocab(options: argparse.Namespace) -> int:
+    """``hftune vocab``: write a vocabulary and say how well it fits."""
+    from hftune.console import hide_progress_bars
+    from hftune.data.vocabulary import write_vocabulary
+
+    hide_progress_bars()
+    found = write_vocabulary(options.files, options.columns, options.size, options.output)
+    print(
+        f"{options.output}: {found['tokens']:,} tokens, {found['characters_per_token']:.2f} characters a token, "
+        f"{found['unknown_share']:.2%} unknown.\n"
+        f"Train on it: recipe=bigbird task.model=null task.vocabulary={options.output} task.model_config={{hidden_size: ...}}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

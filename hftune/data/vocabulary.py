@@ -1,0 +1,146 @@
+"""Trains the vocabulary of a JiebaTokenizer on the words of a corpus. Knows no model and no task."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+
+from datasets.fingerprint import Hasher
+from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
+
+from hftune.data.cache import cache_dir
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
+from hftune.data.text import load
+from hftune.errors import ConfigError, DataError
+
+FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, folder: Path) -> dict[str, float]:
+    """Train a vocabulary on texts in files and write its tokenizer, for ``task.vocabulary``, into ``folder``.
+
+    Args:
+        files: .txt, a text a line; or .json, .jsonl, .csv, .parquet, whose ``columns`` are taken.
+        size: most tokens in the vocabulary.
+
+    Returns:
+        tokens (in the vocabulary); characters_per_token and unknown_share, in [0, 1], on the first 1,000 texts.
+
+    Raises:
+        ConfigError: a file that is not there or of another type; a ``size`` without a place for words; a folder that holds
+            something else.
+        DataError: a file that cannot be read, lacks the columns, or holds no text.
+    """
+    if folder.exists() and not (folder / "vocab.txt").is_file() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} holds something else than a vocabulary. Name another folder, or empty it.")
+    tokenizer = train_tokenizer(texts := _read(files, columns), size)
+    try:
+        check_tokenizer(tokenizer, str(folder))  # as loading it will
+    except ConfigError as error:
+        raise ConfigError(f"{size} tokens are too few for these texts, or they are not Chinese. {error}") from error
+    tokenizer.save_pretrained(folder)
+    tokens = [token for text in texts[:1000] for token in tokenizer.tokenize(text)]
+    return {
+        "tokens": len(tokenizer),
+        "characters_per_token": sum(map(len, texts[:1000])) / len(tokens),
+        "unknown_share": tokens.count(tokenizer.unk_token) / len(tokens),
+    }
+
+
+def _read(files: Sequence[str], columns: Sequence[str]) -> list[str]:
+    texts: list[str] = []
+    for file in map(Path, files):
+        if not file.is_file():
+            raise ConfigError(f"{file}: there is no such file.")
+        if file.suffix not in FILE_TYPES:
+            raise ConfigError(f"{file} is of no known type. Known: {', '.join(FILE_TYPES)}.")
+        rows = load(FILE_TYPES[file.suffix], str(file), data_files=str(file), split="train")
+        for column in ["text"] if file.suffix == ".txt" else columns:
+            if column not in rows.column_names:
+                raise DataError(
+                    f"{file} has no column {column!r}, but {', '.join(rows.column_names)}. Name them: --columns ..."
+                )
+            texts += [text for text in rows[column] if text]
+    if not any(map(str.strip, texts)):
+        raise DataError(f"{', '.join(files)}: no text in there.")
+    return texts
+
+
+def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
+    """Make an uncased vocabulary of at most ``size`` tokens for JiebaTokenizer, one a line in vocab.txt.
+
+    In this order: SPECIAL_TOKENS; single characters by frequency, Latin letters and digits also with ##, on at most half of
+    the places; WordPiece pieces of Latin words and numbers on a tenth; jieba's words by frequency. Ties go by text, so that
+    the same texts give the same vocabulary on every machine.
+
+    Raises:
+        ConfigError: ``size`` leaves no place for words.
+    """
+    places = size - len(SPECIAL_TOKENS)
+    if places < 10:
+        raise ConfigError(f"A vocabulary of {size} tokens has no place for words; ask for thousands.")
+    words = Counter(chain.from_iterable(segment(lower(text)) for text in texts))
+    cut = BasicTokenizer(do_lower_case=True).tokenize
+    characters: Counter[str] = Counter()
+    runs: Counter[str] = Counter()  # what WordPiece has to cut: all but Han characters and punctuation
+    whole: Counter[str] = Counter()
+    for word, count in words.items():
+        parts = cut(word)
+        for part in parts:
+            if len(part) > 1 or (part.isascii() and part.isalnum()):
+                runs[part] += count
+            else:
+                characters[part] += count
+        if len(word) > 1 and "".join(parts) == word:
+            whole[word] = count
+    for run, count in runs.items():
+        for letter in run:
+            characters[letter] += count
+            characters[f"##{letter}"] += count
+    vocabulary = dict.fromkeys([*SPECIAL_TOKENS, *_by_frequency(characters)[: places // 2]])
+    vocabulary |= dict.fromkeys(_pieces(runs, size // 10))
+    for word in _by_frequency(whole):
+        if len(vocabulary) >= size:
+            break
+        vocabulary.setdefault(word)
+    return list(vocabulary)
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> JiebaTokenizer:
+    """Train a vocabulary on texts and return its tokenizer; vocab.txt goes where a tokenizer's saving finds it again."""
+    words = "\n".join(train_vocabulary(texts, size)) + "\n"
+    folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
+    folder.mkdir(exist_ok=True)
+    fresh = folder / f"vocab.txt.{os.getpid()}"
+    fresh.write_text(words, encoding="utf-8")
+    fresh.replace(folder / "vocab.txt")  # other processes write the same, or read it
+    return JiebaTokenizer(folder / "vocab.txt")
+
+
+def _by_frequency(counts: Counter[str]) -> list[str]:
+    return sorted(counts, key=lambda text: (-counts[text], text))
+
+
+def _pieces(runs: Counter[str], count: int) -> list[str]:
+    """Train ``count`` WordPiece pieces of two characters or more, the most useful first.
+
+    The letters are numbered beforehand, or ties would go by the order of a hash map (huggingface/tokenizers#1794).
+    """
+    from tokenizers import BertWordPieceTokenizer
+
+    letters = sorted(set("".join(runs)))
+    first = [*letters, *(f"##{letter}" for letter in letters)]
+    trainer = BertWordPieceTokenizer(lowercase=True)
+    trainer.train_from_iterator(
+        chain.from_iterable(repeat(run, runs[run]) for run in sorted(runs)),
+        vocab_size=len(first) + count,
+        min_frequency=2,
+        special_tokens=first,
+        limit_alphabet=len(letters),
+        show_progress=False,
+    )
+    vocabulary = trainer.get_vocab()
+    return [piece for piece in sorted(vocabulary, key=vocabulary.get) if piece not in first]

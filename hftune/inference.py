@@ -1,0 +1,72 @@
+"""A finished model that answers: titles for texts, labels for reviews. Loads an export with its recipe; knows no training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from hftune.checkpoint import restore_export
+from hftune.config import Recipe, type_name
+from hftune.errors import ConfigError
+from hftune.task import Task
+
+
+@dataclass
+class TrainedModel:
+    """A model in evaluation mode with the recipe that it came from."""
+
+    recipe: Recipe
+    model: nn.Module
+
+    def predict(self, inputs: Sequence[Any], batch_size: int = 8) -> list[dict[str, Any]]:
+        """Answer raw inputs, such as texts, in their order: one row each, with the fields that ``Task.answer`` says.
+
+        ``generated`` from titles, ``label`` and ``probability`` from classes.
+
+        Raises:
+            DataError: an input that cannot be answered, such as an empty text.
+        """
+        rows: list[dict[str, Any]] = []
+        for start in range(0, len(inputs), batch_size):
+            with torch.no_grad():
+                rows += self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
+        return rows
+
+
+def load_model(directory: str | Path, device: str | torch.device | None = None) -> TrainedModel:
+    """Load the best model of a run.
+
+    Args:
+        directory: a run's output folder; or one of its models, such as outputs/bigbird/model_last.
+        device: such as "cpu" or "cuda:1". None: the first GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: the folder holds no finished model or no recipe, or its task does not answer inputs.
+    """
+    directory = Path(directory).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such folder. Name the output folder of a run, such as outputs/bigbird.")
+    is_run = (directory / "recipe.yaml").is_file()
+    if is_run:
+        restore_export(directory / "model")
+    run, folder = (directory, directory / "model") if is_run else (directory.resolve().parent, directory)
+    if not (run / "recipe.yaml").is_file():
+        raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
+    if not folder.is_dir():
+        raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
+    recipe = Recipe.load(run / "recipe.yaml")
+    if type(recipe.task).answer is Task.answer:
+        raise ConfigError(f"{type_name(type(recipe.task))} does not answer inputs. Give it a method answer(model, inputs).")
+    try:
+        model = recipe.task.load(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return TrainedModel(recipe, model.to(device).eval())
