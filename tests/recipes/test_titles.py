@@ -7,12 +7,13 @@ import datasets
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BigBirdConfig, BigBirdForPreTraining
 
 import hftune.data.jieba_tokenizer
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import DataError, Recipe, cli, load_model, train
 from hftune.data.demo import articles
+from hftune.data.vocabulary import train_vocabulary
 from hftune.errors import ConfigError
 from hftune.run import main
 from tests.support.runs import Run, train_on
@@ -116,6 +117,47 @@ def test_training_goes_on_from_an_export_on_files_of_ones_own(runs, name, tmp_pa
     assert first < 5.5
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_recipe_starts_from_a_checkpoint_as_it_was_published(tmp_path, name):
+    """Lowin's has config.json, vocab.txt without a tokenizer_config.json, and pytorch_model.bin of a BigBirdForPreTraining."""
+    texts = [text for row in articles("train", 50) for text in row.values()]
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "vocab.txt").write_text("\n".join(train_vocabulary(texts, 1200)), encoding="utf-8")
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 1200}
+    source = BigBirdForPreTraining(BigBirdConfig(**size, max_position_embeddings=4096, block_size=16, num_random_blocks=1))
+    source.config.save_pretrained(published)
+    torch.save(source.state_dict(), published / "pytorch_model.bin")
+    files = write(tmp_path, list(articles("train", 6)))
+    recipe = Recipe.load(
+        "bigbird",
+        f"task.model={published}",
+        *files,
+        "train.max_steps=1",
+        f"task.architecture={name}",
+        f"output_dir={tmp_path}/o",
+    )
+    recipe.task.datasets()
+    model = recipe.task.build_model()
+    stacks = [model.bert] if name == "prefix_lm" else [model.encoder, model.decoder.bert]
+    for stack in stacks:
+        assert torch.equal(stack.embeddings.word_embeddings.weight, source.bert.embeddings.word_embeddings.weight)
+        own = stack.encoder.layer[1].attention.self.query.weight
+        assert torch.equal(own, source.bert.encoder.layer[1].attention.self.query.weight)
+    assert Run(train(recipe).output_dir).result["steps"] == 1
+
+
+def test_gradient_checkpointing_changes_no_loss(tmp_path):
+    rows = list(articles("train", 20))
+    losses = [
+        Run(train(fresh(tmp_path, rows, "train.max_steps=2", f"train.gradient_checkpointing={on}")).output_dir).logged(
+            "train/loss"
+        )
+        for on in ("false", "true")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
 def write(folder, rows):
     """Write rows as both parts and return the overrides that name them."""
     for part in ("train", "eval"):
@@ -213,7 +255,8 @@ def test_vocabulary_made_beforehand_is_used(tmp_path, capsys):
     rows = list(articles("train", 40))
     files = write(tmp_path, rows)
     assert cli.main(["vocab", files[0].split("=")[1], "--size", "900", "--output", str(tmp_path / "words")]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/words: 900 tokens, ")
+    count = len((tmp_path / "words" / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/words: {count} tokens, ")
     recipe = fresh(tmp_path, rows, f"task.vocabulary={tmp_path}/words", "train.max_steps=1")
     recipe.check()
     result = train(recipe)
