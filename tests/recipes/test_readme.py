@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hftune import Recipe
+from hftune import Recipe, cli
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,13 @@ def test_overrides_shown_are_keys_that_exist():
         words = [word for word in command.split("`")[0].split() if "=" in word and not word.startswith("$")]
         if not any("learning_rate" in word for word in words):
             Recipe.from_argv(words)
+
+
+def test_commands_of_the_hftune_command_are_understood():
+    commands = [line.split("#")[0].split() for line in README.splitlines() if line.startswith("    hftune ")]
+    assert {command[1] for command in commands} == {"predict", "vocab"}
+    for command in commands:
+        assert callable(cli.parser().parse_args(command[1:]).command)
 
 
 def test_files_named_exist():
