@@ -8,6 +8,7 @@ __version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "DataError",
+    "Interrupted",
     "Recipe",
     "Task",
     "TrainResult",
@@ -19,7 +20,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hftune.config import Recipe
-    from hftune.errors import ConfigError, DataError, TrainingError
+    from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
     from hftune.inference import TrainedModel, load_model
     from hftune.task import Task
     from hftune.training import TrainResult, train
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ConfigError": "hftune.errors",
     "DataError": "hftune.errors",
+    "Interrupted": "hftune.errors",
     "Recipe": "hftune.config",
     "Task": "hftune.task",
     "TrainResult": "hftune.training",

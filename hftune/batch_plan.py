@@ -179,3 +179,21 @@ def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
         bins[place].append(item)
         heapq.heappush(loads, (load + costs[item], count + 1, place))
     return [sorted(items) for items in bins]
+
+
+def samples_digest(samples: np.ndarray) -> tuple[int, int]:
+    """Hash a set of sample numbers into two sums, which add up over disjoint parts of the set.
+
+    Each sum stays below 2**53, the last whole number that float64 counts to, for up to 2**21 samples.
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+    """
+    mixed = (samples.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return int((mixed & np.uint64(0xFFFFFFFF)).sum()), int((mixed >> np.uint64(32)).sum())
+
+
+def spell_digest(low: float, high: float) -> str:
+    """Spell the two sums of ``samples_digest``."""
+    return f"{int(low):x}-{int(high):x}"

@@ -1,57 +1,205 @@
-"""Writes folders and files that are whole or not there at all. Knows no training.
+"""Checkpoints: all that a run needs to go on as if it had never stopped. Knows no process but the main one, and no loop.
 
-An export is the finished model that ``from_pretrained`` loads, written by the main process only.
+A checkpoint is a folder, ``checkpoints/step_00000120``:
+
+- ``model.safetensors``, ``optimizer.safetensors``: tensors under their parameters' names, whatever the number of processes.
+- ``progress.json``: the loop's state and what else is no tensor. ``recipe.yaml``: the recipe.
+- ``manifest.json``: the format's version, size and SHA-256 of every file, and its own.
+
+It is written under another name, flushed to disk and renamed: what carries the final name is whole. Nothing in it is ever
+executed: tensors are safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
+import re
 import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from hftune.task import Task
+from hftune.disk import flush, flush_folder, sha256_of
+
+FORMAT = 1
+"""Version of the layout. A newer one is refused, older ones are read as long as this says so."""
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""Groups of tensors by name: {"model": {...}, "optimizer": {...}}; each group is a file."""
 
 
-def export(task: Task, model: nn.Module, directory: Path) -> None:
-    """Write the model to a temporary name, flush it to disk, then rename: a kill never leaves half a model.
+class BrokenCheckpoint(ValueError):
+    """A checkpoint that does not verify. Says which file, and how it differs from what was written."""
 
-    Replaces an earlier export. Main process only.
+
+@dataclass
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    path: Path
+    step: int
+    progress: dict[str, Any]
+    """What ``progress.json`` holds."""
+    tensors: dict[str, dict[str, Tensor]]
+    """On the CPU, by file and name."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Verify a checkpoint to the last byte.
+
+    Raises:
+        BrokenCheckpoint: a file is missing or has other contents, or this version of hftune cannot read it.
     """
-    fresh, old = directory.with_name(f".{directory.name}.writing"), directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    task.save(model, fresh)
-    for path in [*sorted(fresh.rglob("*")), fresh]:
-        _flush(path)
-    restore_export(directory)
-    if directory.exists():
-        directory.rename(old)
-    fresh.rename(directory)
-    _flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    manifest = _manifest(path)
+    for name, written in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise BrokenCheckpoint(f"{name} is missing")
+        if (size := file.stat().st_size) != written["bytes"]:
+            raise BrokenCheckpoint(f"{name} has {size:,} bytes where {written['bytes']:,} were written")
+        if sha256_of(file) != written["sha256"]:
+            raise BrokenCheckpoint(f"{name} has other contents than were written (SHA-256)")
+    tensors = {}
+    for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
+        try:
+            tensors[file.stem] = load_file(file)
+        except SafetensorError as error:
+            raise BrokenCheckpoint(f"{file.name} is no safetensors file ({error})") from error
+    progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
+    return Checkpoint(path, manifest["step"], progress, tensors)
 
 
-def restore_export(directory: Path) -> None:
-    """Finish or undo what a kill between the two renames of ``export`` left: the earlier model gets its name back."""
-    old = directory.with_name(f".{directory.name}.replaced")
-    if old.exists() and not directory.exists():
-        old.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file's text in one go. Main process only."""
-    fresh = path.with_name(f".{path.name}.writing")
-    fresh.write_text(text, encoding="utf-8")
-    _flush(fresh)
-    fresh.replace(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise BrokenCheckpoint("manifest.json is missing")
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        own = manifest.pop("sha256")
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise BrokenCheckpoint(f"manifest.json cannot be read ({type(error).__name__})") from error
+    if manifest.get("format", 0) > FORMAT:
+        raise BrokenCheckpoint(
+            f"it has format {manifest['format']}, and this hftune reads formats up to {FORMAT}: a newer hftune wrote it"
+        )
+    if own != _digest(manifest):
+        raise BrokenCheckpoint("manifest.json has other contents than were written (SHA-256)")
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def steps(folder: Path) -> list[int]:
+    """List the steps whose checkpoints lie in a folder, ascending; whole or not."""
+    found = (re.fullmatch(r"step_(\d{8,})", path.name) for path in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies."""
+    return folder / f"step_{step:08d}"
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint that verifies, and why each newer one was skipped."""
+    skipped = []
+    for step in reversed(steps(folder)):
+        path = path_of(folder, step)
+        try:
+            return open_checkpoint(path), skipped
+        except BrokenCheckpoint as error:
+            skipped.append(f"Skipped {path}: {error}.")
+    return None, skipped
+
+
+@dataclass
+class Checkpointer:
+    """Writes checkpoints off the training thread, one at a time. Main process only.
+
+    The ``keep`` newest and the one of the best step stay; older ones go once a newer one is whole, so there is never none.
+    """
+
+    folder: Path
+    keep: int
+    failure: str | None = None
+    """Why the last checkpoint could not be written, until the next one is."""
+    last: int | None = None
+    """Step of the last one that was written."""
+    _writer: threading.Thread | None = field(default=None, repr=False)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is whole, or has failed."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def write(
+        self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
+    ) -> None:
+        """Begin to write a checkpoint; ``tensors`` must not change until ``wait`` returns.
+
+        Args:
+            logs: files that grow with the run, flushed to disk before the checkpoint gets its name.
+        """
+        self.wait()
+        arguments = (step, tensors, progress, recipe, best_step, logs)
+        # Not a daemon: the interpreter's end waits for it, so a checkpoint that was begun is finished.
+        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._writer.start()
+
+    def _write(
+        self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
+    ) -> None:
+        fresh = self.folder / f".step_{step:08d}.writing"
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            for name, group in tensors.items():
+                save_file(dict(group), fresh / f"{name}.safetensors")
+            (fresh / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
+            (fresh / "recipe.yaml").write_text(recipe, encoding="utf-8")
+            files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(fresh.iterdir())}
+            manifest = {"format": FORMAT, "step": step, "files": files}
+            manifest["sha256"] = _digest(manifest)
+            (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            flush_folder(fresh)
+            for path in logs:
+                flush(path)
+            final = path_of(self.folder, step)
+            _remove(final)  # a broken one, or training would have gone on from it
+            fresh.rename(final)
+            flush(self.folder)
+            self.failure, self.last = None, step
+            self._prune(best_step)
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own name
+            shutil.rmtree(fresh, ignore_errors=True)
+            self.failure = str(error)
+
+    def _prune(self, best_step: int | None) -> None:
+        """Remove what is neither among the newest nor the best, oldest first. All that stays was written whole."""
+        present = steps(self.folder)
+        for step in present[: -self.keep]:
+            if step != best_step:
+                _remove(path_of(self.folder, step))
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; it loses its name first, so that no kill leaves a part of one under it."""
+    if path.exists():
+        path.rename(gone := path.with_name(f".{path.name}.removed"))
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a kill left: checkpoints half written or half removed, which carry no final name."""
+    for path in [*folder.glob(".step_*.writing"), *folder.glob(".step_*.removed")]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from hftune.errors import ConfigError
 from hftune.messages import did_you_mean, holds, spell, type_problem
 from hftune.resources import recipe_path
-from hftune.sections import EvalConfig, RunConfig, Section, TrackConfig, TrainConfig, key_of
+from hftune.sections import CheckpointConfig, EvalConfig, RunConfig, Section, TrackConfig, TrainConfig, key_of
 from hftune.task import Task
 
 
@@ -32,6 +32,7 @@ class Recipe(RunConfig):
     """What is learned; ``task.type`` is its class: a name in hftune.tasks, or an import path of your own."""
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
     @classmethod
@@ -86,7 +87,20 @@ class Recipe(RunConfig):
         return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
 
 
-SECTIONS: dict[str, type[Section]] = {"train": TrainConfig, "eval": EvalConfig, "track": TrackConfig}
+SECTIONS: dict[str, type[Section]] = {
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "checkpoint": CheckpointConfig,
+    "track": TrackConfig,
+}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Spell nested keys with dots, as on the command line."""
+    items: dict[str, Any] = {}
+    for key, value in values.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return items
 
 
 def type_name(type_: type) -> str:
@@ -236,7 +250,7 @@ class _Schema:
         siblings = [known.partition(".")[2] for known in self.known if known.startswith(f"{section}.")]
         if siblings:
             return f" Keys of {section}: {', '.join(siblings)}."
-        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: recipe, base, seed, output_dir."
+        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: recipe, base, seed, output_dir, resume."
 
 
 def _structured(type_: type) -> DictConfig:

@@ -15,10 +15,11 @@ from tqdm import tqdm
 class Console:
     """Prints on the main process, is silent on the others."""
 
-    def __init__(self, enabled: bool, num_steps: int):
+    def __init__(self, enabled: bool, num_steps: int, step: int = 0):
         self.enabled = enabled
         self.num_steps = num_steps
-        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True) if enabled and sys.stderr.isatty() else None
+        wanted = enabled and sys.stderr.isatty()
+        self.bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True) if wanted else None
 
     def line(self, text: str) -> None:
         """Print one line, above the bar where there is one."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -33,8 +35,14 @@ class _Scored:
     rows: list[dict[str, Any]]
 
 
-def evaluate(strategy: Strategy, dataset: Any, batch_size: int, num_workers: int = 0) -> Evaluation:
-    """Score the whole data set (collective).
+def evaluate(
+    strategy: Strategy,
+    dataset: Any,
+    batch_size: int,
+    num_workers: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Score the whole data set (collective); None where ``should_stop`` became true on any process meanwhile.
 
     The evaluation is one step whose global batch is the data set: sorted by length, cut, dealt by cost. The loss is the
     sum of all item losses over the number of all items, added up in the plan's order on the main process, hence the same
@@ -49,8 +57,12 @@ def evaluate(strategy: Strategy, dataset: Any, batch_size: int, num_workers: int
     model = strategy.unwrap()
     scored = [
         _score(strategy, model, micro_batch, batch)
-        for micro_batch, batch in strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
+        for micro_batch, batch in takewhile(
+            lambda _: not should_stop(), strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
+        )
     ]
+    if strategy.any_process(should_stop()):
+        return None
     gathered = strategy.gather_to_main(scored)
     rows: list[dict[str, Any]] = []
 

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hftune.checkpoint import restore_export
 from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError
+from hftune.export import restore_export
 from hftune.task import Task
 
 

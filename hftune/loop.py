@@ -7,18 +7,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hftune.batch_plan import BatchPlan, MicroBatch
-from hftune.checkpoint import export, write_text
+from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
 from hftune.console import Console
-from hftune.errors import TrainingError
+from hftune.disk import write_text
+from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
+from hftune.export import export
+from hftune.ledger import Ledger
 from hftune.optim import lr_at
-from hftune.sections import EvalConfig, TrainConfig
+from hftune.sections import TrainConfig
+from hftune.signals import StopRequest
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking import Tracker
 
@@ -32,6 +36,12 @@ class TrainState:
     step_in_epoch: int = 0
     best: float | None = None
     best_step: int | None = None
+    evaluated_step: int = 0
+    """Of the last evaluation; 0 before the first."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Of the last evaluation."""
+    seconds: float = 0.0
+    """Spent so far, interruptions not counted."""
 
     def progress(self, steps_per_epoch: int) -> float:
         """Epochs done, with a fraction."""
@@ -49,8 +59,18 @@ class Run:
     num_steps: int
     tracker: Tracker
     console: Console
+    ledger: Ledger
+    checkpointer: Checkpointer
+    stop: StopRequest
     state: TrainState = field(default_factory=TrainState)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What checkpoints hold beside the state: the data's digest, the dashboards' run ids."""
     speed: Speed = field(default_factory=lambda: Speed())
+    began: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        """Seconds of training, those before an interruption included."""
+        return self.state.seconds + time.monotonic() - self.began
 
 
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
@@ -59,49 +79,114 @@ def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def fit(run: Run) -> dict[str, Any]:
-    """Train to the end, evaluating on the way; return the metrics of the last evaluation. Collective."""
-    config, state, strategy, metrics = run.recipe.train, run.state, run.strategy, {}
+def fit(run: Run) -> None:
+    """Train from where the state says to the end, evaluating and saving on the way. Collective.
+
+    Raises:
+        Interrupted: a process was asked to stop; the step was finished and a checkpoint written.
+    """
+    config, state, strategy = run.recipe.train, run.state, run.strategy
+    if state.step and evaluation_is_due(run):  # the run was stopped in the middle of it
+        evaluate_and_keep(run)
     while state.step < run.num_steps:
         steps = run.plan.epoch(state.epoch)
         for batch in strategy.batches(run.datasets["train"], steps, state.step_in_epoch, config.num_workers):
             lr = lr_at(state.step, run.num_steps, config)
-            loss = strategy.forward_backward(batch, run.recipe.seed, state.step)
+            report = strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop))
             grad_norm = strategy.clip_grad_norm(config.clip_norm)
-            stop_unless_finite(run, batch, loss, grad_norm)
+            stop_unless_finite(run, batch, report.loss, grad_norm)
             strategy.optimizer_step(lr)
 
             state.step += 1
             state.step_in_epoch += 1
+            if strategy.is_main:
+                run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report)
             run.speed.count(batch.plan, run.plan.lengths)
-            run.console.advance(state.step, loss)
+            run.console.advance(state.step, report.loss)
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
-                log(run, {"train/loss": loss, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
-            if is_last or evaluation_is_due(run.recipe.eval, state, run.plan.num_steps):
-                metrics = evaluate_and_keep(run)
+                log(run, {"train/loss": report.loss, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
+            if report.stop:
+                stop(run)
+            if evaluation_is_due(run):
+                evaluate_and_keep(run)
+            if checkpoint_is_due(run):
+                save_checkpoint(run)
             if is_last:
                 break
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
-    return metrics
 
 
-def evaluation_is_due(config: EvalConfig, state: TrainState, steps_per_epoch: int) -> bool:
-    """Say whether ``eval.every`` asks for an evaluation after this step."""
+def stop(run: Run) -> NoReturn:
+    """Write a checkpoint and end training here. Collective.
+
+    Raises:
+        Interrupted: always, on all processes.
+    """
+    save_checkpoint(run)
+    raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped after step {run.state.step}.")
+
+
+def evaluation_is_due(run: Run) -> bool:
+    """Say whether ``eval.every`` asks for an evaluation after this step, and it has not been made yet."""
+    config, state, steps_per_epoch = run.recipe.eval, run.state, run.plan.num_steps
+    if state.evaluated_step == state.step:
+        return False
+    if state.step == run.num_steps:
+        return True
     if config.every_epochs is None:
         return state.step % config.every == 0
     return state.step_in_epoch == steps_per_epoch and (state.epoch + 1) % config.every_epochs == 0
 
 
-def evaluate_and_keep(run: Run) -> dict[str, Any]:
+def checkpoint_is_due(run: Run) -> bool:
+    """Say whether to write a checkpoint after this step: as ``checkpoint.every`` says, and at the end of each epoch."""
+    every, state = run.recipe.checkpoint.every, run.state
+    at_end = state.step == run.num_steps or state.step_in_epoch == run.plan.num_steps
+    return at_end or (every is not None and state.step % every == 0)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Copy the state to the host and leave the writing to another thread. Collective.
+
+    A checkpoint that could not be written ends nothing: the earlier ones are whole, and the next one is tried in its time.
+    """
+    state, began = run.state, time.monotonic()
+    with run.speed.paused():
+        run.strategy.on_main(run.checkpointer.wait)  # the copies may be taken again
+        say_failed_checkpoint(run)
+        saved = run.strategy.state()
+        if saved is not None:
+            tensors, values = saved
+            progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **run.facts}
+            logs = [run.tracker.path, run.ledger.path]
+            recipe = run.recipe.to_yaml()
+            run.checkpointer.write(state.step, tensors, progress, recipe, state.best_step, logs)
+    run.speed.checkpoint_seconds += time.monotonic() - began
+
+
+def say_failed_checkpoint(run: Run) -> None:
+    """Tell of the last checkpoint where it could not be written. Main process."""
+    failure, last = run.checkpointer.failure, run.checkpointer.last
+    if failure is not None:
+        left = f"The last whole one is of step {last}." if last else "None is left from this run yet."
+        run.console.line(f"A checkpoint could not be written: {failure}. {left} Training goes on, and tries again.")
+        run.checkpointer.failure = None
+
+
+def evaluate_and_keep(run: Run) -> None:
     """Evaluate, log, write the predictions, and keep the model where it is the best so far (the earlier one of equals).
 
     Raises:
+        Interrupted: a process was asked to stop; going on begins with this evaluation.
         TrainingError: the task did not compute ``eval.metric``, or it is not finite.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
-        evaluation = evaluate(run.strategy, run.datasets["eval"], config.batch_size, run.recipe.train.num_workers)
+        workers = run.recipe.train.num_workers
+        evaluation = evaluate(run.strategy, run.datasets["eval"], config.batch_size, workers, lambda: bool(run.stop))
+        if evaluation is None:
+            stop(run)
         log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
         show_samples(run, evaluation.rows[: config.show_samples])
         if config.metric not in evaluation.metrics:
@@ -124,7 +209,7 @@ def evaluate_and_keep(run: Run) -> dict[str, Any]:
                 export(run.recipe.task, model, output_dir / "model")
 
         run.strategy.on_main(write)
-    return evaluation.metrics
+    state.evaluated_step, state.metrics = state.step, evaluation.metrics
 
 
 def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -169,6 +254,8 @@ class Speed:
 
     def __init__(self):
         self.total_samples, self.total_seconds = 0, 0.0
+        self.checkpoint_seconds = 0.0
+        """That checkpoints kept the training thread since the last call of ``rates``."""
         self._restart()
 
     def _restart(self) -> None:
@@ -187,6 +274,8 @@ class Speed:
         rates = {"perf/samples_per_s": self.samples / seconds}
         if self.tokens:
             rates |= {"perf/tokens_per_s": self.tokens / seconds, "perf/padding_share": 1 - self.tokens / self.padded}
+        if self.checkpoint_seconds:
+            rates["perf/checkpoint_s"], self.checkpoint_seconds = self.checkpoint_seconds, 0.0
         self.total_samples, self.total_seconds = self.total_samples + self.samples, self.total_seconds + seconds
         self._restart()
         return rates

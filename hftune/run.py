@@ -1,6 +1,7 @@
 """``accelerate launch -m hftune.run recipe=<name> [section.key=value ...]``: from arguments to an exit code.
 
-Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed.
+Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed; 75 a signal stopped it after
+a checkpoint, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from hftune import __version__
-from hftune.errors import ConfigError, DataError, TrainingError
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.resources import recipe_names
 
 HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
@@ -29,10 +30,13 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
   train.*   epochs, batch_size (global), lr, schedule, ...  train.lr=3e-5 train.micro_batch_size=4
   eval.*    when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
   track.*   dashboards                                      track.with=[wandb]
-  seed, output_dir                                          output_dir=outputs/mine
+  checkpoint.*  how often to save what a run goes on from   checkpoint.every=200
+  seed, output_dir, resume                                  output_dir=outputs/mine resume=never
 
---help train (task, eval, track) lists the keys of a section with their defaults.
+--help train (task, eval, checkpoint, track) lists the keys of a section with their defaults.
 A key that does not exist is refused with the nearest one that does."""
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 # What a healthy process says when another one has died: its connection is gone.
 SECOND_HAND = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError", "gloo")
@@ -56,6 +60,14 @@ def main(argv: list[str] | None = None) -> int:
         # All processes meet the same error, and one a machine says it. The others leave the first one the time to speak:
         # a launcher ends the whole group as soon as any process ends.
         return fail(error, code=2, patience_s=0 if local_rank() == 0 else 10)
+    except Interrupted as error:
+        if local_rank() == 0:
+            print(f"hftune: {error}", file=sys.stderr, flush=True)
+        return STOPPED
+    except KeyboardInterrupt:
+        if local_rank() == 0:
+            print("hftune: interrupted. What was saved before is whole.", file=sys.stderr, flush=True)
+        return 130
     except TrainingError as error:
         return fail(error, code=1, patience_s=0 if local_rank() == 0 else 10)
     except Exception as error:
@@ -70,7 +82,9 @@ def help_text(sections: list[str]) -> str:
         return HELP
     from hftune.reference import section_text
 
-    return "\n\n".join(section_text(name) or f"{name} is not a section: task, train, eval, track." for name in sections)
+    return "\n\n".join(
+        section_text(name) or f"{name} is not a section: task, train, eval, checkpoint, track." for name in sections
+    )
 
 
 def fail(error: Exception, code: int, patience_s: float, details: str | None = None) -> int:

@@ -135,6 +135,21 @@ class EvalConfig(Section):
 
 
 @dataclass
+class CheckpointConfig(Section):
+    """What a run goes on from after it was killed. One is always written at the end of an epoch and after the last step."""
+
+    every: int | None = 500
+    """Steps between two checkpoints. null: only at the end of each epoch."""
+    keep: int = 2
+    """Newest checkpoints to keep; the one of the best evaluation stays, too."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("every", "keep"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                yield f"checkpoint.{name}={value} must be at least 1."
+
+
+@dataclass
 class TrackConfig(Section):
     """Dashboards. metrics.jsonl is always written."""
 
@@ -164,6 +179,8 @@ class RunConfig(Section):
     """Of weights, shuffling and dropout, from 0 to 2**32 - 1."""
     output_dir: str | None = None
     """Where everything is written. null: outputs/<recipe>."""
+    resume: str = "auto"
+    """auto: go on from the newest whole checkpoint in output_dir, if any. never: start anew. Or the path of a checkpoint."""
 
     def __post_init__(self):
         super().__post_init__()

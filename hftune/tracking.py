@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,9 +11,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hftune.config import Recipe
+from hftune.config import Recipe, flat
 from hftune.console import is_number
 from hftune.errors import ConfigError
+from hftune.jsonl import LineFile, read_lines
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -49,12 +49,19 @@ class Tracker:
         self.accelerator = accelerator
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
 
-    def start(self, recipe: Recipe) -> None:
-        """Open the dashboards."""
-        name = recipe.track.run_name or recipe.recipe
-        self.accelerator.init_trackers(
-            recipe.track.project, init_kwargs={"wandb": {"name": name, "dir": recipe.output_dir, "save_code": False}}
-        )
+    def start(self, recipe: Recipe, step: int = 0, run_ids: Mapping[str, str] | None = None) -> None:
+        """Open metrics.jsonl and the dashboards.
+
+        Args:
+            step: after which training goes on; what was logged of later ones is dropped.
+            run_ids: of the dashboards' runs that go on; see ``run_ids``.
+        """
+        self._file = LineFile(self.path, [line for line in read_lines(self.path) if line["step"] <= step] if step else [])
+        wandb = {"name": recipe.track.run_name or recipe.recipe, "dir": recipe.output_dir, "save_code": False}
+        if run_id := (run_ids or {}).get("wandb"):
+            wandb |= {"id": run_id, "resume": "allow"}
+        tensorboard = {"purge_step": step + 1} if step else {}
+        self.accelerator.init_trackers(recipe.track.project, init_kwargs={"wandb": wandb, "tensorboard": tensorboard})
         for tracker in self.accelerator.trackers:
             # TensorBoard takes numbers and texts only; W&B shows a nested config as it is.
             config = recipe.to_dict() if tracker.name == "wandb" else {k: str(v) for k, v in flat(recipe.to_dict()).items()}
@@ -65,8 +72,7 @@ class Tracker:
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "epoch": round(epoch, 6), **values}, allow_nan=False) + "\n")
+        self._file.append({"step": step, "epoch": round(epoch, 6), **values})
         numbers = {name: value for name, value in values.items() if is_number(value)}
         for tracker in self.accelerator.trackers:
             tracker.log({"epoch": epoch, **numbers}, step=step)
@@ -84,6 +90,10 @@ class Tracker:
                 text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
                 tracker.log({"eval/samples": text}, step=step)
 
+    def run_ids(self) -> dict[str, str]:
+        """Return what finds the dashboards' runs again."""
+        return {tracker.name: tracker.run.id for tracker in self.accelerator.trackers if tracker.name == "wandb"}
+
     def close(self) -> None:
         for tracker in self.accelerator.trackers:
             tracker.finish()
@@ -92,11 +102,3 @@ class Tracker:
 def cell(value: Any) -> str:
     """Spell a value so that it stays within its cell of a Markdown table."""
     return " ".join(str(value).replace("|", "\\|").split())
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Spell nested keys with dots, as on the command line."""
-    items: dict[str, Any] = {}
-    for key, value in values.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return items

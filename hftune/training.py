@@ -14,8 +14,8 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -32,13 +32,19 @@ from torch import nn
 
 from hftune import __version__
 from hftune.batch_plan import BatchPlan
-from hftune.checkpoint import export, restore_export, write_text
+from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
-from hftune.errors import ConfigError, DataError
-from hftune.loop import Run, fit, total_steps
+from hftune.disk import only_writer, write_text
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.export import export, restore_export
+from hftune.ledger import Ledger
+from hftune.loop import Run, TrainState, fit, total_steps
+from hftune.messages import spell
 from hftune.optim import build_optimizer
+from hftune.resume import Start, find_start
+from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import Task
@@ -70,9 +76,20 @@ def train(recipe: Recipe) -> TrainResult:
         ConfigError: the recipe cannot be run, here or at all; found before a model is loaded where that can be.
         DataError: the data cannot be trained on.
         TrainingError: a loss that is not finite, or a file that could not be written.
+        Interrupted: a signal asked to stop; the step was finished and a checkpoint written.
     """
     recipe.check()
     check_machine(recipe)
+    with ExitStack() as held:
+        return _train(recipe, held)
+
+
+def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
+    """Do what ``train`` says; what ``held`` takes is given back at the end, whatever happens."""
+    start = Start()
+    if int(os.environ.get("RANK", 0)) == 0:
+        held.enter_context(only_writer(Path(recipe.output_dir)))
+        start = find_start(recipe)
     if not sys.stderr.isatty():
         hide_progress_bars()
     datasets = load_datasets(recipe)
@@ -82,28 +99,122 @@ def train(recipe: Recipe) -> TrainResult:
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     accelerator = start_accelerator(recipe)
     strategy = DataParallel(accelerator, recipe.task)
-    check_agreement(strategy, recipe, datasets)
+    atexit.register(leave_group)
+    digests = check_agreement(strategy, recipe, datasets)
     remarks = recipe.task.remarks(datasets, model)
     strategy.prepare(model, build_optimizer(model, recipe.train))
-
-    started = time.monotonic()
-    strategy.on_main(lambda: start_folder(recipe))
-    if strategy.is_main:
-        print_start(recipe, accelerator, plan, remarks)
+    state, run_ids = load_checkpoint(strategy, start, digests)
     num_steps = total_steps(recipe.train, plan)
-    console, tracker = Console(strategy.is_main, num_steps), Tracker(accelerator, recipe)
-    strategy.on_main(lambda: tracker.start(recipe))
-    run = Run(recipe, strategy, plan, datasets, num_steps, tracker, console)
+    check_step(recipe, state, num_steps)
+    if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
+        return done
+
+    run = Run(
+        recipe,
+        strategy,
+        plan,
+        datasets,
+        num_steps,
+        tracker=Tracker(accelerator, recipe),
+        console=Console(strategy.is_main, num_steps, state.step),
+        ledger=Ledger(Path(recipe.output_dir) / "ledger.jsonl"),
+        checkpointer=Checkpointer(Path(recipe.output_dir) / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
+        stop=held.enter_context(StopRequest()),
+        state=state,
+    )
+    if not strategy.on_main(lambda: open_folder(run, run_ids)):
+        state.best = state.best_step = None  # a checkpoint from another folder: its best model is not here
+    run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids)}
+    if strategy.is_main:
+        print_start(recipe, accelerator, plan, [*remarks, *start.remarks, *([going_on(run, start)] if state.step else [])])
     try:
-        metrics = fit(run)
+        fit(run)
+    except Interrupted as error:
+        strategy.on_main(run.checkpointer.wait)
+        raise Interrupted(f"{error} {how_to_go_on(run)}") from None
     finally:
-        console.close()
-    result = finish(run, metrics, time.monotonic() - started)
-    strategy.on_main(tracker.close)  # after all is saved: an upload may fail
+        run.console.close()
+    result = finish(run)
+    strategy.on_main(run.tracker.close)  # after all is saved: an upload may fail
     if strategy.is_main:
         print_summary(run, result)
-    atexit.register(leave_group)
     return result
+
+
+def load_checkpoint(strategy: Strategy, start: Start, digests: Mapping[str, str]) -> tuple[TrainState, dict[str, str]]:
+    """Take over model, optimizer and state where training goes on; return the state and the dashboards' run ids. Collective.
+
+    Raises:
+        ConfigError: the checkpoint is of other data or of another model.
+    """
+    checkpoint = start.checkpoint
+    progress, path, changed = strategy.broadcast(
+        (checkpoint.progress, str(checkpoint.path), start.changed) if checkpoint else (None, "", [])
+    )
+    if progress is None:
+        return TrainState(), {}
+    if other := [name for name, digest in progress["digests"].items() if digests[name] != digest]:
+        raise ConfigError(f"{path} was trained on another {' and another '.join(other)}. resume=never starts anew.")
+    try:
+        strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
+    except ValueError as error:
+        raise ConfigError(f"{path} is of another model: {error}.") from error
+    if checkpoint:
+        checkpoint.tensors.clear()  # they are as large as model and optimizer
+    state = TrainState(**progress["state"])
+    if {"eval.metric", "eval.greater_is_better"} & {*changed}:
+        state.best = state.best_step = None
+    return state, progress["run_ids"]
+
+
+def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
+    """Refuse to go on from beyond the end, or raise ConfigError."""
+    if state.step > num_steps:
+        raise ConfigError(
+            f"The checkpoint is of step {state.step}, and train.epochs={recipe.train.epochs} with "
+            f"train.max_steps={spell(recipe.train.max_steps)} ends after step {num_steps}. Raise them, or set resume=never."
+        )
+
+
+def earlier_result(recipe: Recipe) -> TrainResult | None:
+    """Return what a run that is done came to, and say that it is; None where its result was never written."""
+    output_dir = Path(recipe.output_dir)
+    if not (output_dir / "result.json").is_file() or not (output_dir / "model").is_dir():
+        return None
+    values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+    print(
+        f"{output_dir} is finished: {values['steps']} steps, {values['best']['metric']} {short(values['best']['value'])}. "
+        "Nothing was trained. To go on, raise train.epochs; to train anew, set resume=never or another output_dir.",
+        flush=True,
+    )
+    return TrainResult(**values, output_dir=output_dir, model_dir=output_dir / "model")
+
+
+def open_folder(run: Run, run_ids: Mapping[str, str]) -> bool:
+    """Bring the output folder to where training begins or goes on; return whether a model lies there. Main process only."""
+    recipe, state = run.recipe, run.state
+    if state.step == 0:
+        start_folder(recipe)
+    (Path(recipe.output_dir) / "result.json").unlink(missing_ok=True)
+    restore_export(Path(recipe.output_dir) / "model")
+    write_text(Path(recipe.output_dir) / "recipe.yaml", recipe.to_yaml())
+    run.tracker.start(recipe, state.step, run_ids)
+    run.ledger.begin(state.step, run.plan, run.strategy.num_processes)
+    return (Path(recipe.output_dir) / "model").is_dir()
+
+
+def going_on(run: Run, start: Start) -> str:
+    """Say where training goes on."""
+    epoch = run.state.progress(run.plan.num_steps)
+    return f"Going on after step {run.state.step} of {run.num_steps} (epoch {epoch:.2f}), from {start.checkpoint.path}."
+
+
+def how_to_go_on(run: Run) -> str:
+    """Say what was saved and how to continue."""
+    checkpointer = run.checkpointer
+    if checkpointer.failure is not None:
+        return f"Its checkpoint could not be written: {checkpointer.failure}. The same command goes on from an earlier one."
+    return f"The same command goes on from {path_of(checkpointer.folder, run.state.step)}."
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -226,8 +337,8 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> None:
-    """Make sure that all processes were given the same recipe and found the same data.
+def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> dict[str, str]:
+    """Make sure that all processes were given the same recipe and found the same data; return the digests of the data.
 
     Raises:
         ConfigError: naming the processes that differ from the main one.
@@ -241,6 +352,7 @@ def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, A
             raise ConfigError(
                 f"Process {', '.join(different)} has another {what} than process 0. All have to be started with the same."
             )
+    return {what: digest for what, digest in own.items() if what != "recipe"}
 
 
 def data_digest(task: Task, dataset: Any) -> str:
@@ -259,22 +371,26 @@ def start_folder(recipe: Recipe) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     for name in ("model", "model_last"):
         restore_export(output_dir / name)
-    if (output_dir / "result.json").exists():
+    if (output_dir / "result.json").exists() or steps(output_dir / "checkpoints"):
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
-    for name in ("result.json", "predictions.jsonl", "metrics.jsonl"):
+    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl"):
         (output_dir / name).unlink(missing_ok=True)
-    shutil.rmtree(output_dir / "tensorboard", ignore_errors=True)  # it would draw both runs into one plot
-    write_text(output_dir / "recipe.yaml", recipe.to_yaml())
+    for name in ("tensorboard", "checkpoints"):  # the first would draw both runs into one plot
+        shutil.rmtree(output_dir / name, ignore_errors=True)
 
 
-def finish(run: Run, metrics: dict[str, Any], seconds: float) -> TrainResult:
-    """Export the last model and write result.json. Collective."""
+def finish(run: Run) -> TrainResult:
+    """Export the last model and write result.json. Collective.
+
+    Raises:
+        TrainingError: the last checkpoint could not be written; everything else is saved.
+    """
     recipe, output_dir = run.recipe, Path(run.recipe.output_dir)
     result = TrainResult(
-        metrics=metrics,
+        metrics=run.state.metrics,
         best={"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step},
         steps=run.state.step,
-        seconds=round(seconds, 3),
+        seconds=round(run.seconds(), 3),
         world_size=run.strategy.num_processes,
         versions=versions(),
         output_dir=output_dir,
@@ -285,7 +401,11 @@ def finish(run: Run, metrics: dict[str, Any], seconds: float) -> TrainResult:
     def save() -> None:
         export(recipe.task, model, output_dir / "model_last")
         values = {key: value for key, value in asdict(result).items() if not isinstance(value, Path)}
+        run.checkpointer.wait()
+        run.ledger.close()
         write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
+        if run.checkpointer.failure is not None:
+            raise TrainingError(f"All is saved but the last checkpoint: {run.checkpointer.failure}.")
 
     run.strategy.on_main(save)
     return result

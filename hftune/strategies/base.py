@@ -30,6 +30,19 @@ class StepBatch:
     weight: int = 1
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What one step came to; equal on all processes."""
+
+    loss: float
+    """Mean over the items of the global batch."""
+    num_samples: int
+    digest: str
+    """Of the samples that were computed, whatever their order and whoever computed them; see ``samples_digest``."""
+    stop: bool
+    """Whether any process was asked to stop."""
+
+
 class Strategy(ABC):
     """Invariant: a global batch gives the same loss and the same gradient however it is spread.
 
@@ -62,8 +75,8 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
-        """Accumulate the gradient of the step's mean loss; return that loss (float32 maths), equal on all processes."""
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
+        """Accumulate the gradient of the step's mean loss (float32 maths). ``stop``: this process was asked to stop."""
 
     @abstractmethod
     def not_finite(self, batch: StepBatch) -> list[str]:
@@ -82,6 +95,22 @@ class Strategy(ABC):
         """Return the outputs for one of ``evaluation_batches``, without gradient. Not collective."""
 
     @abstractmethod
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None:
+        """Return what a checkpoint holds of model and optimizer on the main process, None elsewhere.
+
+        Groups of tensors under parameter names, on the host, and plain values (the gradient scaler's). The tensors are
+        copies, which the next call overwrites.
+        """
+
+    @abstractmethod
+    def load_state(self, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None) -> None:
+        """Take over what ``state`` returned, at any number of processes. Main process: the state; others: None.
+
+        Raises:
+            ValueError: on all processes, where names or shapes are not those of this model; the message names the first.
+        """
+
+    @abstractmethod
     def unwrap(self) -> nn.Module:
         """Return the plain, whole model with its current weights."""
 
@@ -92,6 +121,10 @@ class Strategy(ABC):
     @abstractmethod
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value on all."""
+
+    @abstractmethod
+    def any_process(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on any process, on all."""
 
     @property
     def is_main(self) -> bool:

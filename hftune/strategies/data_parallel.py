@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hftune.batch_plan import MicroBatch, balance
+from hftune.batch_plan import MicroBatch, balance, samples_digest, spell_digest
 from hftune.errors import TrainingError
-from hftune.strategies.base import StepBatch, Strategy, seed_forward
+from hftune.strategies.base import StepBatch, StepReport, Strategy, seed_forward
 from hftune.task import Task
 
 
@@ -28,6 +29,7 @@ class DataParallel(Strategy):
         self.device = accelerator.device
         self._exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self._micro_losses: list[Tensor] = []
+        self._host: dict[str, dict[str, Tensor]] = {}
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -91,9 +93,12 @@ class DataParallel(Strategy):
             pin_memory=self.device.type == "cuda",
         )
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int) -> float:
-        counted = sum(float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches)
-        items = self._items = self._sum(torch.tensor(counted * batch.weight, dtype=self._exact, device=self.device))
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
+        counted = sum(float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches) * batch.weight
+        mine = np.concatenate([micro_batch.samples for micro_batch in batch.mine]) if batch.weight else np.array([], int)
+        own = [counted, len(mine), *samples_digest(mine), stop]
+        sums = self._sum(torch.tensor(own, dtype=self._exact, device=self.device))
+        items = self._items = sums[0]
         # DDP averages the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale = batch.weight * self.num_processes / items
         self._micro_losses = []
@@ -106,7 +111,11 @@ class DataParallel(Strategy):
                 self.accelerator.backward(loss * scale.to(loss.dtype))
             self._micro_losses.append(loss.detach() * batch.weight)
             self._check_gradients()
-        return (self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items).item()
+        loss = self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items
+        loss, _, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # the device is waited for once
+        if self.num_processes == 1:
+            _, num_samples, low, high, stops = own  # exact even on a device without float64
+        return StepReport(loss, int(num_samples), spell_digest(low, high), stops > 0)
 
     def _check_gradients(self) -> None:
         """After the first backward: refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""
@@ -150,6 +159,65 @@ class DataParallel(Strategy):
         with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
             return self._whole_model(**self.task.inputs(batch))
 
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None:
+        if not self.is_main:
+            return None
+        for name, group in self._tensors().items():
+            kept = self._host.setdefault(name, {})
+            for key, value in group.items():
+                if key not in kept:
+                    kept[key] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
+                kept[key].copy_(value)
+        scaler = self.accelerator.scaler
+        return self._host, {} if scaler is None else {"scaler": scaler.state_dict()}
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the live tensors by group and name. Shared parameters have one name, the first."""
+        model, optimizer = self._whole_model, getattr(self.optimizer, "optimizer", self.optimizer)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        kept = model.state_dict(keep_vars=True)
+        buffers = {name: value for name, value in model.named_buffers() if name in kept}
+        moments = {
+            f"{names[parameter]}/{key}": value
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        detached = {name: parameter.detach() for parameter, name in names.items()}
+        return {"model": detached | buffers, "optimizer": moments}
+
+    def load_state(self, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None) -> None:
+        model, optimizer = self._whole_model, getattr(self.optimizer, "optimizer", self.optimizer)
+        parameters = dict(model.named_parameters())
+
+        def describe() -> dict[str, Any]:
+            """Check what was saved against this model, and say which tensors are to come."""
+            tensors, values = saved
+            check_names(tensors["model"], self._tensors()["model"])
+            optimizer_s = [(key, tuple(value.shape), value.dtype) for key, value in tensors["optimizer"].items()]
+            if unknown := [key for key, *_ in optimizer_s if key.rpartition("/")[0] not in parameters]:
+                raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
+            return {"optimizer": optimizer_s, **values}
+
+        expected = self.on_main(describe)
+        for name, value in self._tensors()["model"].items():
+            self._receive(value, saved and saved[0]["model"][name])
+        for key, shape, dtype in expected["optimizer"]:
+            name, _, moment = key.rpartition("/")
+            # The counter of steps stays on the CPU but for fused optimizers, which want it beside the parameter.
+            value = torch.empty(shape, dtype=dtype, device=self.device)
+            self._receive(value, saved and saved[0]["optimizer"][key])
+            optimizer.state[parameters[name]][moment] = value
+        if self.accelerator.scaler is not None and "scaler" in expected:
+            self.accelerator.scaler.load_state_dict(expected["scaler"])
+
+    def _receive(self, value: Tensor, saved: Tensor | None) -> None:
+        """Put the main process's ``saved`` into ``value`` on all."""
+        if saved is not None:
+            value.copy_(saved)
+        if self.num_processes > 1:
+            torch.distributed.broadcast(value, src=0)
+
     def unwrap(self) -> nn.Module:
         return self._whole_model
 
@@ -160,5 +228,24 @@ class DataParallel(Strategy):
         torch.distributed.gather_object(rows, parts)
         return [row for part in parts for row in part] if parts is not None else None
 
+    def any_process(self, flag: bool) -> bool:
+        return bool(self._sum(torch.tensor(float(flag), device=self.device)))
+
     def broadcast(self, value: Any) -> Any:
         return broadcast_object_list([value])[0]
+
+
+def check_names(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare the names and shapes of saved tensors with those that are to take their values.
+
+    Raises:
+        ValueError: naming the first that is missing, too many, or of another shape.
+    """
+    for name in sorted({*found, *expected}):
+        if name not in found:
+            raise ValueError(f"it has no {name}")
+        if name not in expected:
+            raise ValueError(f"it has {name}, which this model lacks")
+        shapes = [tuple(tensors[name].shape) for tensors in (found, expected)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{name} is {shapes[0]} there and {shapes[1]} here")

@@ -1,0 +1,66 @@
+"""Files and folders that are whole or not there at all, and who may write them. Knows neither models nor training."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hftune.errors import ConfigError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's text in one go."""
+    fresh = path.with_name(f".{path.name}.writing")
+    fresh.write_text(text, encoding="utf-8")
+    flush(fresh)
+    fresh.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's or a folder's contents are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until all that lies in a folder is on the disk."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        flush(path)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's contents, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process as long as it lives; the system gives it back when the process dies.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    lock, owner = FileLock(folder / ".lock"), folder / ".owner"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
+        raise ConfigError(
+            f"output_dir={folder} is in use by {who}. Wait for that run to end, or set output_dir=... to another folder."
+        ) from None
+    try:
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()

@@ -1,0 +1,41 @@
+"""Files of one JSON object a line that grow with a run, and go on where a checkpoint left them. Knows no metric."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hftune.disk import write_text
+
+
+class LineFile:
+    """Appends lines; each is handed to the system whole before ``append`` returns."""
+
+    def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
+        """Replace what the file holds by ``lines``, and append from there on."""
+        write_text(path, "".join(map(_spell, lines)))
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(_spell(line))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a file, none where there is no file; a last line that a kill cut off is left out.
+
+    Raises:
+        ValueError: another line is no JSON.
+    """
+    if not path.is_file():
+        return []
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
+def _spell(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"

@@ -1,0 +1,105 @@
+"""Decides where a run begins: anew, at a checkpoint, or not at all because it is done. Knows no model and no process.
+
+Main process only: the others are told what it found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hftune.checkpoint import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
+from hftune.config import Recipe, flat
+from hftune.errors import ConfigError
+from hftune.messages import did_you_mean, spell
+
+FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
+"""Keys (or their beginnings) that a run cannot change: they decide which samples form a step, or what is learned from them."""
+FREE = ("recipe", "output_dir", "resume")
+"""Keys that say nothing about the training itself; their changes are not worth a word."""
+
+
+@dataclass
+class Start:
+    """Where a run begins."""
+
+    checkpoint: Checkpoint | None = None
+    """None: anew."""
+    remarks: list[str] = field(default_factory=list)
+    """What to tell the user, one sentence each."""
+    changed: list[str] = field(default_factory=list)
+    """Keys of the recipe that differ from the checkpoint's."""
+
+
+def find_start(recipe: Recipe) -> Start:
+    """Look for the checkpoint that ``resume`` means, and compare recipes.
+
+    A group of processes that a launcher restarts after a failure goes on, whatever ``resume`` said the first time.
+
+    Raises:
+        ConfigError: the checkpoint that was named does not verify, or a key that cannot change has changed.
+    """
+    folder, resume = Path(recipe.output_dir) / "checkpoints", recipe.resume
+    tidy(folder)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and steps(folder):
+        resume = "auto"
+    if resume == "never":
+        return Start()
+    if resume == "auto":
+        checkpoint, skipped = newest(folder)
+        if checkpoint is None:
+            return Start(remarks=[*skipped, *(["No checkpoint is left: starting from the beginning."] if skipped else [])])
+    else:
+        checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
+    changed = _changes(checkpoint, recipe)
+    return Start(checkpoint, [*skipped, *changed.values()], list(changed))
+
+
+def _named(path: Path, folder: Path) -> Checkpoint:
+    if not path.is_dir():
+        raise ConfigError(
+            f"resume={path}: there is no such folder.{did_you_mean(str(path), ('auto', 'never'))} Name a checkpoint, such as "
+            f"{folder}/step_00000500, or say auto or never."
+        )
+    try:
+        checkpoint = open_checkpoint(path)
+    except BrokenCheckpoint as error:
+        raise ConfigError(
+            f"resume={path} is no checkpoint to go on from: {error}. Name a folder such as {folder}/step_00000500, or say "
+            "resume=auto for the newest whole one."
+        ) from error
+    later = [step for step in steps(folder) if step > checkpoint.step]
+    if later:
+        raise ConfigError(
+            f"resume={path}: {folder} already holds a later checkpoint, of step {later[-1]}. Two histories do not fit into one "
+            "folder: set output_dir=... to a new one, or remove the later checkpoints."
+        )
+    return checkpoint
+
+
+def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
+    """Say which keys have changed, by key.
+
+    Raises:
+        ConfigError: naming every changed key that is FIXED, with both values.
+    """
+    old = flat(OmegaConf.to_container(OmegaConf.load(checkpoint.path / "recipe.yaml")))
+    new = flat(recipe.to_dict())
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in FREE]
+    said = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
+    if fixed := [said[key] for key in differing if key.startswith(FIXED)]:
+        raise ConfigError(
+            f"{checkpoint.path} cannot go on with {', '.join(fixed)}. Set it back; or start anew with resume=never, which "
+            "replaces that run, or with another output_dir."
+        )
+    return {key: f"Changed: {text}." for key, text in said.items()}
+
+
+def _spell(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key)
+    return value if isinstance(value, str) else spell(value)
