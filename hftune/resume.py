@@ -88,8 +88,8 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     Raises:
         ConfigError: naming every changed key that is FIXED, with both values.
     """
-    old = flat(OmegaConf.to_container(OmegaConf.load(checkpoint.path / "recipe.yaml")))
-    new = flat(recipe.to_dict())
+    recipes = OmegaConf.load(checkpoint.path / "recipe.yaml"), OmegaConf.create(recipe.to_yaml())
+    old, new = (flat(OmegaConf.to_container(either)) for either in recipes)
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in FREE]
     said = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
     if fixed := [said[key] for key in differing if key.startswith(FIXED)]:

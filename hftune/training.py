@@ -127,6 +127,7 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
     run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids)}
     if strategy.is_main:
         print_start(recipe, accelerator, plan, [*remarks, *start.remarks, *([going_on(run, start)] if state.step else [])])
+    strategy.rehearse(datasets["train"], plan.epoch(0)[0][0])
     try:
         fit(run)
     except Interrupted as error:

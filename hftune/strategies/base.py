@@ -59,6 +59,10 @@ class Strategy(ABC):
         """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
 
     @abstractmethod
+    def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
+        """Before the first step of this process: do once whatever only the first one does, and leave no trace of it."""
+
+    @abstractmethod
     def batches(
         self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
     ) -> Iterator[StepBatch]:

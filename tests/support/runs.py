@@ -49,10 +49,22 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **extra}
 
 
-def train_on(world_size: int, jobs: dict[str, tuple[str, ...]], folder: Path, recipe: str = "yelp_demo") -> dict[str, Run]:
-    """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes."""
-    folders = {name: folder / f"{name}-on-{world_size}" for name in jobs}
-    listed = [[recipe, [*overrides, f"output_dir={folders[name]}"]] for name, overrides in jobs.items()]
+def train_on(
+    world_size: int,
+    jobs: dict[str, tuple[str, ...]],
+    folder: Path,
+    recipe: str = "yelp_demo",
+    stops: dict[str, tuple[int, int]] | None = None,
+) -> dict[str, Run]:
+    """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
+
+    Overrides may name their own output_dir. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
+    """
+    named = {name: [word.split("=", 1)[1] for word in words if word.startswith("output_dir=")] for name, words in jobs.items()}
+    folders = {name: Path(own[-1]) if own else folder / f"{name}-on-{world_size}" for name, own in named.items()}
+    listed = [
+        [recipe, [*overrides, f"output_dir={folders[name]}"], (stops or {}).get(name)] for name, overrides in jobs.items()
+    ]
     (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)] if world_size > 1 else []
     command = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from hftune import Task
+from hftune.tasks import SequenceClassification
 
 
 class Tagger(nn.Module):
@@ -106,3 +108,14 @@ class Trapped(Task):
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {"numpy": np.float32(0.5), "nothing": float("nan")}
+
+
+@dataclass
+class SlowReviews(SequenceClassification):
+    """A step after the third takes half a minute."""
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        self._calls = getattr(self, "_calls", 0) + 1
+        if self._calls > 12:
+            time.sleep(30)
+        return super().loss(outputs, target)

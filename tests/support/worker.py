@@ -1,15 +1,44 @@
 """Trains several recipes one after the other in one process group: starting processes costs more than the small runs."""
 
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hftune import Recipe, train
+from hftune import Interrupted, Recipe, train
+from hftune.strategies.data_parallel import DataParallel
 
 
 def main() -> None:
-    for source, overrides in json.loads(Path(sys.argv[1]).read_text()):
-        train(Recipe.load(source, *overrides))
+    for source, overrides, stop in json.loads(Path(sys.argv[1]).read_text()):
+        recipe = Recipe.load(source, *overrides)
+        if stop is None:
+            train(recipe)
+        else:
+            with terminated_after(*stop), suppress(Interrupted):
+                train(recipe)
+
+
+@contextmanager
+def terminated_after(step: int, rank: int) -> Iterator[None]:
+    """Send one process SIGTERM as soon as it has taken so many optimizer steps: the step after that is the last."""
+    taken, original = 0, DataParallel.optimizer_step
+
+    def optimizer_step(self: DataParallel, lr: float) -> None:
+        nonlocal taken
+        original(self, lr)
+        taken += 1
+        if taken == step and self.process_index == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    DataParallel.optimizer_step = optimizer_step
+    try:
+        yield
+    finally:
+        DataParallel.optimizer_step = original
 
 
 if __name__ == "__main__":

@@ -1,0 +1,441 @@
+"""A run that is stopped, anywhere and at any number of processes, ends where it would have ended."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hftune import ConfigError, Recipe, train
+from hftune.checkpoint import newest, open_checkpoint
+from hftune.ledger import audit
+from tests.support.runs import NO_DROPOUT, SMALL, Run, environment, train_on
+
+STEPS = 14  # two epochs of 7
+JOB = (*SMALL, "train.epochs=2", "train.micro_batch_size=4", "checkpoint.every=3", "eval.every=5", "eval.metric=accuracy")
+
+
+def weights(run):
+    return load_file(run.folder / "model_last" / "model.safetensors")
+
+
+def assert_bit_equal(one, two):
+    one, two = weights(one), weights(two)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def lines(run):
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_speed(run):
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(run)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    return {size: train_on(size, {"dropout": JOB, "plain": (*JOB, *NO_DROPOUT)}, folder) for size in (1, 2, 4)}
+
+
+def stopped_and_resumed(folder, triples, overrides=JOB, extra=()):
+    """Stop a run for each (step, processes before, processes after), go on, and return the finished runs."""
+    names = {triple: "step-{}-from-{}-to-{}".format(*triple) for triple in triples}
+    jobs = {triple: (*overrides, f"output_dir={folder / names[triple]}") for triple in triples}
+    for size in (1, 2, 4):
+        some = {names[triple]: jobs[triple] for triple in triples if triple[1] == size}
+        stops = {names[triple]: (triple[0] - 1, triple[0] % size) for triple in triples if triple[1] == size}
+        if some:
+            train_on(size, some, folder, stops=stops)
+    for triple in triples:  # each one was stopped where it should be
+        assert newest(folder / names[triple] / "checkpoints")[0].step == triple[0]
+        assert not (folder / names[triple] / "result.json").exists()
+    done = {}
+    for size in (1, 2, 4):
+        some = {names[triple]: (*jobs[triple], *extra) for triple in triples if triple[2] == size}
+        if some:
+            done |= train_on(size, some, folder)
+    return {triple: done[names[triple]] for triple in triples}
+
+
+def test_resumed_on_as_many_processes_it_ends_bit_equal_with_dropout(tmp_path, unbroken):
+    triples = [(2, 1, 1), (7, 1, 1), (9, 1, 1), (5, 2, 2), (12, 2, 2), (10, 4, 4)]
+    for (_, size, _), run in stopped_and_resumed(tmp_path, triples).items():
+        expected = unbroken[size]["dropout"]
+        assert_bit_equal(run, expected)
+        assert without_speed(run) == without_speed(expected)
+        assert run.predictions == expected.predictions
+        assert run.result["best"] == expected.result["best"] and run.result["metrics"] == expected.result["metrics"]
+        found = audit(run.folder)
+        assert (found.problems, found.steps, found.whole_epochs, len(found.starts)) == ([], STEPS, 2, 2)
+
+
+def test_resumed_on_another_number_of_processes_it_takes_the_same_steps(tmp_path, unbroken):
+    """30 random triples of (stop step, processes before, processes after)."""
+    draw = random.Random(4)
+    every = [(step, a, b) for step in range(2, STEPS) for a in (1, 2, 4) for b in (1, 2, 4) if a != b]
+    for (step, before, after), run in stopped_and_resumed(tmp_path, draw.sample(every, 30)).items():
+        expected = unbroken[1]["dropout"]
+        assert run.logged("train/loss") == pytest.approx(expected.logged("train/loss"), rel=1e-5)
+        assert run.logged("train/lr") == expected.logged("train/lr")
+        assert [line["step"] for line in lines(run)] == [line["step"] for line in lines(expected)]
+        found = audit(run.folder)
+        assert (found.problems, found.steps, found.whole_epochs) == ([], STEPS, 2)
+        assert [(start["after_step"], start["world_size"]) for start in found.starts] == [(0, before), (step, after)]
+
+
+def test_micro_batch_size_may_change_on_the_way(tmp_path, unbroken):
+    triples = [(4, 1, 1), (9, 2, 1)]
+    runs = stopped_and_resumed(tmp_path, triples, (*JOB, *NO_DROPOUT), extra=("train.micro_batch_size=7",))
+    for run in runs.values():
+        assert run.logged("train/loss") == pytest.approx(unbroken[1]["plain"].logged("train/loss"), rel=1e-5)
+        assert audit(run.folder).problems == []
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was stopped after step 10; its checkpoints are of steps 9 and 10."""
+    folder = tmp_path_factory.mktemp("stopped")
+    job = (*JOB, f"output_dir={folder / 'out'}")
+    train_on(1, {"out": job}, folder, stops={"out": (9, 0)})
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(stopped, tmp_path):
+    return Path(shutil.copytree(stopped, tmp_path / "out"))
+
+
+def recipe(folder, *overrides):
+    return Recipe.load("yelp_demo", *JOB, f"output_dir={folder}", *overrides)
+
+
+def test_any_file_cut_or_flipped_makes_resume_fall_back_to_the_checkpoint_before(copy, capsys, unbroken):
+    newest_one = copy / "checkpoints" / "step_00000010"
+    for file in sorted(newest_one.iterdir()):
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        for broken in (whole[:-1], whole[:middle], b"", whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+            file.write_bytes(broken)
+            found, skipped = newest(copy / "checkpoints")
+            assert found.step == 9
+            assert len(skipped) == 1 and skipped[0].startswith(f"Skipped {newest_one}: {file.name} ")
+        file.unlink()
+        assert newest(copy / "checkpoints")[1] == [f"Skipped {newest_one}: {file.name} is missing."]
+        file.write_bytes(whole)
+    assert newest(copy / "checkpoints")[0].step == 10
+    (newest_one / "optimizer.safetensors").write_bytes(b"")
+    run = Run(train(recipe(copy)).output_dir)
+    said = capsys.readouterr().out
+    assert f"Skipped {newest_one}: optimizer.safetensors has 0 bytes where " in said and "Going on after step 9 of 14" in said
+    assert_bit_equal(run, unbroken[1]["dropout"])
+    assert without_speed(run) == without_speed(unbroken[1]["dropout"])
+
+
+def test_planted_pickle_is_refused_and_never_executed(copy, tmp_path):
+    """Even with a manifest made to fit: tensors are safetensors, the rest is JSON, nothing else is read."""
+    import hashlib
+    import pickle
+
+    from hftune.checkpoint import _digest
+
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    path = copy / "checkpoints" / "step_00000010"
+    manifest = json.loads((path / "manifest.json").read_text())
+    planted = pickle.dumps(Planted())
+    (path / "model.safetensors").write_bytes(planted)
+    manifest["files"]["model.safetensors"] = {"bytes": len(planted), "sha256": hashlib.sha256(planted).hexdigest()}
+    manifest.pop("sha256")
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    found, skipped = newest(copy / "checkpoints")
+    assert found.step == 9 and skipped[0].startswith(f"Skipped {path}: model.safetensors is no safetensors file")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_finished_run_says_so_and_trains_nothing(copy, capsys):
+    first = train(recipe(copy))
+    before = (copy / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    again = train(recipe(copy))
+    assert again == first and (copy / "metrics.jsonl").read_bytes() == before
+    accuracy = f"{first.best['value']:.4g}"
+    assert capsys.readouterr().out == (
+        f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To go on, raise train.epochs; to train anew, "
+        "set resume=never or another output_dir.\n"
+    )
+
+
+def test_more_epochs_another_rate_and_another_metric_are_applied_and_said(copy, capsys):
+    run = Run(
+        train(recipe(copy, "train.epochs=3", "train.lr=1e-4", "eval.metric=loss", "eval.greater_is_better=false")).output_dir
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("Changed")] == [
+        "Changed: train.epochs=3 (it was 2).",
+        "Changed: train.lr=0.0001 (it was 5e-05).",
+        "Changed: eval.metric=loss (it was accuracy).",
+        "Changed: eval.greater_is_better=false (it was true).",
+    ]
+    assert run.result["steps"] == 21 and run.result["best"]["step"] > 10 and audit(run.folder).whole_epochs == 3
+    assert run.logged("train/lr")[10] == pytest.approx(1e-4 * (21 - 10) / 21)
+
+
+def refused(folder, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        train(recipe(folder, *overrides))
+    return str(caught.value)
+
+
+def test_what_cannot_change_is_refused_with_both_values_and_nothing_is_touched(copy):
+    before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*") if path.name not in (".lock", ".owner"))
+    at = f"{copy}/checkpoints/step_00000010"
+    assert refused(copy, "seed=7", "train.batch_size=32", "task.max_length=32", "train.lr=1") == (
+        f"{at} cannot go on with seed=7 (it was 42), task.max_length=32 (it was 64), train.batch_size=32 (it was 16). Set it "
+        "back; or start anew with resume=never, which replaces that run, or with another output_dir."
+    )
+    assert refused(copy, "train.epochs=1") == (
+        "The checkpoint is of step 10, and train.epochs=1 with train.max_steps=null ends after step 7. Raise them, or set "
+        "resume=never."
+    )
+    after = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*") if path.name not in (".lock", ".owner"))
+    assert [path for path, _ in after] == [path for path, _ in before] and [t for p, t in after if p.is_file()] == [
+        t for p, t in before if p.is_file()
+    ]
+
+
+def test_paths_that_are_no_checkpoints_are_refused(copy, tmp_path):
+    checkpoints = copy / "checkpoints"
+    assert refused(copy, "resume=nevr") == (
+        f"resume=nevr: there is no such folder. Did you mean 'never'? Name a checkpoint, such as {checkpoints}/step_00000500, "
+        "or say auto or never."
+    )
+    assert refused(copy, f"resume={copy}") == (
+        f"resume={copy} is no checkpoint to go on from: manifest.json is missing. Name a folder such as "
+        f"{checkpoints}/step_00000500, or say resume=auto for the newest whole one."
+    )
+    assert refused(copy, f"resume={checkpoints}/step_00000009") == (
+        f"resume={checkpoints}/step_00000009: {checkpoints} already holds a later checkpoint, of step 10. Two histories do not fit "
+        "into one folder: set output_dir=... to a new one, or remove the later checkpoints."
+    )
+
+
+def test_checkpoint_of_a_newer_format_is_refused(copy):
+    from hftune.checkpoint import _digest
+
+    path = copy / "checkpoints" / "step_00000010" / "manifest.json"
+    manifest = {**json.loads(path.read_text()), "format": 99}
+    manifest.pop("sha256")
+    path.write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    assert refused(copy, f"resume={path.parent}").startswith(
+        f"resume={path.parent} is no checkpoint to go on from: it has format 99, and this hftune reads formats up to 1: a newer "
+        "hftune wrote it."
+    )
+
+
+def test_checkpoint_of_another_model_is_refused(copy, tmp_path):
+    """Its recipe says the same, so that only the tensors tell."""
+    from hftune.checkpoint import Checkpointer
+
+    source = open_checkpoint(copy / "checkpoints" / "step_00000010")
+    name = "bert.pooler.dense.weight"
+    writer = Checkpointer(tmp_path, keep=9)
+    text = (source.path / "recipe.yaml").read_text()
+    changes = {
+        f"{name} is (5, 5) there and (32, 32) here": {**source.tensors["model"], name: torch.zeros(5, 5)},
+        "it has extra, which this model lacks": {**source.tensors["model"], "extra": torch.zeros(5)},
+        f"it has no {name}": {key: value for key, value in source.tensors["model"].items() if key != name},
+    }
+    for step, (problem, model) in enumerate(changes.items(), start=1):
+        writer.write(step, {**source.tensors, "model": model}, source.progress, text, None, [])
+        writer.wait()
+        path = tmp_path / f"step_0000000{step}"
+        assert refused(tmp_path / "new", f"resume={path}") == f"{path} is of another model: {problem}."
+
+
+def test_other_data_is_refused(copy, tmp_path):
+    rows = [{"text": f"text {n}", "label": n % 2} for n in range(40)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    files = ("task.dataset=json", f"task.data_files.train={tmp_path}/rows.json", f"task.data_files.eval={tmp_path}/rows.json")
+    train(recipe(tmp_path / "run", *files))
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows[1:])))
+    assert refused(tmp_path / "run", *files, "train.epochs=3") == (
+        f"{tmp_path}/run/checkpoints/step_00000006 was trained on another train data and another eval data. resume=never starts anew."
+    )
+
+
+def test_named_checkpoint_goes_on_in_another_folder(stopped, tmp_path, unbroken):
+    """An export of its own is written there, though the best model so far stays where it was."""
+    path = stopped / "checkpoints" / "step_00000009"
+    run = Run(train(recipe(tmp_path / "branch", f"resume={path}")).output_dir)
+    assert_bit_equal(run, unbroken[1]["dropout"])
+    assert (run.folder / "model" / "model.safetensors").is_file() and run.result["best"]["step"] >= 10
+    assert lines(run)[0]["step"] == 10
+
+
+def test_never_starts_anew_and_removes_what_was_there(copy, capsys):
+    run = Run(train(recipe(copy, "resume=never", "train.max_steps=2")).output_dir)
+    assert f"{copy} holds an earlier run; this one replaces it." in capsys.readouterr().out
+    assert [line["step"] for line in lines(run)] == [1, 2, 2]
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step_00000002"]
+
+
+def test_group_that_a_launcher_restarts_goes_on_whatever_resume_said(copy, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(recipe(copy, "resume=never"))
+    assert "Going on after step 10 of 14" in capsys.readouterr().out
+
+
+def test_newest_and_best_checkpoints_stay(unbroken):
+    run = unbroken[1]["dropout"]
+    steps = sorted(int(path.name[-8:]) for path in (run.folder / "checkpoints").iterdir())
+    best = run.result["best"]["step"]
+    assert steps[-2:] == [12, 14] and set(steps) - {best} == {12, 14}
+
+
+def test_second_run_in_the_same_folder_is_refused(tmp_path):
+    """Both were started by hand; the first is held in its data set until the second has been refused."""
+    code = "import os, sys, time; from hftune.disk import only_writer; from pathlib import Path\n"
+    code += "with only_writer(Path(sys.argv[1])): print(os.getpid(), flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        process = holder.stdout.readline().strip()
+        said = refused(tmp_path)
+        assert said.startswith(f"output_dir={tmp_path} is in use by process {process} on ")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert train(recipe(tmp_path, "train.max_steps=1")).steps == 1  # a dead process holds nothing
+
+
+def test_sgd_momentum_and_an_unchanging_model_resume(tmp_path):
+    """Optimizers without or with other state than Adam's."""
+    for name, overrides in {"sgd": ("train.optimizer=sgd",), "momentum": ("train.optimizer=sgd", "train.momentum=0.9")}.items():
+        job = (*JOB, *overrides)
+        whole = train_on(1, {"whole": (*job, f"output_dir={tmp_path}/{name}-whole")}, tmp_path)["whole"]
+        train_on(1, {"part": (*job, f"output_dir={tmp_path}/{name}")}, tmp_path, stops={"part": (7, 0)})
+        assert_bit_equal(train_on(1, {"part": (*job, f"output_dir={tmp_path}/{name}")}, tmp_path)["part"], whole)
+
+
+def command(folder, *overrides):
+    return [sys.executable, "-m", "hftune.run", "recipe=yelp_demo", *JOB, f"output_dir={folder}", *overrides]
+
+
+def started(folder, *overrides, step=4):
+    """Start a long run and wait until it has taken some steps."""
+    process = subprocess.Popen(
+        command(folder, "train.epochs=2000", *overrides),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_text().count("digest") >= step:
+            return process
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, number):
+    process = started(tmp_path)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    step = newest(tmp_path / "checkpoints")[0].step
+    assert process.returncode == 75
+    assert said.splitlines()[-1] == (
+        f"hftune: {number.name}: stopped after step {step}. The same command goes on from {tmp_path}/checkpoints/step_{step:08d}."
+    )
+    assert audit(tmp_path).steps == step
+
+
+def test_second_interrupt_stops_at_once_and_loses_nothing_saved(tmp_path):
+    process = started(tmp_path, "task.type=tests.support.tasks.SlowReviews", step=3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and said.splitlines()[-1] == "hftune: interrupted. What was saved before is whole."
+    assert newest(tmp_path / "checkpoints")[0].step == 3
+
+
+def test_signal_in_an_evaluation_leaves_it_to_the_next_run(tmp_path, unbroken):
+    """Going on begins with the evaluation that was cut short."""
+    from hftune import Interrupted, loop
+
+    original = loop.evaluate
+
+    def evaluate(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    loop.evaluate = evaluate
+    try:
+        with pytest.raises(Interrupted) as caught:
+            train(recipe(tmp_path))
+    finally:
+        loop.evaluate = original
+    assert str(caught.value).startswith("SIGTERM: stopped after step 5. The same command goes on from ")
+    assert not any("eval/loss" in line for line in lines(Run(tmp_path)))
+    run = Run(train(recipe(tmp_path)).output_dir)
+    assert without_speed(run) == without_speed(unbroken[1]["dropout"])
+    assert_bit_equal(run, unbroken[1]["dropout"])
+
+
+def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    from hftune import checkpoint
+
+    def full(tensors, path):
+        if "step_00000006" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    run = Run(train(recipe(tmp_path)).output_dir)
+    said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
+    assert said == [
+        "A checkpoint could not be written: [Errno 28] No space left on device. The last whole one is of step 3. Training goes on, "
+        "and tries again."
+    ]
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert "step_00000006" not in names and names[-1] == "step_00000014" and not any("writing" in name for name in names)
+    assert run.result["steps"] == 14
+
+
+def test_audit_finds_what_was_left_out_used_twice_or_exchanged(unbroken, tmp_path):
+    whole = (unbroken[1]["dropout"].folder / "ledger.jsonl").read_text().splitlines()
+
+    def problems(changed):
+        (tmp_path / "ledger.jsonl").write_text("".join(line + "\n" for line in changed))
+        return audit(tmp_path).problems
+
+    assert problems(whole) == []
+    assert problems([*whole[:5], *whole[6:]]) == [
+        "Line 5 of the steps is step 6 (epoch 0, step 5 of it); step 5 should follow here."
+    ]
+    assert problems([*whole[:5], whole[4], *whole[5:]]) == [
+        "Line 5 of the steps is step 4 (epoch 0, step 3 of it); step 5 should follow here."
+    ]
+    other = json.loads(whole[5])
+    exchanged = {**other, "digest": json.loads(whole[6])["digest"]}
+    assert problems([*whole[:5], json.dumps(exchanged), *whole[6:]]) == [
+        "Step 5 was computed from other samples than its plan says."
+    ]
+    fewer = {**other, "num_samples": 15}
+    assert problems([*whole[:5], json.dumps(fewer), *whole[6:]]) == [
+        "Step 5 was computed from other samples than its plan says."
+    ]
