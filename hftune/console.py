@@ -56,11 +56,11 @@ class Console:
 
 def hide_progress_bars() -> None:
     """Silence the bars of datasets and transformers: where nobody draws them, a log would keep every redraw."""
-    import datasets
-    import transformers
+    from datasets.utils import logging as datasets_logging
+    from transformers.utils import logging as transformers_logging
 
-    datasets.disable_progress_bars()
-    transformers.logging.disable_progress_bar()
+    datasets_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 def is_number(value: Any) -> bool:

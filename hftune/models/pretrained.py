@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from hftune.errors import ConfigError
 from hftune.messages import did_you_mean
+
+_IN_A_LAYER = re.compile(r"\.(layers?|h|blocks?)\.\d+\.")
 
 
 def load_config(model: str | None, overrides: Mapping[str, Any]) -> PreTrainedConfig:
@@ -57,15 +61,15 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     global generator.
 
     Raises:
-        ConfigError: no such model, or one whose body, not only its head, has other sizes.
+        ConfigError: no such model, or one whose body, not only its head, has other sizes or fewer layers.
     """
     if model is None:
         try:
             return auto_class.from_config(config)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
     try:
         loaded, info = auto_class.from_pretrained(
             _expand(model), config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
@@ -73,7 +77,9 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     finally:
-        transformers.logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
+    if deeper := sorted(key for key in info["missing_keys"] if _IN_A_LAYER.search(key) and "crossattention" not in key):
+        raise ConfigError(f"task.model={model} has no {deeper[0]}: task.model_config asks for more layers than it has.")
     body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
     if body:
         raise ConfigError(f"task.model_config gives {body[0]} another size than task.model={model} has.")

@@ -1,6 +1,7 @@
 """Chinese titles from the command line to a model that writes them again."""
 
 import json
+import shutil
 from itertools import islice
 
 import datasets
@@ -145,6 +146,26 @@ def test_recipe_starts_from_a_checkpoint_as_it_was_published(tmp_path, name):
         own = stack.encoder.layer[1].attention.self.query.weight
         assert torch.equal(own, source.bert.encoder.layer[1].attention.self.query.weight)
     assert Run(train(recipe).output_dir).result["steps"] == 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_more_layers_than_the_model_has_are_refused(runs, tmp_path, name):
+    """The third would be drawn at random, and nobody would know."""
+    model = runs["prefix_lm", 1].folder / "model_last"
+    if name == "encoder_decoder":  # from a BERT: an encoder and decoder is loaded as it is
+        AutoModelForCausalLM.from_pretrained(model).bert.save_pretrained(tmp_path / "bert")
+        config = json.loads((tmp_path / "bert" / "config.json").read_text())
+        (tmp_path / "bert" / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+        shutil.copy(model / "vocab.txt", tmp_path / "bert")
+        model = tmp_path / "bert"
+    files = write(tmp_path, list(articles("train", 6)))
+    lengths = ("task.max_source_length=128", "task.max_target_length=32", "task.model_config.num_hidden_layers=3")
+    recipe = Recipe.load("bigbird", f"task.model={model}", f"task.architecture={name}", *files, *lengths)
+    recipe.task.datasets()
+    with pytest.raises(
+        ConfigError, match=r"has no [\w.]+\.layer\.2\.[\w.]+: task.model_config asks for more layers than it has"
+    ):
+        recipe.task.build_model()
 
 
 def test_gradient_checkpointing_changes_no_loss(tmp_path):
