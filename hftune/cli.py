@@ -1,6 +1,6 @@
 """The ``hftune`` command: what is done around training. Thin: each command reads its arguments and calls one function.
 
-Exit codes: 0 done; 2 it cannot be done as asked.
+Exit codes: 0 done; 1 an audit found something; 2 it cannot be done as asked.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--batch-size", type=int, default=8, help="texts at a time (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON object a text")
 
+    command = commands.add_parser("audit", help="prove that every sample was used exactly once an epoch")
+    command.set_defaults(command=audit)
+    command.add_argument("folder", help="output folder of a run, such as outputs/yelp")
+
     command = commands.add_parser("vocab", help="train the vocabulary of a Chinese model on a corpus")
     command.set_defaults(command=vocab)
     command.add_argument("files", nargs="+", metavar="FILE", help=".txt, a text a line; or .json, .jsonl, .csv, .parquet")
@@ -80,6 +84,22 @@ def read_text(path: str) -> str:
         raise ConfigError(f"--text-file {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text-file {path} is not UTF-8: {error}. Convert it.") from error
+
+
+def audit(options: argparse.Namespace) -> int:
+    """``hftune audit``: exit code 1 where the ledger does not prove it."""
+    from hftune.ledger import audit
+
+    found = audit(options.folder)
+    for start in found.starts:
+        began = f"went on after step {start['after_step']:,}" if start["after_step"] else "began"
+        print(f"  {began} on {start['world_size']} process{'es' if start['world_size'] > 1 else ''}")
+    whole = f"{found.whole_epochs} whole epoch{'' if found.whole_epochs == 1 else 's'}"
+    print(f"{options.folder}: {found.steps:,} steps, {found.samples:,} samples, {whole}.")
+    for problem in found.problems:
+        print(f"  {problem}")
+    print("Not proven." if found.problems else "Every step used the samples of its plan, each exactly once an epoch.")
+    return 1 if found.problems else 0
 
 
 def vocab(options: argparse.Namespace) -> int:

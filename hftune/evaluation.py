@@ -9,10 +9,11 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from hftune.batch_plan import BatchPlan, MicroBatch
-from hftune.errors import DataError
+from hftune.errors import DataError, TrainingError
 from hftune.strategies.base import Strategy
 
 
@@ -80,10 +81,18 @@ def evaluate(
 
 def _score(strategy: Strategy, model: nn.Module, micro_batch: MicroBatch, batch: dict[str, torch.Tensor]) -> _Scored:
     task, samples = strategy.task, micro_batch.samples.tolist()
-    outputs, target = strategy.forward(batch), task.target(batch)
-    with torch.no_grad():
-        loss_sum = float(task.loss(outputs, target))
-        rows = task.predict(outputs, model, batch)
+    try:
+        outputs, target = strategy.forward(batch), task.target(batch)
+        with torch.no_grad():
+            loss_sum = float(task.loss(outputs, target))
+            rows = task.predict(outputs, model, batch)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not should_reduce_batch_size(error):
+            raise
+        raise TrainingError(
+            f"Out of memory in the evaluation of {len(samples)} samples at a time. "
+            "Lower eval.batch_size: no result depends on it."
+        ) from error
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(samples)} samples.")
     return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows)

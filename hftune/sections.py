@@ -35,8 +35,9 @@ class TrainConfig(Section):
     """Stop after this many optimizer steps, even in mid-epoch; the schedule then ends there. null: epochs decide."""
     batch_size: int = 32
     """Samples of one optimizer step, over ALL processes and machines."""
-    micro_batch_size: int | None = None
-    """Most samples in one forward pass: the memory knob. null: 8 (or no bound, where micro_batch_tokens is set)."""
+    micro_batch_size: Union[int, str, None] = None  # noqa: UP007 - OmegaConf reads this spelling
+    """Most samples in one forward pass: the memory knob. auto: as many of the longest as fit. null: 8 (or no bound, where
+    micro_batch_tokens is set)."""
     micro_batch_tokens: int | None = None
     """Most padded tokens (samples x longest) in one forward pass; evens out the cost of unequal lengths. null: no bound."""
     lr: float = 5e-5
@@ -73,9 +74,11 @@ class TrainConfig(Section):
             if get_origin(hint) is Literal and (value := getattr(self, name)) not in get_args(hint):
                 yield f"train.{name}={spell(value)} {type_problem(hint, value)}"
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
-        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size >= 1:
+        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
+            yield f"train.micro_batch_size={self.micro_batch_size!r} is neither a whole number nor auto nor null."
+        if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size >= 1:
             yield (
                 f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}: "
                 "a micro-batch is a part of the global batch. Lower the first or raise the second."
@@ -97,7 +100,9 @@ class TrainConfig(Section):
 
     @property
     def max_rows(self) -> int | None:
-        """Most samples in one forward pass, once the default of ``micro_batch_size`` is filled in."""
+        """Most samples in one forward pass, once the default of ``micro_batch_size`` is filled in; None for no bound."""
+        if self.micro_batch_size == "auto":
+            return None
         if self.micro_batch_size is None and self.micro_batch_tokens is None:
             return min(8, self.batch_size)
         return self.micro_batch_size

@@ -16,13 +16,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, GradScalerKwargs, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
@@ -104,6 +105,9 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
     remarks = recipe.task.remarks(datasets, model)
     strategy.prepare(model, build_optimizer(model, recipe.train))
     state, run_ids = load_checkpoint(strategy, start, digests)
+    if recipe.train.micro_batch_size == "auto":
+        plan = replace(plan, micro_batch_size=find_micro_batch_size(strategy, plan, datasets["train"]))
+        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
@@ -140,6 +144,26 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
     if strategy.is_main:
         print_summary(run, result)
     return result
+
+
+def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> int:
+    """Halve the size until the longest samples fit on all processes; begin with a process's share of the global batch.
+
+    Raises:
+        ConfigError: not even one sample fits.
+    """
+    size = -(-plan.batch_size // strategy.num_processes)
+    longest = np.argsort(-plan.lengths, kind="stable") if plan.lengths is not None else np.arange(plan.num_samples)
+    if plan.micro_batch_tokens is not None:
+        size = min(size, plan.micro_batch_tokens // int(plan.lengths[longest[0]]))
+    while not strategy.fits(dataset, longest[:size]):
+        if size == 1:
+            raise ConfigError(
+                "train.micro_batch_size=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
+                "length, or set train.gradient_checkpointing=true or train.mixed_precision=bf16."
+            )
+        size = -(-size // 2)
+    return size
 
 
 def load_checkpoint(strategy: Strategy, start: Start, digests: Mapping[str, str]) -> tuple[TrainState, dict[str, str]]:
@@ -433,7 +457,7 @@ def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan, remar
     config, device = recipe.train, accelerator.device
     count = accelerator.num_processes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    bounds = [f"{config.max_rows} samples"] if config.max_rows else []
+    bounds = [f"{plan.micro_batch_size} samples"] if plan.micro_batch_size else []
     bounds += [f"{config.micro_batch_tokens} tokens"] if config.micro_batch_tokens else []
     print(
         f"hftune {__version__}  {recipe.recipe}  {count} process{'es' if count > 1 else ''} on {name}  "

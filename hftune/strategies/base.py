@@ -59,6 +59,10 @@ class Strategy(ABC):
         """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
 
     @abstractmethod
+    def fits(self, dataset: Any, samples: np.ndarray) -> bool:
+        """Return whether all processes have the memory to train on these samples in one forward pass, beside the optimizer."""
+
+    @abstractmethod
     def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
         """Before the first step of this process: do once whatever only the first one does, and leave no trace of it."""
 

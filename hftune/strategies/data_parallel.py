@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -46,13 +47,34 @@ class DataParallel(Strategy):
         """
         if self.num_processes == 1:
             return
+        self._compute_in_vain(dataset, micro_batch.samples)
+
+    def _compute_in_vain(self, dataset: Any, samples: np.ndarray) -> None:
         buffers = [(buffer, buffer.clone()) for buffer in self._whole_model.buffers()]
-        (loaded,) = self._loader(dataset, [micro_batch.samples.tolist()], num_workers=0)
+        (loaded,) = self._loader(dataset, [samples.tolist()], num_workers=0)
         inputs = send_to_device(loaded, self.device)
-        self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
-        self.optimizer.zero_grad()
-        for buffer, before in buffers:  # running statistics
-            buffer.copy_(before)
+        try:
+            self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
+        finally:
+            self.optimizer.zero_grad()
+            for buffer, before in buffers:  # running statistics
+                buffer.copy_(before)
+
+    def fits(self, dataset: Any, samples: np.ndarray) -> bool:
+        parameters = [parameter for parameter in self._whole_model.parameters() if parameter.requires_grad]
+        failed = False
+        try:
+            # The optimizer's moments come with its first step; Adam has two of each parameter's size, others at most one.
+            moments = [torch.empty_like(value) for value in parameters for _ in range(2)]
+            with self.accelerator.no_sync(self.model):
+                self._compute_in_vain(dataset, samples)
+            del moments
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not should_reduce_batch_size(error):
+                raise
+            failed = True
+        clear_device_cache(garbage_collection=True)
+        return not self.any_process(failed)
 
     def batches(
         self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
@@ -123,7 +145,7 @@ class DataParallel(Strategy):
             seed_forward(seed, step, micro_batch.index, self.device)
             inputs = send_to_device(loaded, self.device, non_blocking=True)
             is_last = place == len(batch.mine) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+            with nullcontext() if is_last else self.accelerator.no_sync(self.model), self._naming_memory(inputs, step):
                 loss = self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs))
                 self.accelerator.backward(loss * scale.to(loss.dtype))
             self._micro_losses.append(loss.detach() * batch.weight)
@@ -133,6 +155,22 @@ class DataParallel(Strategy):
         if self.num_processes == 1:
             _, num_samples, low, high, stops = own  # exact even on a device without float64
         return StepReport(loss, int(num_samples), spell_digest(low, high), stops > 0)
+
+    @contextmanager
+    def _naming_memory(self, inputs: dict[str, Tensor], step: int) -> Iterator[None]:
+        """Turn an error of memory into one that says what it was too much for."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not should_reduce_batch_size(error):
+                raise
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items() if value.ndim > 1)
+            raise TrainingError(
+                f"Out of memory in step {step + 1} on process {self.process_index}, in a micro-batch of {shapes}. "
+                "Lower train.micro_batch_size or train.micro_batch_tokens: the steps stay the same. "
+                "train.micro_batch_size=auto finds what fits; train.gradient_checkpointing=true and "
+                "train.mixed_precision=bf16 need less memory, too."
+            ) from error
 
     def _check_gradients(self) -> None:
         """After the first backward: refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""

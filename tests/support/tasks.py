@@ -127,3 +127,26 @@ class SlowReviews(SequenceClassification):
         if self._calls > 12:
             time.sleep(30)
         return super().loss(outputs, target)
+
+
+class Greedy(Net):
+    """Has memory for so many rows."""
+
+    def __init__(self, most: int):
+        super().__init__("none")
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(x)} GiB.")
+        return super().forward(x)
+
+
+@dataclass
+class TooLarge(Trapped):
+    """Two classes of random points, and memory for few of them; for less on process 1."""
+
+    most: int = 5
+
+    def build_model(self) -> nn.Module:
+        return Greedy(self.most - 2 * (os.environ.get("RANK") == "1"))

@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from hftune.checkpoint import export, restore_export, write_text
+from hftune.disk import write_text
+from hftune.export import export, restore_export
 
 
 class Saver:

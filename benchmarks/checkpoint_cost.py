@@ -1,0 +1,145 @@
+"""Measure what checkpoints cost the training thread of a 22 M-parameter BERT, and how long it takes to go on.
+
+    python benchmarks/checkpoint_cost.py [--steps 200] [--every 100]
+
+First: --steps steps of 16 reviews on one process with a checkpoint every --every steps. "on the training thread" is what hftune
+logs as perf/checkpoint_s, copying to the host and waiting for an earlier checkpoint that is still being written. Goal: at most 2 %.
+
+Second: a small model with 200,000 samples, whose checkpoint is set to the beginning, the middle and the end of the epoch; the
+seconds from calling train to the first forward pass. Goal: they do not depend on the place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from contest import print_table, take_turns
+
+from hftune import Recipe, train
+from hftune.checkpoint import Checkpointer, newest
+from hftune.strategies.data_parallel import DataParallel
+
+SIZES = "{model_type: bert, hidden_size: 384, num_hidden_layers: 12, num_attention_heads: 6, intermediate_size: 1536}"
+SMALL = "{model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64}"
+SAMPLES = 200_000
+PLACES = {"beginning": 0.001, "middle": 0.5, "end": 0.999}
+
+
+def many_short_texts(part: str) -> list[dict[str, Any]]:
+    """Rows for ``task.dataset``."""
+    return [{"text": f"number {n % 97}", "label": n % 2} for n in range(SAMPLES if part == "train" else 8)]
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as name:
+        cost(Path(name), options)
+        going_on(Path(name), options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3, help="of going on (default %(default)s)")
+    return parser.parse_args()
+
+
+def cost(folder: Path, options: argparse.Namespace) -> None:
+    """Train with checkpoints and print what they cost."""
+    sizes = (f"task.model_config={SIZES}", "task.vocab_size=1000", "task.max_length=128", "task.max_eval_samples=16")
+    steps = (
+        f"train.max_steps={options.steps}",
+        f"checkpoint.every={options.every}",
+        "train.batch_size=16",
+        "train.log_every=10",
+    )
+    train(Recipe.load("yelp_demo", *sizes, *steps, "eval.every=1000000", f"output_dir={folder / 'cost'}"))
+    lines = [json.loads(line) for line in (folder / "cost" / "metrics.jsonl").read_text().splitlines()]
+    training = [line for line in lines if "train/loss" in line]
+    computing = sum(16 * 10 / line["perf/samples_per_s"] for line in training[1:])
+    # The checkpoint after the last step is logged by nobody: nothing waits for it.
+    blocked = [line["perf/checkpoint_s"] for line in training if "perf/checkpoint_s" in line]
+    between = computing * options.every / options.steps
+    tensors = newest(folder / "cost" / "checkpoints")[0].tensors["model"]
+    title = (
+        f"{sum(map(_size, tensors.values())) / 1e6:.1f} M parameters, {options.steps} steps, a checkpoint every {options.every}"
+    )
+    rows = [
+        ("seconds of training between two checkpoints", f"{between:.1f}"),
+        ("seconds on the training thread, each", f"{median(blocked):.3f}"),
+        ("share (goal: at most 2 %)", f"{100 * median(blocked) / between:.2f} %"),
+    ]
+    print_table(title, ("", ""), rows)
+
+
+def _size(tensor: Any) -> int:
+    return tensor.numel()
+
+
+def going_on(folder: Path, options: argparse.Namespace) -> None:
+    """Time the start from several places in an epoch."""
+    model = (f"task.model_config={SMALL}", "task.vocab_size=150", "task.max_length=16", "task.label_names=[a,b]")
+    data = (
+        f"task.dataset={Path(__file__).stem}:many_short_texts",
+        "train.batch_size=16",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+    )
+    recipe = Recipe.load("yelp_demo", *model, *data, "train.epochs=1", f"output_dir={folder / 'long'}")
+    seconds_to_first_step(recipe, steps=1)
+    written, _ = newest(folder / "long" / "checkpoints")
+    text = (written.path / "recipe.yaml").read_text()
+    num_steps = SAMPLES // 16
+
+    def go_on(place: float) -> float:
+        step = int(place * num_steps)
+        progress = {**written.progress, "state": {**written.progress["state"], "step": step, "step_in_epoch": step}}
+        checkpointer = Checkpointer(folder / "long" / "checkpoints", keep=1)
+        for path in (folder / "long" / "checkpoints").glob("step_*"):
+            path.rename(folder / f"{path.name}-{time.monotonic()}")
+        checkpointer.write(step, written.tensors, progress, text, None, [])
+        checkpointer.wait()
+        return seconds_to_first_step(recipe)
+
+    places = {name: lambda turn, place=place: go_on(place) for name, place in PLACES.items()}
+    seconds = take_turns(places, options.rounds)
+    rows = [(name, f"{median(runs):.2f}") for name, runs in seconds.items()]
+    print_table(
+        f"going on in an epoch of {num_steps:,} steps; median of {options.rounds} rounds", ("from the", "seconds"), rows
+    )
+
+
+class Reached(Exception):
+    """The step that was waited for has begun."""
+
+
+def seconds_to_first_step(recipe: Recipe, steps: int = 0) -> float:
+    """Train until ``steps`` steps are taken and the next begins; return the seconds until then."""
+    original, taken, began = DataParallel.forward_backward, 0, time.perf_counter()
+
+    def forward_backward(*arguments: Any, **options: Any) -> Any:
+        nonlocal taken
+        if taken == steps:
+            raise Reached
+        taken += 1
+        return original(*arguments, **options)
+
+    DataParallel.forward_backward = forward_backward
+    try:
+        train(recipe)
+    except Reached:
+        return time.perf_counter() - began
+    finally:
+        DataParallel.forward_backward = original
+    raise RuntimeError("Training ended before that step.")
+
+
+if __name__ == "__main__":
+    main()
