@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_cost.py [--steps 200] [--every 100]
 
 First: --steps steps of 16 reviews on one process with a checkpoint every --every steps. "on the training thread" is what hftune
-logs as perf/checkpoint_s, copying to the host and waiting for an earlier checkpoint that is still being written. Goal: at most 2 %.
+logs as perf/checkpoint_s, copying to the host and waiting for an earlier checkpoint that is being written. Goal: at most 2 %.
 
 Second: a small model with 200,000 samples, whose checkpoint is set to the beginning, the middle and the end of the epoch; the
 seconds from calling train to the first forward pass. Goal: they do not depend on the place.
