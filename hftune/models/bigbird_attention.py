@@ -1,4 +1,4 @@
-"""BigBird's block-sparse self-attention on gathered blocks and a fused kernel. Knows no stack, no task and no global state."""
+"""BigBird's block-sparse self-attention, by gathered blocks or by FlexAttention. Knows no stack, no task, no global state."""
 
 # Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
 # K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model. Gathered:
@@ -6,15 +6,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from hftune.errors import ConfigError
+
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three
 GATHERED_AT_ONCE = 2**21  # numbers in the gathered keys (8 MiB of float32), unless one head alone has more
+KERNELS = ("gathered", "flex")
+NO_FLEX_ON_CPU = (
+    "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
+    "Use block_sparse_kernel=gathered."
+)
 
 
 class BlockSparseSelfAttention(nn.Module):
@@ -33,6 +44,10 @@ class BlockSparseSelfAttention(nn.Module):
       5 + 2R blocks, for the whole batch, and once full it stays full.
     - Random blocks are drawn from the whole row, as in the paper; there, from the first 5 + 2R blocks or 1024 tokens.
 
+    ``block_sparse_kernel`` chooses how, not what: "gathered" gathers each query block's keys for a fused kernel; "flex" is
+    torch's FlexAttention, compiled for the blocks seen, without copies. torch 2.13 compiles the latter on a CPU for the
+    forward pass only, and anew for each size of the batch. That was watched and is tested; on a GPU, nothing was.
+
     Rows are padded on the right. There is no attention dropout, as in transformers' block-sparse path: the fused kernel of the
     CPU has none, and the two kernels must be one function.
 
@@ -45,6 +60,7 @@ class BlockSparseSelfAttention(nn.Module):
         self.block_size = config.block_size
         self.num_random_blocks = config.num_random_blocks
         self.sparse = config.attention_type == "block_sparse"
+        self.kernel = config.block_sparse_kernel
         self.max_blocks = -(-config.max_position_embeddings // config.block_size)
         self.seed = (config.random_blocks_seed << 20) + layer_index
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -68,7 +84,8 @@ class BlockSparseSelfAttention(nn.Module):
         else:
             if attention_mask is None:
                 attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            context_BHTD = self._attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
+            attend = {"gathered": self._attend_gathered, "flex": self._attend_flex}[self.kernel]
+            context_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
         return context_BHTD.transpose(1, 2).flatten(2), None
 
     @property
@@ -76,12 +93,48 @@ class BlockSparseSelfAttention(nn.Module):
         """Tokens (padded) up to which all rows attend in full."""
         return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
 
-    def _attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
-        B, H, T, D = q_BHTD.shape
-        S, N = self.block_size, T // self.block_size
+    def _last_blocks(self, valid_BT: Tensor) -> Tensor:
+        T, S = valid_BT.shape[1], self.block_size
         if T % S:
             raise ValueError(f"{T} tokens are not a multiple of the block size {S}; pad them.")
-        last_B = (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
+        return (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
+
+    def _attend_flex(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
+        if q_BHTD.device.type == "cpu" and q_BHTD.requires_grad:
+            raise ConfigError(NO_FLEX_ON_CPU)
+        try:
+            return _compiled_flex(q_BHTD.device.type)(q_BHTD, k_BHTD, v_BHTD, block_mask=self.block_mask(valid_BT))
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(
+                f"task.model_config.block_sparse_kernel=flex cannot be compiled here ({reason}). "
+                "Use block_sparse_kernel=gathered."
+            ) from error
+
+    def block_mask(self, valid_BT: Tensor) -> BlockMask:
+        """Return which blocks FlexAttention shall visit, from the blocks' indices; no mask over T x T tokens is made."""
+        S, (B, T) = self.block_size, valid_BT.shape
+        last_B = self._last_blocks(valid_BT)
+        blocks_BHMK, used_BHMK = self.key_blocks(last_B, T // S)
+        seen_BHNN = torch.zeros(B, self.num_heads, T // S, T // S, dtype=torch.int32, device=valid_BT.device)
+        seen_BHNN[:, :, 1:-1].scatter_add_(3, blocks_BHMK, used_BHMK.int())
+        seen_BHNN[:, :, 0] = 1
+        seen_BHNN[torch.arange(B, device=last_B.device), :, last_B] = 1
+        valid_B11NS = valid_BT.view(B, 1, 1, -1, S)
+        seen_BHNN = seen_BHNN.bool() & valid_B11NS.any(-1)
+        whole_B11N = valid_B11NS.all(-1)  # no padding in there: the kernel need not ask ``sees``
+
+        def sees(row: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+            return seen_BHNN[row, head, q_index // S, k_index // S] & valid_BT[row, k_index]
+
+        return BlockMask.from_kv_blocks(
+            *_counted(seen_BHNN & ~whole_B11N), *_counted(seen_BHNN & whole_B11N), BLOCK_SIZE=S, mask_mod=sees
+        )
+
+    def _attend_gathered(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
+        B, H, T, D = q_BHTD.shape
+        S, N = self.block_size, T // self.block_size
+        last_B = self._last_blocks(valid_BT)
         q_BHNSD, k_BHNSD, v_BHNSD = (x_BHTD.reshape(B, H, N, S, D) for x_BHTD in (q_BHTD, k_BHTD, v_BHTD))
 
         # All heads at once: on the CPU the kernel's backward pass spreads over rows and heads only (torch 2.13).
@@ -148,6 +201,23 @@ class BlockSparseSelfAttention(nn.Module):
         order_HMN = self._priorities[:, 1 : num_blocks - 1, :num_blocks]
         priority_BHMR, random_BHMR = order_HMN.where(free_BMN[:, None], -1.0).topk(self.num_random_blocks)
         return random_BHMR, priority_BHMR >= 0
+
+
+@cache
+def _compiled_flex(device_type: str) -> Callable[..., Tensor]:
+    """Return FlexAttention compiled; run eagerly, it would hold T x T scores.
+
+    By reading torch 2.13: on Hopper, the only backward kernel that it tries by default takes blocks of 128, not our 64;
+    "max-autotune" tries those of 64, too. On the CPU, kernels for varying sizes do not compile ("cur_kvSplitSize1 was not
+    declared").
+    """
+    settings = {"dynamic": False, "recompile_limit": 64} if device_type == "cpu" else {"mode": "max-autotune-no-cudagraphs"}
+    return torch.compile(flex_attention, fullgraph=True, **settings)
+
+
+def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each query block sees (B, H, N), and which: the indices that come first in (B, H, N, N)."""
+    return seen_BHNN.sum(-1, dtype=torch.int32), seen_BHNN.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 def _attend_middle(
