@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from hftune.errors import ConfigError
 
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three
-GATHERED_AT_ONCE = 2**21  # numbers in the gathered keys (8 MiB of float32), unless one head alone has more
+GATHERED_AT_ONCE = 2**20  # numbers in the gathered keys (4 MiB of float32), unless one head alone has more
 KERNELS = ("gathered", "flex")
 NO_FLEX_ON_CPU = (
     "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
@@ -251,12 +251,15 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
+        # What outlives the gathered keys is made before them: behind them, it would leave a hole in the heap where they were.
+        kept_X1SD = q_BHMSD.new_empty(len(gathered_XK), 1, *q_BHMSD.shape[-2:])
         keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
         context_X1SD, logsumexp_XS1 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _one_each(q_BHMSD), *keys_and_values, attn_mask=mask_X11Y
         )
-        ctx.save_for_backward(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, context_X1SD, logsumexp_XS1)
-        return context_X1SD.view(q_BHMSD.shape)
+        kept_X1SD.copy_(context_X1SD)
+        ctx.save_for_backward(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, kept_X1SD, logsumexp_XS1)
+        return kept_X1SD.view(q_BHMSD.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient_BHMSD: Tensor) -> tuple[Tensor | None, ...]:
