@@ -73,6 +73,9 @@ class BlockSparseSelfAttention(nn.Module):
 
         ``attention_mask`` (B, T): true where a token is, None where it is everywhere. T is a multiple of the block size where
         it is more than 5 + R blocks.
+
+        Raises:
+            ConfigError: FlexAttention cannot run here.
         """
         q_BHTD, k_BHTD, v_BHTD = (
             layer(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
