@@ -135,15 +135,17 @@ class TitleGeneration(Task):
 
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, and settle how it generates."""
+        import torch
         from transformers import BigBirdConfig, GenerationConfig
 
-        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
+        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder, make_config
+        from hftune.models.bigbird_attention import NO_FLEX_ON_CPU
         from hftune.models.pretrained import load_config, load_model
 
         tokens = self.tokenizer
         ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
         overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
-        base = load_config(self.model, {}) if self.model is not None else BigBirdConfig(**overrides)
+        base = load_config(self.model, {}) if self.model is not None else make_config(BigBirdConfig, overrides)
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
@@ -151,6 +153,8 @@ class TitleGeneration(Task):
         else:
             special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
             model = build_encoder_decoder(self.model, base, **special, pad_token_id=ids["pad_token_id"], **self.model_config)
+            if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
+                raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
         model.generation_config = GenerationConfig(
             **ids, decoder_start_token_id=ids["bos_token_id"], max_new_tokens=self.max_target_length, **self.generation
         )

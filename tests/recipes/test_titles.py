@@ -227,6 +227,34 @@ def test_positions_too_few_are_refused_before_training(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["task.architecture=prefix_lm", "task.model_config.attention_type=block_sparse"],
+            "task.model_config.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+            "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
+        ),
+        (
+            ["task.architecture=encoder_decoder", "task.model_config.decoder.attention_type=block_sparse"],
+            "task.model_config.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
+            "Leave it out; task.model_config.attention_type is the encoder's.",
+        ),
+        (
+            ["task.architecture=encoder_decoder", "task.model_config.block_sparse_kernel=flex"],
+            "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there "
+            "(torch 2.13). Use block_sparse_kernel=gathered.",
+        ),
+        (["task.model_config.block_size=0"], "task.model_config.block_size=0 must be at least 1."),
+    ],
+)
+def test_model_that_cannot_work_is_refused_before_training(overrides, sentence, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(ConfigError) as caught:
+        train(fresh(tmp_path, list(articles("train", 5)), *overrides))
+    assert str(caught.value) == sentence
+
+
 def test_traditional_characters_emoji_and_long_sources_train_and_generate(tmp_path):
     rows = [{"content": "臺灣的🚀發射。" * 60 + "Ünïcode ㄅㄆㄇ\u200b", "title": "臺灣🚀"} for _ in range(6)]
     result = train(fresh(tmp_path, rows, "train.max_steps=1"))
