@@ -34,7 +34,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, Bi
 
 from hftune.errors import ConfigError
 from hftune.messages import did_you_mean
-from hftune.models.bigbird_attention import KERNELS, BlockSparseSelfAttention
+from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
 from hftune.models.pretrained import load_model
 
 WARM_STARTS = ("bert", "big_bird")
@@ -210,6 +210,17 @@ class BlockSparseBigBirdConfig(BigBirdConfig):
     block_sparse_kernel: str = "gathered"
     """gathered or flex (FlexAttention; on a CPU without gradients, on GPUs never tried): a choice of speed, not of function."""
 
+    @property
+    def max_full_length(self) -> int:
+        """Tokens (padded) up to which all rows attend in full."""
+        return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
+
+    def padded_length(self, length: int) -> int:
+        """Return how many tokens a batch is computed with whose longest row has ``length``: whole blocks, where sparse."""
+        if self.attention_type != "block_sparse" or length <= self.max_full_length:
+            return length
+        return -(-length // self.block_size) * self.block_size
+
     @classmethod
     def warm_start(cls, config: PreTrainedConfig, **overrides: Any) -> BlockSparseBigBirdConfig:
         """Return the config of an encoder that takes the weights of a BERT or BigBird with ``config``.
@@ -274,12 +285,10 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
         hidden_BTC = self.embeddings(
             input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds
         )
-        length, block = hidden_BTC.shape[1], self.config.block_size
-        attention = self.encoder.layer[0].attention.self
-        if attention.sparse and length > attention.max_full_length and length % block:
+        length = hidden_BTC.shape[1]
+        if missing := self.config.padded_length(length) - length:
             if attention_mask is None:
                 attention_mask = hidden_BTC.new_ones(hidden_BTC.shape[:2], dtype=torch.bool)
-            missing = block - length % block
             hidden_BTC = torch.nn.functional.pad(hidden_BTC, (0, 0, 0, missing))
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
         hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state

@@ -178,14 +178,13 @@ class TitleGeneration(Task):
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
         said += cut_remarks(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
-        encoder = getattr(model.config, "encoder", model.config)
-        block = getattr(encoder, "block_size", 1)
-        if getattr(encoder, "attention_type", "") == "block_sparse" and self.max_source_length % block:
-            whole = -(-self.max_source_length // block) * block
-            said.append(
-                f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's blocks of {block} tokens: "
-                f"sources as long as that are padded to {whole}."
-            )
+        if self.architecture == "encoder_decoder":
+            padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
+            if padded > self.max_source_length:
+                said.append(
+                    f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's block of {block}: "
+                    f"sources as long as that are padded to {padded}."
+                )
         return said
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:

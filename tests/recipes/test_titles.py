@@ -286,6 +286,15 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     assert shown == [["source", "北京大学的报告。"]] * 2
 
 
+def test_length_that_is_no_multiple_of_the_block_is_said(tmp_path, capsys):
+    rows = list(articles("train", 5))
+    long = ("task.architecture=encoder_decoder", "task.max_source_length=100", "train.max_steps=1")
+    train(fresh(tmp_path, rows, *long))
+    assert (
+        "task.max_source_length=100 is not a multiple of the encoder's block of 8: sources as long as that are padded to 104."
+    ) in capsys.readouterr().out.splitlines()
+
+
 def test_samples_are_tables_on_the_dashboards(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     rows = [{"content": "北京大学|的报告。", "title": "北京大学"}] * 4
