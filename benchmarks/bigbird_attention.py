@@ -1,19 +1,28 @@
-"""Compare transformers' BigBird encoder with ours, forward and backward on the CPU: seconds and peak memory.
+"""Compare transformers' BigBird encoder with ours, forward and backward: seconds, peak memory, and the longest batch.
 
-    python benchmarks/bigbird_attention.py [--tokens 2048 4096] [--rounds 3]
+    python benchmarks/bigbird_attention.py [--tokens 2048 4096] [--rounds 3] [--device cuda]
+    python benchmarks/bigbird_attention.py --longest [--device cuda]
 
-Goals: 1.5 times as fast as transformers' block-sparse attention, with a third of its memory. Each measurement is a process of
-its own, because a process's peak memory never goes down again; contenders take turns. "peak MiB" is the growth of the
-process's largest resident set (ru_maxrss) from the built model to the last step, so it holds activations and gradients, but
-neither Python nor the weights. "seconds" are those of the fastest of --steps steps after the first, "CPU s" those of all
-threads, which say more where the machine is shared.
-"layer" is one self-attention alone; "encoder" has feed-forward layers, whose activations neither attention can save.
+Goals: 1.5 times as fast as transformers' block-sparse attention on a CPU and 3 times on a GPU, with a third of its memory. Each
+measurement is a process of its own, because a process's peak memory never goes down again; contenders take turns. "seconds"
+are those of the fastest of --steps steps after the first, "CPU s" those of all threads, which say more where the machine is
+shared. "layer" is one self-attention alone; "encoder" has feed-forward layers, whose activations neither attention can save.
+
+"peak MiB" on a CPU is the growth of the process's largest resident set (ru_maxrss) from the built model to the last step, so it
+holds activations and gradients, but neither Python nor the weights; on a GPU, what PyTorch's allocator held at most, weights
+included.
+
+--longest trains an encoder of BigBird's base size (12 layers of 768, AdamW) and says how much fits in 16 GiB, block-sparse:
+rows of 4096 tokens, and tokens of a single row. On a GPU both are searched for; a step that ran, with at most that much
+allocated, is what fits. On a CPU they are extrapolated from the resident sets of whole processes at 2048, 3072 and 4096 tokens
+of one row, and nothing is said where these three are not on a line. The CPU's figures hold for CPUs only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -24,24 +33,44 @@ from statistics import median
 
 from contest import print_table, take_turns
 
-CONTENDERS = ("transformers, sparse", "hftune, sparse", "transformers, full", "hftune, full")
+CONTENDERS = ("transformers, sparse", "hftune, sparse", "hftune, flex", "transformers, full", "hftune, full")
 FIELDS = ("seconds", "cpu_seconds", "peak_mib")
+BUDGET_MIB = 16 * 1024
+BASE = {"width": 768, "layers": 12, "vocab": 50358}
+ON_A_LINE = 0.03  # share of the middle one that three measurements may be off a line
 
 
-def main() -> None:
+def main() -> int:
     options = parse()
+    if options.device == "cuda" and not gpu_found():
+        print("--device cuda needs a machine with an NVIDIA GPU and a CUDA build of PyTorch.", file=sys.stderr)
+        return 2
     if options.only:
         print(json.dumps(measure(options)))
-        return
-    for part in ("layer", "encoder"):
-        for tokens in options.tokens:
-            compare(part, tokens, options)
+    elif options.longest:
+        longest(options)
+    else:
+        for part in ("layer", "encoder"):
+            for tokens in options.tokens:
+                compare(part, tokens, options)
+    return 0
+
+
+def gpu_found() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def contenders(options: argparse.Namespace) -> list[str]:
+    """FlexAttention has no backward pass on a CPU (torch 2.13)."""
+    return [name for name in CONTENDERS if options.device == "cuda" or not name.endswith("flex")]
 
 
 def compare(part: str, tokens: int, options: argparse.Namespace) -> None:
     """Let all contenders take turns and print their table."""
     results = take_turns(
-        {name: lambda turn, name=name: in_own_process(part, tokens, name) for name in CONTENDERS}, options.rounds
+        {name: lambda turn, name=name: in_own_process(part, tokens, name) for name in contenders(options)}, options.rounds
     )
     medians = {name: [median(run[field] for run in runs) for field in FIELDS] for name, runs in results.items()}
     seconds, cpu_seconds, peak = medians[CONTENDERS[0]]
@@ -51,10 +80,55 @@ def compare(part: str, tokens: int, options: argparse.Namespace) -> None:
     ]
     layers = "one layer" if part == "layer" else f"{options.layers} layers"
     title = (
-        f"{part}, {tokens} tokens, batch 1, width {options.width}, {layers}, {options.threads} threads, training mode; "
+        f"{part}, {tokens} tokens, batch 1, width {options.width}, {layers}, {where(options)}, training mode; "
         f"median of {options.rounds} rounds"
     )
     print_table(title, ("", "seconds", "CPU s", "peak MiB", "times as fast", "by CPU s", "of its memory"), rows)
+
+
+def where(options: argparse.Namespace) -> str:
+    precision = "bf16" if options.bf16 else "float32"
+    return f"{options.threads} threads, {precision}" if options.device == "cpu" else f"GPU, {precision}"
+
+
+def longest(options: argparse.Namespace) -> None:
+    """Print how many rows of 4096 tokens, and how many tokens of one row, each block-sparse contender can train on."""
+    find = longest_on_gpu if options.device == "cuda" else longest_on_cpu
+    rows = [(name, *find(name)) for name in contenders(options) if not name.endswith("full")]
+    title = f"base-size encoder in {BUDGET_MIB // 1024} GiB with AdamW, {where(options)}; "
+    title += "measured" if options.device == "cuda" else "EXTRAPOLATED from 2048, 3072, 4096 tokens of one row"
+    print_table(title, ("", "rows of 4096", "tokens of one row", "MiB measured"), rows)
+
+
+def longest_on_gpu(name: str) -> tuple[str, str, str]:
+    """Double what fits until it does not, then halve the gap."""
+
+    def peak(rows: int, tokens: int) -> float:
+        return in_own_process("training", tokens, name, rows)["peak_mib"]
+
+    def most(fits: Callable[[int], bool]) -> int:
+        low, high = 0, 1
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1, low // 32):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    rows = most(lambda rows: peak(rows, 4096) <= BUDGET_MIB)
+    tokens = 1024 * most(lambda thousands: peak(1, 1024 * thousands) <= BUDGET_MIB)
+    return f"{rows}", f"{tokens}", f"{peak(rows, 4096):.0f}" if rows else "-"
+
+
+def longest_on_cpu(name: str) -> tuple[str, str, str]:
+    """Lay a line through three measurements; say nothing where they are not on one."""
+    peaks = [in_own_process("training", tokens, name)["peak_mib"] for tokens in (2048, 3072, 4096)]
+    measured = ", ".join(f"{peak:.0f}" for peak in peaks)
+    a_token = (peaks[2] - peaks[0]) / 2048
+    if abs((peaks[0] + peaks[2]) / 2 - peaks[1]) > ON_A_LINE * peaks[1]:
+        return "not linear", "not linear", measured
+    tokens = int((BUDGET_MIB - peaks[0]) / a_token) + 2048
+    return f"{tokens // 4096}", f"{tokens // 64 * 64}", measured
 
 
 def parse() -> argparse.Namespace:
@@ -65,78 +139,120 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--bf16", action="store_true", help="in autocast; default float32")
+    parser.add_argument("--longest", action="store_true", help="what fits in 16 GiB, instead of the tables")
     parser.add_argument("--only", choices=CONTENDERS, help="measure one in this process and print it as JSON")
-    parser.add_argument("--part", choices=("layer", "encoder"), default="encoder", help="for --only")
+    parser.add_argument("--part", choices=("layer", "encoder", "training"), default="encoder", help="for --only")
+    parser.add_argument("--rows", type=int, default=1, help="for --only --part training")
     return parser.parse_args()
 
 
-def in_own_process(part: str, tokens: int, name: str) -> dict[str, float]:
+def in_own_process(part: str, tokens: int, name: str, rows: int = 1) -> dict[str, float]:
     """Run this script for one contender and read its line. Later options win, so the caller's own stay in force."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--tokens", str(tokens), "--only", name]
+    case = ["--part", part, "--tokens", str(tokens), "--only", name, "--rows", str(rows)]
+    command = [sys.executable, __file__, *sys.argv[1:], *case]
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
     return json.loads(said.splitlines()[-1])
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Time forward and backward of one contender."""
+    """Time one contender's steps and take its peak memory; a GPU that is too small makes the latter infinite."""
     import torch
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    step = build(options)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    on_gpu, training = options.device == "cuda", options.part == "training"
+    with torch.device(options.device):
+        step = build_training(options) if training else build(options)
+    before = 0.0 if training else resident_mib()
     seconds, cpu_seconds = [], []
-    for _ in range(options.steps + 1):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        step()
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": min(seconds[1:]), "cpu_seconds": min(cpu_seconds[1:]), "peak_mib": (peak - before) / 1024}
+    try:
+        for _ in range(2 if training else options.steps + 1):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
+    except torch.OutOfMemoryError:
+        return {"seconds": math.inf, "cpu_seconds": math.inf, "peak_mib": math.inf}
+    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else resident_mib() - before
+    return {"seconds": min(seconds[1:]), "cpu_seconds": min(cpu_seconds[1:]), "peak_mib": peak}
 
 
-def build(options: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that does one forward and backward pass of ``options.only``."""
-    import torch
+def resident_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def build_model(options: argparse.Namespace, width: int, layers: int, vocab: int):
+    """Return the encoder of ``options.only``, in training mode."""
     from transformers import BigBirdConfig, BigBirdModel
 
     from hftune.models.bigbird import BlockSparseBigBirdConfig, BlockSparseBigBirdModel
 
     whose, kind = options.only.split(", ")
     config = BigBirdConfig(
-        vocab_size=1000,
-        hidden_size=options.width,
-        num_hidden_layers=1 if options.part == "layer" else options.layers,
-        num_attention_heads=options.width // 64,
-        intermediate_size=4 * options.width,
-        attention_type={"sparse": "block_sparse", "full": "original_full"}[kind],
+        vocab_size=vocab,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+        max_position_embeddings=max(4096, *options.tokens),
+        attention_type="original_full" if kind == "full" else "block_sparse",
     )
     if whose == "transformers":
-        model = BigBirdModel(config, add_pooling_layer=False)
-    else:
-        model = BlockSparseBigBirdModel(BlockSparseBigBirdConfig.warm_start(config))
-    model.train()
+        return BigBirdModel(config, add_pooling_layer=False).train()
+    kernel = "flex" if kind == "flex" else "gathered"
+    return BlockSparseBigBirdModel(BlockSparseBigBirdConfig.warm_start(config, block_sparse_kernel=kernel)).train()
+
+
+def build_training(options: argparse.Namespace) -> Callable[[], None]:
+    """Return a function that trains a base-size encoder for one step."""
+    import torch
+
+    model = build_model(options, **BASE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(0, BASE["vocab"], (options.rows, *options.tokens))
+
+    def step() -> None:
+        one_step(options, model, lambda: model(ids).last_hidden_state)
+        optimizer.step()
+
+    return step
+
+
+def build(options: argparse.Namespace) -> Callable[[], None]:
+    """Return a function that does one forward and backward pass of ``options.only``."""
+    import torch
+    from transformers import BigBirdModel
+
+    model = build_model(options, options.width, 1 if options.part == "layer" else options.layers, vocab=1000)
     (tokens,) = options.tokens
     if options.part == "encoder":
         ids = torch.randint(0, 1000, (1, tokens))
-        return lambda: one_step(model, lambda: model(ids).last_hidden_state)
+        return lambda: one_step(options, model, lambda: model(ids).last_hidden_state)
     hidden = torch.randn(1, tokens, options.width, requires_grad=True)
     attention = model.encoder.layer[0].attention.self
     extra = {}
     if options.only == CONTENDERS[0]:
         names = ("from_blocked_mask", "band_mask", "from_mask", "to_mask")
-        masks = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(1, tokens), config.block_size)
+        masks = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(1, tokens), model.config.block_size)
         extra = dict(zip(names, masks, strict=True))
         extra["to_blocked_mask"] = extra["from_blocked_mask"]
-    return lambda: one_step(attention, lambda: attention(hidden, **extra)[0])
+    return lambda: one_step(options, attention, lambda: attention(hidden, **extra)[0])
 
 
-def one_step(model, forward) -> None:
+def one_step(options: argparse.Namespace, model, forward) -> None:
     """Forward and backward, with fresh gradients."""
+    import torch
+
     model.zero_grad()
-    forward().square().mean().backward()
+    with torch.autocast(options.device, torch.bfloat16, enabled=options.bf16):
+        loss = forward().float().square().mean()
+    loss.backward()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

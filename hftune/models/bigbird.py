@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -26,14 +28,21 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     PreTrainedConfig,
 )
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCrossAttentions
 from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
 
 from hftune.errors import ConfigError
-from hftune.models.bigbird_attention import BlockSparseSelfAttention
+from hftune.messages import did_you_mean
+from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
 from hftune.models.pretrained import load_model
 
 WARM_STARTS = ("bert", "big_bird")
+SECTION = "task.model_config"
+LEAST = {"num_hidden_layers": 1, "num_attention_heads": 1, "block_size": 1, "num_random_blocks": 0}
+CHOICES = {"attention_type": ("block_sparse", "original_full"), "block_sparse_kernel": KERNELS, "hidden_act": tuple(ACT2FN)}
+
+Config = TypeVar("Config", bound=PreTrainedConfig)
 
 
 class PrefixLMConfig(BertConfig):
@@ -51,13 +60,20 @@ class PrefixLMConfig(BertConfig):
         """Return the config of a prefix LM that takes the weights of a BERT, a BigBird or a prefix LM with ``config``.
 
         Attention dropout becomes 0 unless ``overrides`` say otherwise: with it, torch's CPU has no fused attention, which
-        makes long sources slow (torch 2.13).
+        makes long sources slow (torch 2.13). What only a BigBird has, such as the block size, may stand there and is not used.
 
         Raises:
-            ConfigError: a model of another kind, or one that BERT's stack cannot stand for.
+            ConfigError: a model of another kind, or one that BERT's stack cannot stand for; a field that there is not, or a
+                value that cannot work.
         """
+        _refuse_unknown(overrides, cls, BlockSparseBigBirdConfig)
+        if overrides.get("attention_type") == "block_sparse":
+            raise ConfigError(
+                f"{SECTION}.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+                "Use task.architecture=encoder_decoder, whose encoder is block-sparse."
+            )
         if isinstance(config, cls):
-            return cls(**_common_fields(config, cls) | overrides)
+            return make_config(cls, _common_fields(config, cls) | overrides)
         _refuse_other_kinds(config, "prefix_lm")
         if not getattr(config, "use_bias", True) or getattr(config, "rescale_embeddings", False):
             raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which architecture=prefix_lm lacks.")
@@ -65,7 +81,7 @@ class PrefixLMConfig(BertConfig):
             raise ConfigError(
                 f"task.model has {config.type_vocab_size} token type; architecture=prefix_lm needs two, for source and title."
             )
-        return cls(**_common_fields(config, cls) | {"attention_probs_dropout_prob": 0.0} | overrides)
+        return make_config(cls, _common_fields(config, cls) | {"attention_probs_dropout_prob": 0.0} | overrides)
 
 
 class PrefixLM(BertLMHeadModel):
@@ -191,18 +207,32 @@ class BlockSparseBigBirdConfig(BigBirdConfig):
     """Not used: there is none."""
     random_blocks_seed: int = 0
     """Key of the random blocks, together with the layer. Part of the model: another seed is another function."""
+    block_sparse_kernel: str = "gathered"
+    """gathered or flex (FlexAttention; on a CPU without gradients, on GPUs never tried): a choice of speed, not of function."""
+
+    @property
+    def max_full_length(self) -> int:
+        """Tokens (padded) up to which all rows attend in full."""
+        return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
+
+    def padded_length(self, length: int) -> int:
+        """Return how many tokens a batch is computed with whose longest row has ``length``: whole blocks, where sparse."""
+        if self.attention_type != "block_sparse" or length <= self.max_full_length:
+            return length
+        return -(-length // self.block_size) * self.block_size
 
     @classmethod
     def warm_start(cls, config: PreTrainedConfig, **overrides: Any) -> BlockSparseBigBirdConfig:
         """Return the config of an encoder that takes the weights of a BERT or BigBird with ``config``.
 
         Raises:
-            ConfigError: a model of another kind.
+            ConfigError: a model of another kind; a field that there is not, or a value that cannot work.
         """
+        _refuse_unknown(overrides, cls)
         if not isinstance(config, cls):
             _refuse_other_kinds(config, "encoder_decoder")
         encoder = {"is_decoder": False, "add_cross_attention": False, "attention_probs_dropout_prob": 0.0}
-        return cls(**_common_fields(config, cls) | overrides | encoder)
+        return make_config(cls, _common_fields(config, cls) | overrides | encoder)
 
 
 class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
@@ -255,12 +285,10 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
         hidden_BTC = self.embeddings(
             input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds
         )
-        length, block = hidden_BTC.shape[1], self.config.block_size
-        attention = self.encoder.layer[0].attention.self
-        if attention.sparse and length > attention.max_full_length and length % block:
+        length = hidden_BTC.shape[1]
+        if missing := self.config.padded_length(length) - length:
             if attention_mask is None:
                 attention_mask = hidden_BTC.new_ones(hidden_BTC.shape[:2], dtype=torch.bool)
-            missing = block - length % block
             hidden_BTC = torch.nn.functional.pad(hidden_BTC, (0, 0, 0, missing))
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
         hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
@@ -287,15 +315,25 @@ def build_encoder_decoder(
     Source: Rothe et al., Leveraging Pre-trained Checkpoints for Sequence Generation Tasks, 2020 (BERT2BERT).
 
     Raises:
-        ConfigError: no such model, or one of another kind.
+        ConfigError: no such model, or one of another kind; a field that a half does not have, or a value that cannot work.
     """
+    decoder = decoder or {}
     if isinstance(config, EncoderDecoderConfig):
+        if encoder or decoder:
+            raise ConfigError(f"task.model is an encoder and a decoder already, loaded as they are. Leave {SECTION} empty.")
         return load_model(EncoderDecoderModel, model, config)
     encoder_config = BlockSparseBigBirdConfig.warm_start(config, **encoder)
     if not encoder_config.use_bias or encoder_config.rescale_embeddings:
         raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which BERT's decoder lacks.")
+    if decoder.get("attention_type") == "block_sparse":
+        raise ConfigError(
+            f"{SECTION}.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
+            f"Leave it out; {SECTION}.attention_type is the encoder's."
+        )
+    _refuse_unknown(decoder, BertConfig, section=f"{SECTION}.decoder")
     as_decoder = {"is_decoder": True, "add_cross_attention": True, "attention_probs_dropout_prob": 0.0}
-    decoder_config = BertConfig(**_common_fields(config, BertConfig) | as_decoder | (decoder or {}))
+    decoder_fields = _common_fields(config, BertConfig) | as_decoder | decoder
+    decoder_config = make_config(BertConfig, decoder_fields, f"{SECTION}.decoder")
     halves = {
         "encoder": load_model(BlockSparseBigBirdModel if model else AutoModel, model, encoder_config),
         "decoder": load_model(BertLMHeadModel if model else AutoModelForCausalLM, model, decoder_config),
@@ -310,6 +348,39 @@ def build_encoder_decoder(
         decoder_start_token_id=start_token_id, bos_token_id=start_token_id, eos_token_id=end_token_id, pad_token_id=pad_token_id
     )
     return joined
+
+
+def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SECTION) -> Config:
+    """Make a config of a model of this module.
+
+    Raises:
+        ConfigError: a value that cannot work, named as a key of ``section``.
+    """
+    try:
+        config = kind(**values)
+    except StrictDataclassError as error:
+        reason = str(error).splitlines()[-1].strip().removeprefix("TypeError: ")
+        raise ConfigError(f"{section} cannot be used: {reason}.") from error
+    for name, bound in LEAST.items():
+        if (value := getattr(config, name, bound)) < bound:
+            raise ConfigError(f"{section}.{name}={value} must be at least {bound}.")
+    for name, choices in CHOICES.items():
+        if (value := getattr(config, name, choices[0])) not in choices:
+            known = "one that transformers knows" if name == "hidden_act" else f"one of {', '.join(choices)}"
+            raise ConfigError(f"{section}.{name}={value!r} is not {known}.{did_you_mean(value, choices)}")
+    if config.hidden_size % config.num_attention_heads:
+        raise ConfigError(
+            f"{section}.hidden_size={config.hidden_size} is not a multiple of "
+            f"{section}.num_attention_heads={config.num_attention_heads}."
+        )
+    return config
+
+
+def _refuse_unknown(given: Iterable[str], *kinds: type[PreTrainedConfig], section: str = SECTION) -> None:
+    known = [field.name for kind in kinds for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{section}.{key} is not a key of {kinds[0].__name__}.{did_you_mean(key, known)}")
 
 
 def _refuse_other_kinds(config: PreTrainedConfig, architecture: str) -> None:

@@ -1,20 +1,31 @@
-"""BigBird's block-sparse self-attention on gathered blocks and a fused kernel. Knows no stack, no task and no global state."""
+"""BigBird's block-sparse self-attention, by gathered blocks or by FlexAttention. Knows no stack, no task, no global state."""
 
 # Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
-# K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model.
+# K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model. Gathered:
+# X = B H M query blocks, Y = K S keys of each.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from hftune.errors import ConfigError
+
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three
-GATHERED_AT_ONCE = 2**21  # numbers in the gathered keys (8 MiB of float32), unless one head alone has more
+GATHERED_AT_ONCE = 2**20  # numbers in the gathered keys (4 MiB of float32), unless one head alone has more
+KERNELS = ("gathered", "flex")
+NO_FLEX_ON_CPU = (
+    "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
+    "Use block_sparse_kernel=gathered."
+)
 
 
 class BlockSparseSelfAttention(nn.Module):
@@ -33,6 +44,10 @@ class BlockSparseSelfAttention(nn.Module):
       5 + 2R blocks, for the whole batch, and once full it stays full.
     - Random blocks are drawn from the whole row, as in the paper; there, from the first 5 + 2R blocks or 1024 tokens.
 
+    ``block_sparse_kernel`` chooses how, not what: "gathered" gathers each query block's keys for a fused kernel; "flex" is
+    torch's FlexAttention, compiled for the blocks seen, without copies. torch 2.13 compiles the latter on a CPU for the
+    forward pass only, and anew for each size of the batch. That was watched and is tested; on a GPU, nothing was.
+
     Rows are padded on the right. There is no attention dropout, as in transformers' block-sparse path: the fused kernel of the
     CPU has none, and the two kernels must be one function.
 
@@ -45,6 +60,7 @@ class BlockSparseSelfAttention(nn.Module):
         self.block_size = config.block_size
         self.num_random_blocks = config.num_random_blocks
         self.sparse = config.attention_type == "block_sparse"
+        self.kernel = config.block_sparse_kernel
         self.max_blocks = -(-config.max_position_embeddings // config.block_size)
         self.seed = (config.random_blocks_seed << 20) + layer_index
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -57,6 +73,9 @@ class BlockSparseSelfAttention(nn.Module):
 
         ``attention_mask`` (B, T): true where a token is, None where it is everywhere. T is a multiple of the block size where
         it is more than 5 + R blocks.
+
+        Raises:
+            ConfigError: FlexAttention cannot run here.
         """
         q_BHTD, k_BHTD, v_BHTD = (
             layer(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -68,7 +87,8 @@ class BlockSparseSelfAttention(nn.Module):
         else:
             if attention_mask is None:
                 attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            context_BHTD = self._attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
+            attend = {"gathered": self._attend_gathered, "flex": self._attend_flex}[self.kernel]
+            context_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
         return context_BHTD.transpose(1, 2).flatten(2), None
 
     @property
@@ -76,12 +96,48 @@ class BlockSparseSelfAttention(nn.Module):
         """Tokens (padded) up to which all rows attend in full."""
         return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
 
-    def _attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
-        B, H, T, D = q_BHTD.shape
-        S, N = self.block_size, T // self.block_size
+    def _last_blocks(self, valid_BT: Tensor) -> Tensor:
+        T, S = valid_BT.shape[1], self.block_size
         if T % S:
             raise ValueError(f"{T} tokens are not a multiple of the block size {S}; pad them.")
-        last_B = (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
+        return (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
+
+    def _attend_flex(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
+        if q_BHTD.device.type == "cpu" and q_BHTD.requires_grad:
+            raise ConfigError(NO_FLEX_ON_CPU)
+        try:
+            return _compiled_flex(q_BHTD.device.type)(q_BHTD, k_BHTD, v_BHTD, block_mask=self.block_mask(valid_BT))
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(
+                f"task.model_config.block_sparse_kernel=flex cannot be compiled here ({reason}). "
+                "Use block_sparse_kernel=gathered."
+            ) from error
+
+    def block_mask(self, valid_BT: Tensor) -> BlockMask:
+        """Return which blocks FlexAttention shall visit, from the blocks' indices; no mask over T x T tokens is made."""
+        S, (B, T) = self.block_size, valid_BT.shape
+        last_B = self._last_blocks(valid_BT)
+        blocks_BHMK, used_BHMK = self.key_blocks(last_B, T // S)
+        seen_BHNN = torch.zeros(B, self.num_heads, T // S, T // S, dtype=torch.int32, device=valid_BT.device)
+        seen_BHNN[:, :, 1:-1].scatter_add_(3, blocks_BHMK, used_BHMK.int())
+        seen_BHNN[:, :, 0] = 1
+        seen_BHNN[torch.arange(B, device=last_B.device), :, last_B] = 1
+        valid_B11NS = valid_BT.view(B, 1, 1, -1, S)
+        seen_BHNN = seen_BHNN.bool() & valid_B11NS.any(-1)
+        whole_B11N = valid_B11NS.all(-1)  # no padding in there: the kernel need not ask ``sees``
+
+        def sees(row: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+            return seen_BHNN[row, head, q_index // S, k_index // S] & valid_BT[row, k_index]
+
+        return BlockMask.from_kv_blocks(
+            *_counted(seen_BHNN & ~whole_B11N), *_counted(seen_BHNN & whole_B11N), BLOCK_SIZE=S, mask_mod=sees
+        )
+
+    def _attend_gathered(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
+        B, H, T, D = q_BHTD.shape
+        S, N = self.block_size, T // self.block_size
+        last_B = self._last_blocks(valid_BT)
         q_BHNSD, k_BHNSD, v_BHNSD = (x_BHTD.reshape(B, H, N, S, D) for x_BHTD in (q_BHTD, k_BHTD, v_BHTD))
 
         # All heads at once: on the CPU the kernel's backward pass spreads over rows and heads only (torch 2.13).
@@ -91,12 +147,12 @@ class BlockSparseSelfAttention(nn.Module):
         first_BH1SD, last_BH1SD = global_BHTD.view(B, H, 2, S, D).split(1, 2)
 
         # Gathered blocks are 5 + R times as large as keys and values. A few heads at a time, and gathered once more in the
-        # backward pass, they fit the caches and are never held for all heads and layers. Nothing in there is drawn at random.
+        # backward pass, they fit the caches and are never held for all heads and layers.
         blocks_BHMK, used_BHMK = self.key_blocks(last_B, N)
         num_heads = max(1, GATHERED_AT_ONCE // (blocks_BHMK[:, 0].numel() * S * D))
         inputs = (q_BHNSD[:, :, 1:-1], k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
-        attend = partial(checkpoint, _attend_gathered, use_reentrant=False, preserve_rng_state=False)
         parts = zip(*(x.split(num_heads, 1) for x in inputs), strict=True)
+        attend = _attend_middle_on_cpu if q_BHTD.device.type == "cpu" else _attend_middle
         middle_BHMSD = torch.cat([attend(*part, valid_BT) for part in parts], 1)
 
         context_BHNSD = torch.cat([first_BH1SD, middle_BHMSD, last_BH1SD], 2)
@@ -150,19 +206,100 @@ class BlockSparseSelfAttention(nn.Module):
         return random_BHMR, priority_BHMR >= 0
 
 
-def _attend_gathered(
+@cache
+def _compiled_flex(device_type: str) -> Callable[..., Tensor]:
+    """Return FlexAttention compiled; run eagerly, it would hold T x T scores.
+
+    By reading torch 2.13: on Hopper, the only backward kernel that it tries by default takes blocks of 128, not our 64;
+    "max-autotune" tries those of 64, too. On the CPU, kernels for varying sizes do not compile ("cur_kvSplitSize1 was not
+    declared").
+    """
+    settings = {"dynamic": False, "recompile_limit": 64} if device_type == "cpu" else {"mode": "max-autotune-no-cudagraphs"}
+    return torch.compile(flex_attention, fullgraph=True, **settings)
+
+
+def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each query block sees (B, H, N), and which: the indices that come first in (B, H, N, N)."""
+    return seen_BHNN.sum(-1, dtype=torch.int32), seen_BHNN.int().argsort(dim=-1, descending=True, stable=True).int()
+
+
+def _attend_middle(
     q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
 ) -> Tensor:
     """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it."""
-    B, H, N, S, D = k_BHNSD.shape
+    gathered_XK, mask_X11Y = _places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT)
+
+    def attend(q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor) -> Tensor:
+        keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
+        return scaled_dot_product_attention(_one_each(q_BHMSD), *keys_and_values, mask_X11Y).view(q_BHMSD.shape)
+
+    # Nothing in there is drawn at random.
+    return checkpoint(attend, q_BHMSD, k_BHNSD, v_BHNSD, use_reentrant=False, preserve_rng_state=False)
+
+
+def _attend_middle_on_cpu(
+    q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
+) -> Tensor:
+    """Do the same as ``_attend_middle``, faster."""
+    gathered_XK, mask_X11Y = _places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT)
+    mask_X11Y = torch.zeros_like(mask_X11Y, dtype=q_BHMSD.dtype).masked_fill_(~mask_X11Y, -torch.inf)
+    return _GatheredAttention.apply(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """The kernel that scaled_dot_product_attention has on the CPU, over keys and values that the backward pass gathers again.
+
+    ``checkpoint`` keeps as little, but runs the forward kernel again, too: a layer then takes a sixth more time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
+        # What outlives the gathered keys is made before them: behind them, it would leave a hole in the heap where they were.
+        kept_X1SD = q_BHMSD.new_empty(len(gathered_XK), 1, *q_BHMSD.shape[-2:])
+        keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
+        context_X1SD, logsumexp_XS1 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _one_each(q_BHMSD), *keys_and_values, attn_mask=mask_X11Y
+        )
+        kept_X1SD.copy_(context_X1SD)
+        ctx.save_for_backward(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, kept_X1SD, logsumexp_XS1)
+        return kept_X1SD.view(q_BHMSD.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BHMSD: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, context_X1SD, logsumexp_XS1 = ctx.saved_tensors
+        keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
+        q_grad_X1SD, *grads_X1YD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_one_each(gradient_BHMSD), _one_each(q_BHMSD), *keys_and_values, context_X1SD, logsumexp_XS1),
+            dropout_p=0.0,
+            is_causal=False,
+            attn_mask=mask_X11Y,
+        )
+        k_grad_BHNSD, v_grad_BHNSD = (_scatter(grad_X1YD, gathered_XK, k_BHNSD.shape) for grad_X1YD in grads_X1YD)
+        return q_grad_X1SD.view(q_BHMSD.shape), k_grad_BHNSD, v_grad_BHNSD, None, None
+
+
+def _places(shape_BHNSD: torch.Size, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the named blocks stand among those of all rows and heads, and which of their keys count."""
+    B, H, N, S, _ = shape_BHNSD
     K = blocks_BHMK.shape[-1]
     starts_BH11 = torch.arange(B * H, device=blocks_BHMK.device).view(B, H, 1, 1) * N
-    gathered = (starts_BH11 + blocks_BHMK).flatten()
-    k_XYD, v_XYD = (  # X = B H M query blocks, Y = K S keys of each
-        x_BHNSD.reshape(B * H * N, S * D).index_select(0, gathered).view(-1, 1, K * S, D) for x_BHNSD in (k_BHNSD, v_BHNSD)
-    )
-    valid_BHNS = valid_BT.view(B, 1, N, S).expand(B, H, N, S)
-    valid_XKS = valid_BHNS.reshape(B * H * N, S).index_select(0, gathered).view(-1, K, S)
-    mask_X11Y = (valid_XKS & used_BHMK.reshape(-1, K, 1)).view(-1, 1, 1, K * S)
-    context_X1SD = scaled_dot_product_attention(q_BHMSD.reshape(-1, 1, S, D), k_XYD, v_XYD, mask_X11Y)
-    return context_X1SD.view(q_BHMSD.shape)
+    gathered_XK = (starts_BH11 + blocks_BHMK).view(-1, K)
+    valid_XKS = valid_BT.view(B, 1, N, S).expand(B, H, N, S).reshape(-1, S)[gathered_XK]
+    return gathered_XK, (valid_XKS & used_BHMK.reshape(-1, K, 1)).view(-1, 1, 1, K * S)
+
+
+def _gather(x_BHNSD: Tensor, gathered_XK: Tensor) -> Tensor:
+    S, D = x_BHNSD.shape[-2:]
+    return x_BHNSD.reshape(-1, S * D).index_select(0, gathered_XK.flatten()).view(len(gathered_XK), 1, -1, D)
+
+
+def _scatter(gradient_X1YD: Tensor, gathered_XK: Tensor, shape_BHNSD: torch.Size) -> Tensor:
+    """Return the gradient of what ``_gather`` was given."""
+    B, H, N, S, D = shape_BHNSD
+    gradient = gradient_X1YD.new_zeros(B * H * N, S * D)
+    return gradient.index_add_(0, gathered_XK.flatten(), gradient_X1YD.reshape(-1, S * D)).view(shape_BHNSD)
+
+
+def _one_each(x_BHMSD: Tensor) -> Tensor:
+    """Make every query block a row of its own, (X, 1, S, D)."""
+    return x_BHMSD.reshape(-1, 1, *x_BHMSD.shape[-2:])

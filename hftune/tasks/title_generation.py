@@ -135,15 +135,17 @@ class TitleGeneration(Task):
 
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, and settle how it generates."""
+        import torch
         from transformers import BigBirdConfig, GenerationConfig
 
-        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
+        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder, make_config
+        from hftune.models.bigbird_attention import NO_FLEX_ON_CPU
         from hftune.models.pretrained import load_config, load_model
 
         tokens = self.tokenizer
         ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
         overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
-        base = load_config(self.model, {}) if self.model is not None else BigBirdConfig(**overrides)
+        base = load_config(self.model, {}) if self.model is not None else make_config(BigBirdConfig, overrides)
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
@@ -151,6 +153,8 @@ class TitleGeneration(Task):
         else:
             special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
             model = build_encoder_decoder(self.model, base, **special, pad_token_id=ids["pad_token_id"], **self.model_config)
+            if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
+                raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
         model.generation_config = GenerationConfig(
             **ids, decoder_start_token_id=ids["bos_token_id"], max_new_tokens=self.max_target_length, **self.generation
         )
@@ -174,14 +178,13 @@ class TitleGeneration(Task):
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
         said += cut_remarks(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
-        encoder = getattr(model.config, "encoder", model.config)
-        block = getattr(encoder, "block_size", 1)
-        if getattr(encoder, "attention_type", "") == "block_sparse" and self.max_source_length % block:
-            whole = -(-self.max_source_length // block) * block
-            said.append(
-                f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's blocks of {block} tokens: "
-                f"sources as long as that are padded to {whole}."
-            )
+        if self.architecture == "encoder_decoder":
+            padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
+            if padded > self.max_source_length:
+                said.append(
+                    f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's block of {block}: "
+                    f"sources as long as that are padded to {padded}."
+                )
         return said
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:

@@ -227,6 +227,34 @@ def test_positions_too_few_are_refused_before_training(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["task.architecture=prefix_lm", "task.model_config.attention_type=block_sparse"],
+            "task.model_config.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+            "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
+        ),
+        (
+            ["task.architecture=encoder_decoder", "task.model_config.decoder.attention_type=block_sparse"],
+            "task.model_config.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
+            "Leave it out; task.model_config.attention_type is the encoder's.",
+        ),
+        (
+            ["task.architecture=encoder_decoder", "task.model_config.block_sparse_kernel=flex"],
+            "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there "
+            "(torch 2.13). Use block_sparse_kernel=gathered.",
+        ),
+        (["task.model_config.block_size=0"], "task.model_config.block_size=0 must be at least 1."),
+    ],
+)
+def test_model_that_cannot_work_is_refused_before_training(overrides, sentence, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(ConfigError) as caught:
+        train(fresh(tmp_path, list(articles("train", 5)), *overrides))
+    assert str(caught.value) == sentence
+
+
 def test_traditional_characters_emoji_and_long_sources_train_and_generate(tmp_path):
     rows = [{"content": "臺灣的🚀發射。" * 60 + "Ünïcode ㄅㄆㄇ\u200b", "title": "臺灣🚀"} for _ in range(6)]
     result = train(fresh(tmp_path, rows, "train.max_steps=1"))
@@ -256,6 +284,15 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     assert said.count("are cut at the end") == 1
     shown = [line.split() for line in said.splitlines() if line.startswith("  source ")]
     assert shown == [["source", "北京大学的报告。"]] * 2
+
+
+def test_length_that_is_no_multiple_of_the_block_is_said(tmp_path, capsys):
+    rows = list(articles("train", 5))
+    long = ("task.architecture=encoder_decoder", "task.max_source_length=100", "train.max_steps=1")
+    train(fresh(tmp_path, rows, *long))
+    assert (
+        "task.max_source_length=100 is not a multiple of the encoder's block of 8: sources as long as that are padded to 104."
+    ) in capsys.readouterr().out.splitlines()
 
 
 def test_samples_are_tables_on_the_dashboards(tmp_path, monkeypatch):

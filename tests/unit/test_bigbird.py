@@ -1,6 +1,7 @@
 """Models that write titles, and block-sparse attention: against transformers, against themselves, and against leaks."""
 
 import copy
+import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     BigBirdForMaskedLM,
     BigBirdForPreTraining,
     BigBirdModel,
+    EncoderDecoderConfig,
     GPT2Config,
     LogitsProcessor,
     LogitsProcessorList,
@@ -22,6 +24,7 @@ from transformers import (
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 from hftune.errors import ConfigError
+from hftune.models import bigbird_attention
 from hftune.models.bigbird import (
     BlockSparseBigBirdConfig,
     BlockSparseBigBirdModel,
@@ -359,6 +362,97 @@ def test_gathered_blocks_give_what_a_mask_over_all_tokens_gives_for_rows_of_ever
     torch.testing.assert_close(found[:4][valid[:4]], full[:4][valid[:4]], rtol=1e-5, atol=1e-5)
 
 
+def test_on_the_cpu_a_kernel_of_its_own_gives_what_other_devices_compute_and_the_same_gradients(pretrained, monkeypatch):
+    model = load_encoder(pretrained).train()
+    ids, mask = right_padded([64, 29, 50])
+    results = []
+    for kernel in (bigbird_attention._attend_middle_on_cpu, bigbird_attention._attend_middle):
+        monkeypatch.setattr(bigbird_attention, "_attend_middle_on_cpu", kernel)
+        hidden = model(ids, attention_mask=mask).last_hidden_state
+        found = gradients(model, lambda hidden=hidden: (hidden * mask[..., None]).square().sum())
+        results.append({"hidden": hidden[mask.bool()], **found})
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("length", [9, 70])
+def test_no_parameter_of_the_encoder_is_left_out_whatever_the_length(length, pretrained):
+    model = load_encoder(pretrained).train()  # DistributedDataParallel stops where one has no gradient
+    model(words(2, length)).last_hidden_state.square().sum().backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="FlexAttention on the CPU is compiled by g++")
+@pytest.mark.parametrize("lengths", [[64, 29, 33, 50], [127, 31]])
+def test_flex_attention_gives_what_gathered_blocks_give(lengths, pretrained):
+    gathered = load_encoder(pretrained).eval()
+    flex = load_encoder(pretrained, block_sparse_kernel="flex").eval()
+    assert flex.state_dict().keys() == gathered.state_dict().keys()
+    ids, mask = right_padded(lengths)
+    with torch.no_grad():
+        found, expected = (model(ids, attention_mask=mask).last_hidden_state[mask.bool()] for model in (flex, gathered))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_flex_attention_visits_the_blocks_seen_and_no_others_forward_and_backward(pretrained):
+    attention = load_encoder(pretrained).encoder.layer[1].attention.self
+    lengths = [1, 4, 28, 29, 33, 50, 127, 128]
+    valid = right_padded(lengths)[1].bool()
+    block_mask = attention.block_mask(valid)
+
+    def visited(num, indices):
+        dense = torch.zeros(*indices.shape, dtype=torch.bool)
+        listed = torch.arange(indices.shape[-1]) < num[..., None]
+        return dense.scatter_(-1, indices.long(), listed)
+
+    forward, whole = (
+        visited(num, indices)
+        for num, indices in [
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        ]
+    )
+    backward, whole_backward = (
+        visited(num, indices).transpose(-1, -2)
+        for num, indices in [
+            (block_mask.q_num_blocks, block_mask.q_indices),
+            (block_mask.full_q_num_blocks, block_mask.full_q_indices),
+        ]
+    )
+    assert torch.equal(forward, backward) and torch.equal(whole, whole_backward) and not (forward & whole).any()
+    more_than_listed = ((forward | whole).sum(-1) > 5 + RANDOM).nonzero()
+    assert all(query in (0, (lengths[row] - 1) // BLOCK) for row, _, query in more_than_listed.tolist())
+    index = (torch.arange(size) for size in (len(lengths), 4, 128, 128))
+    tokens = block_mask.mask_mod(*torch.meshgrid(*index, indexing="ij"))
+    blocks = tokens.view(len(lengths), 4, 32, BLOCK, 32, BLOCK)
+    assert torch.equal(blocks.any(5).any(3), forward | whole)
+    assert (blocks.all(5).all(3) == whole).all()
+
+
+def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_compile(pretrained, monkeypatch):
+    model = load_encoder(pretrained, block_sparse_kernel="flex")
+    with pytest.raises(ConfigError) as refusal:
+        model(words(1, 64))
+    assert str(refusal.value) == (
+        "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there "
+        "(torch 2.13). Use block_sparse_kernel=gathered."
+    )
+
+    def compiled(device_type):
+        def fail(*args, **kwargs):
+            raise torch._dynamo.exc.TorchDynamoException("No working C++ compiler found.\nSet TORCH_LOGS.")
+
+        return fail
+
+    monkeypatch.setattr(bigbird_attention, "_compiled_flex", compiled)
+    with torch.no_grad(), pytest.raises(ConfigError) as refusal:
+        model(words(1, 64))
+    assert str(refusal.value) == (
+        "task.model_config.block_sparse_kernel=flex cannot be compiled here (No working C++ compiler found). "
+        "Use block_sparse_kernel=gathered."
+    )
+
+
 def test_result_of_a_row_depends_neither_on_its_neighbours_nor_on_the_padding(pretrained):
     model = load_encoder(pretrained)
     lengths = [5, 29, 47, 90]
@@ -483,3 +577,86 @@ def test_encoder_decoder_without_pretrained_weights_is_drawn_from_its_config():
     )
     assert type(model.encoder) is BlockSparseBigBirdModel and model.config.encoder.random_blocks_seed == 3
     assert model.generate(words(1, 40), max_new_tokens=3).shape[1] <= 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {"decoder": {"attention_type": "block_sparse"}},
+            "task.model_config.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
+            "Leave it out; task.model_config.attention_type is the encoder's.",
+        ),
+        (
+            {"blok_size": 8},
+            "task.model_config.blok_size is not a key of BlockSparseBigBirdConfig. Did you mean 'block_size'?",
+        ),
+        (
+            {"decoder": {"hidden_sise": 8}},
+            "task.model_config.decoder.hidden_sise is not a key of BertConfig. Did you mean 'hidden_size'?",
+        ),
+        (
+            {"block_sparse_kernel": "flexx"},
+            "task.model_config.block_sparse_kernel='flexx' is not one of gathered, flex. Did you mean 'flex'?",
+        ),
+        (
+            {"attention_type": "blocksparse"},
+            "task.model_config.attention_type='blocksparse' is not one of block_sparse, original_full. "
+            "Did you mean 'block_sparse'?",
+        ),
+        ({"block_size": 0}, "task.model_config.block_size=0 must be at least 1."),
+        ({"num_random_blocks": -1}, "task.model_config.num_random_blocks=-1 must be at least 0."),
+        ({"num_hidden_layers": 0}, "task.model_config.num_hidden_layers=0 must be at least 1."),
+        (
+            {"block_size": "big"},
+            "task.model_config cannot be used: Field 'block_size' expected int, got str (value: 'big').",
+        ),
+        (
+            {"num_attention_heads": 5},
+            "task.model_config.hidden_size=32 is not a multiple of task.model_config.num_attention_heads=5.",
+        ),
+        (
+            {"decoder": {"num_attention_heads": 5}},
+            "task.model_config.decoder.hidden_size=32 is not a multiple of task.model_config.decoder.num_attention_heads=5.",
+        ),
+        (
+            {"hidden_act": "gelo"},
+            "task.model_config.hidden_act='gelo' is not one that transformers knows. Did you mean 'gelu'?",
+        ),
+    ],
+)
+def test_fields_of_an_encoder_decoder_that_cannot_work_are_refused(overrides, sentence):
+    ids = {"start_token_id": START, "end_token_id": END, "pad_token_id": PAD}
+    with pytest.raises(ConfigError) as refusal:
+        build_encoder_decoder(None, BigBirdConfig(**SIZES), **ids, **overrides)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {"attention_type": "block_sparse"},
+            "task.model_config.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+            "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
+        ),
+        ({"hidden_sise": 8}, "task.model_config.hidden_sise is not a key of PrefixLMConfig. Did you mean 'hidden_size'?"),
+        (
+            {"num_attention_heads": 5},
+            "task.model_config.hidden_size=32 is not a multiple of task.model_config.num_attention_heads=5.",
+        ),
+    ],
+)
+def test_fields_of_a_prefix_lm_that_cannot_work_are_refused(overrides, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        PrefixLMConfig.warm_start(BigBirdConfig(**SIZES), **overrides)
+    assert str(refusal.value) == sentence
+
+
+def test_fields_for_an_encoder_and_a_decoder_that_are_loaded_as_they_are_are_refused():
+    config = EncoderDecoderConfig(encoder=BertConfig().to_dict(), decoder=BertConfig().to_dict())
+    with pytest.raises(ConfigError) as refusal:
+        build_encoder_decoder("folder", config, start_token_id=START, end_token_id=END, pad_token_id=PAD, block_size=8)
+    assert str(refusal.value) == (
+        "task.model is an encoder and a decoder already, loaded as they are. Leave task.model_config empty."
+    )
