@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint bench docs clean
 
 demo: $(VENV)/.installed
-	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo
+	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
 	@echo "The real thing, on the Hub's Yelp reviews: $(BIN)/accelerate launch --config_file accelerate_configs/4gpu.yaml -m hftune.run recipe=yelp"
 
 test: $(VENV)/.installed

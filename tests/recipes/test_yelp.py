@@ -77,8 +77,8 @@ def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_ou
 
 def test_output_folder_holds_what_the_contract_says(demo):
     run, _ = demo
-    assert {path.name for path in run.folder.iterdir()} == {
-        *("recipe.yaml", "metrics.jsonl", "result.json", "predictions.jsonl", "model", "model_last")
+    assert {path.name for path in run.folder.iterdir() if path.name != ".lock"} == {
+        *("recipe.yaml", "metrics.jsonl", "ledger.jsonl", "result.json", "predictions.jsonl", "model", "model_last", "checkpoints")
     }
     assert set(run.result) == {"metrics", "best", "steps", "seconds", "world_size", "versions"}
     assert (run.result["steps"], run.result["world_size"]) == (188, 2)
@@ -105,6 +105,7 @@ def test_saved_recipe_runs_again_and_gives_the_same_losses(tmp_path):
     first = run(tmp_path / "out", "train.log_every=1")
     losses, recipe = first.logged("train/loss"), Recipe.load(first.folder / "recipe.yaml")
     assert recipe.recipe == "yelp_demo" and recipe.output_dir == str(tmp_path / "out")
+    recipe.resume = "never"
     train(recipe)
     assert first.logged("train/loss") == losses  # in the same folder, replaced and not appended to
 
