@@ -1,4 +1,4 @@
-"""The three ways a run can be refused or stopped; each message is meant to be read by a person, alone."""
+"""The ways a run can be refused or stopped; each message is meant to be read by a person, alone."""
 
 from __future__ import annotations
 
@@ -26,3 +26,7 @@ class DataError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training that had to stop, such as a loss that is not finite. Names step, process and samples."""
+
+
+class ElsewhereError(TrainingError):
+    """Another process failed, which reports it; this one has to stop with it. The message is that report."""

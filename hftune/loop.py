@@ -63,6 +63,7 @@ def fit(run: Run) -> dict[str, Any]:
     """Train to the end, evaluating on the way; return the metrics of the last evaluation. Collective."""
     config, state, strategy, metrics = run.recipe.train, run.state, run.strategy, {}
     while state.step < run.num_steps:
+        strategy.progress.at(f"step {state.step + 1}")
         steps = run.plan.epoch(state.epoch)
         for batch in strategy.batches(run.datasets["train"], steps, state.step_in_epoch, config.num_workers):
             lr = lr_at(state.step, run.num_steps, config)
@@ -82,6 +83,7 @@ def fit(run: Run) -> dict[str, Any]:
                 metrics = evaluate_and_keep(run)
             if is_last:
                 break
+            strategy.progress.at(f"step {state.step + 1}")
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
     return metrics
 
@@ -101,6 +103,7 @@ def evaluate_and_keep(run: Run) -> dict[str, Any]:
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
+        run.strategy.progress.at(f"the evaluation after step {state.step}")
         evaluation = evaluate(run.strategy, run.datasets["eval"], config.batch_size, run.recipe.train.num_workers)
         log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
         show_samples(run, evaluation.rows[: config.show_samples])
@@ -123,6 +126,7 @@ def evaluate_and_keep(run: Run) -> dict[str, Any]:
             if is_best:
                 export(run.recipe.task, model, output_dir / "model")
 
+        run.strategy.progress.at(f"the saving after step {state.step}")
         run.strategy.on_main(write)
     return evaluation.metrics
 

@@ -5,15 +5,13 @@ Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on;
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
 from hftune import __version__
-from hftune.errors import ConfigError, DataError, TrainingError
+from hftune.heartbeat import PATIENCE_S, Report, exit_code, is_known, say_last
 from hftune.resources import recipe_names
 
 HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
@@ -34,9 +32,6 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
 --help train (task, eval, track) lists the keys of a section with their defaults.
 A key that does not exist is refused with the nearest one that does."""
 
-# What a healthy process says when another one has died: its connection is gone.
-SECOND_HAND = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError", "gloo")
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code. Every process of the job calls it."""
@@ -52,15 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         from hftune.training import train  # only now: a mistyped key should not wait for torch
 
         train(recipe)
-    except (ConfigError, DataError) as error:
-        # All processes meet the same error, and one a machine says it. The others leave the first one the time to speak:
-        # a launcher ends the whole group as soon as any process ends.
-        return fail(error, code=2, patience_s=0 if local_rank() == 0 else 10)
-    except TrainingError as error:
-        return fail(error, code=1, patience_s=0 if local_rank() == 0 else 10)
     except Exception as error:
-        second_hand = any(sign in str(error) for sign in SECOND_HAND)
-        return fail(error, code=1, patience_s=10 if second_hand else 0, details=traceback.format_exc())
+        return fail(error)
     return 0
 
 
@@ -73,21 +61,28 @@ def help_text(sections: list[str]) -> str:
     return "\n\n".join(section_text(name) or f"{name} is not a section: task, train, eval, track." for name in sections)
 
 
-def fail(error: Exception, code: int, patience_s: float, details: str | None = None) -> int:
-    """Say what went wrong, here and in the launcher's own last words; wait first where another process should speak."""
-    if patience_s and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        time.sleep(patience_s)  # a launcher ends this process meanwhile
-    rank = f"[process {os.environ['RANK']}] " if details and "RANK" in os.environ else ""
-    text = f"{rank}{details.rstrip()}" if details else f"hftune: {error}"
-    print(text, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it below its own table of failures
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}))
-    return code
+def fail(error: Exception) -> int:
+    """Say what went wrong, here and in the launcher's own last words, once on each machine; return the exit code."""
+    report = getattr(error, "report", None)  # training gives one to the errors that leave it
+    if report is None:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()
+        report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error))
+    if not report.is_spoken_here:
+        time.sleep(PATIENCE_S)  # a launcher ends the whole group as soon as any process ends: the one that speaks
+        return report.code
+    say_last(report.text)
+    return report.code
 
 
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+def leave(code: int) -> None:
+    """Exit; at once where many processes failed, as their broken group may hang or abort at the interpreter's own end."""
+    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -37,8 +37,10 @@ from hftune.config import Recipe
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.errors import ConfigError, DataError
+from hftune.heartbeat import Heartbeat
 from hftune.loop import Run, fit, total_steps
 from hftune.optim import build_optimizer
+from hftune.progress import Progress
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import Task
@@ -69,24 +71,37 @@ def train(recipe: Recipe) -> TrainResult:
     Raises:
         ConfigError: the recipe cannot be run, here or at all; found before a model is loaded where that can be.
         DataError: the data cannot be trained on.
-        TrainingError: a loss that is not finite, or a file that could not be written.
+        TrainingError: a loss that is not finite, or a file that could not be written; an ElsewhereError where another
+            process failed. A process that cannot raise it, because it waits for the failed one, ends with exit code 1.
     """
     recipe.check()
+    progress = Progress()
+    with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat:
+        return run_recipe(recipe, progress, heartbeat)
+
+
+def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat) -> TrainResult:
+    """Build, wire, run and save."""
+    progress.at("preparing the data")
     check_machine(recipe)
     if not sys.stderr.isatty():
         hide_progress_bars()
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
+    progress.at("building the model")
     model = build_model(recipe)
     hide_progress_bars()  # downloads are over; there would be one for each export
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
+    progress.at("joining the others")
     accelerator = start_accelerator(recipe)
-    strategy = DataParallel(accelerator, recipe.task)
+    heartbeat.join()
+    strategy = DataParallel(accelerator, recipe.task, progress)
     check_agreement(strategy, recipe, datasets)
     remarks = recipe.task.remarks(datasets, model)
     strategy.prepare(model, build_optimizer(model, recipe.train))
 
     started = time.monotonic()
+    progress.at("opening the output folder")
     strategy.on_main(lambda: start_folder(recipe))
     if strategy.is_main:
         print_start(recipe, accelerator, plan, remarks)
@@ -98,7 +113,9 @@ def train(recipe: Recipe) -> TrainResult:
         metrics = fit(run)
     finally:
         console.close()
+    progress.at("the saving of the last model")
     result = finish(run, metrics, time.monotonic() - started)
+    progress.at("the closing of the dashboards")
     strategy.on_main(tracker.close)  # after all is saved: an upload may fail
     if strategy.is_main:
         print_summary(run, result)

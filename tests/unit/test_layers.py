@@ -16,7 +16,9 @@ MAY_IMPORT = {
     "tasks": {"task", "data", "models", "metrics", "errors"},
     "sections": {"errors", "messages"},
     "config": {"sections", "task", "resources", "errors", "messages"},
-    "strategies": {"batch_plan", "task", "errors"},
+    "progress": set(),
+    "heartbeat": {"progress", "errors"},
+    "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
     "checkpoint": {"task"},
     "console": set(),
@@ -26,12 +28,12 @@ MAY_IMPORT = {
     | {"config", "sections", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "optim", "tracking", "console"),
-        *("batch_plan", "config", "sections", "data", "task", "errors"),
+        *("batch_plan", "config", "sections", "data", "task", "errors", "heartbeat", "progress"),
     },
     "inference": {"checkpoint", "config", "task", "errors"},
     "cli": {"inference", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
-    "run": {"training", "config", "reference", "resources", "errors"},
+    "run": {"training", "config", "reference", "resources", "heartbeat"},
 }
 KNOW_NO_RANK = {"task", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 
