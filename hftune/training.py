@@ -41,6 +41,7 @@ from hftune.heartbeat import Heartbeat
 from hftune.loop import Run, fit, total_steps
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
+from hftune.rendezvous import init_method
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import Task
@@ -223,7 +224,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
             GradScalerKwargs(init_scale=2.0**16 / expected),
             # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
-            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+            InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1)),
         ],
         # The recipe decides these two. Left out, an environment variable of the launcher would.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),

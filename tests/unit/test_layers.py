@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "sections": {"errors", "messages"},
     "config": {"sections", "task", "resources", "errors", "messages"},
     "progress": set(),
+    "rendezvous": set(),
     "heartbeat": {"progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     | {"config", "sections", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "optim", "tracking", "console"),
-        *("batch_plan", "config", "sections", "data", "task", "errors", "heartbeat", "progress"),
+        *("batch_plan", "config", "sections", "data", "task", "errors", "heartbeat", "progress", "rendezvous"),
     },
     "inference": {"checkpoint", "config", "task", "errors"},
     "cli": {"inference", "data", "console", "errors"},
