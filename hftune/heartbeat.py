@@ -34,6 +34,7 @@ BEAT_S = 1.0
 HURT_S = 10.0  # a process is silent AND a connection is broken: it is gone, and dead_after_s need not pass
 HEARD_S = 3.0  # for all to read a report, once a second, before the launcher that ends takes the store along
 RETURN_S = 3.0  # for the main thread to come back by itself: from a broken connection, or from the end of training
+INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 PATIENCE_S = 10.0  # of those that are silent with the one that speaks; its launcher ends them meanwhile
 
 SECOND_HAND = (
@@ -168,8 +169,10 @@ class Heartbeat:
 
     def _describe(self, error: BaseException) -> Report:
         if isinstance(error, KeyboardInterrupt):
-            text = f"hftune: {self.here.name()} was interrupted from the keyboard in {self.progress.doing}."
-            return Report(text, 130, self.here.rank)
+            who = self.here.name() if self.here.num_processes > 1 else "Training"
+            return Report(
+                f"hftune: {who} was interrupted from the keyboard in {self.progress.doing}.", INTERRUPTED, self.here.rank
+            )
         if is_known(error):
             return Report(f"hftune: {error}", exit_code(error), self.here.rank)
         who = f"process {self.here.rank} of {self.here.num_processes} on host {self.here.host}, "
@@ -376,11 +379,10 @@ class _Watch:
         return Report(text, rank=rank, can_speak=False)
 
     def _describe_loss(self) -> Report:
-        beat, address = self._beats.get(0), f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        where = f", last seen in {beat['place']}," if beat is not None else ""
-        name = beat["who"] if beat is not None else "Process 0"
-        text = f"hftune: {name} is missing in {self.progress.doing}: the launcher's store at {address} does not answer{where}"
-        return Report(f"{text}. That launcher has ended, or its machine is down or cut off.", rank=0, can_speak=False)
+        address, beat = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", self._beats.get(0)
+        seen = "" if beat is None else f" {beat['who']} was last seen in {beat['place']}."
+        text = f"hftune: The launcher's store at {address} does not answer in {self.progress.doing}: that launcher has ended,"
+        return Report(f"{text} or its machine is down or cut off.{seen}", rank=0, can_speak=False)
 
     # The thread that acts
 
@@ -471,6 +473,8 @@ def is_second_hand(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int:
     """Return 2 where the recipe or the data cannot be trained on, 1 where training failed."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     return 2 if isinstance(error, (ConfigError, DataError)) else 1
 
 

@@ -1,6 +1,6 @@
 """``accelerate launch -m hftune.run recipe=<name> [section.key=value ...]``: from arguments to an exit code.
 
-Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed.
+Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import traceback
 
 from hftune import __version__
-from hftune.heartbeat import PATIENCE_S, Report, exit_code, is_known, say_last
+from hftune.heartbeat import INTERRUPTED, PATIENCE_S, Report, exit_code, is_known, say_last
 from hftune.resources import recipe_names
 
 HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         from hftune.training import train  # only now: a mistyped key should not wait for torch
 
         train(recipe)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     return 0
 
@@ -61,17 +61,17 @@ def help_text(sections: list[str]) -> str:
     return "\n\n".join(section_text(name) or f"{name} is not a section: task, train, eval, track." for name in sections)
 
 
-def fail(error: Exception) -> int:
+def fail(error: BaseException) -> int:
     """Say what went wrong, here and in the launcher's own last words, once on each machine; return the exit code."""
     report = getattr(error, "report", None)  # training gives one to the errors that leave it
     if report is None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()
         report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error))
-    if not report.is_spoken_here:
+    if report.is_spoken_here:
+        say_last(report.text)
+    elif report.code != INTERRUPTED:  # which ends all by itself
         time.sleep(PATIENCE_S)  # a launcher ends the whole group as soon as any process ends: the one that speaks
-        return report.code
-    say_last(report.text)
     return report.code
 
 

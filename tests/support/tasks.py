@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,13 +116,14 @@ class Trapped(Task):
 class Faulty(Task):
     """Learns at once, but for ``fault``, which strikes the process ``rank`` when it loads sample ``sample`` for training.
 
-    In the first attempt only, where a launcher restarts the processes.
+    In the first attempt only, where a launcher restarts the processes. The time goes into the file ``note``.
     """
 
     fault: str = "none"
     rank: int = 1
     sample: int = -1
     pause_s: float = 0.0
+    note: str | None = None
 
     def datasets(self) -> dict[str, Any]:
         rows = [{"x": torch.ones(2), "labels": torch.ones(1), "id": torch.tensor(index)} for index in range(64)]
@@ -142,6 +144,8 @@ class Faulty(Task):
     def strike(self) -> None:
         if int(os.environ["RANK"]) != self.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
             return
+        if self.note is not None:
+            Path(self.note).write_text(str(time.time()))
         if self.fault == "raise":
             raise ValueError("bad sample 17")
         if self.fault == "data error":
