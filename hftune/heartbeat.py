@@ -104,7 +104,11 @@ class Heartbeat:
         self._watch: _Watch | None = None
 
     def __enter__(self) -> Heartbeat:
-        """Begin to beat before there is a process group, where the launcher has a store already."""
+        """Begin to beat before there is a process group, where the launcher has a store already.
+
+        Raises:
+            TrainingError: the store does not answer; the process group would wait for it for an hour.
+        """
         import torch.distributed as dist
 
         agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -112,8 +116,9 @@ class Heartbeat:
             address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=30)
             try:
                 self._connection = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-            except dist.DistError:
-                return self  # the process group will meet the same problem, and say so
+            except dist.DistError as error:
+                where = f"The launcher's store at {address[0]}:{address[1]} does not answer"
+                raise TrainingError(f"{where}: that launcher has ended, or its machine is down or cut off.") from error
             # The attempt, too: a group that torchrun restarts finds the old one's keys in the same store.
             attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
             self._watch = _Watch(self, dist.PrefixStore(f"hftune/{attempt}", self._connection), has_group=False)

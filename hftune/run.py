@@ -9,9 +9,12 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 from hftune import __version__
-from hftune.heartbeat import INTERRUPTED, PATIENCE_S, Report, exit_code, is_known, say_last
+from hftune.errors import TrainingError
+from hftune.heartbeat import INTERRUPTED, PATIENCE_S, Heartbeat, Report, exit_code, is_known, say_last
+from hftune.progress import Progress
 from hftune.resources import recipe_names
 
 HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
@@ -63,7 +66,11 @@ def help_text(sections: list[str]) -> str:
 
 def fail(error: BaseException) -> int:
     """Say what went wrong, here and in the launcher's own last words, once on each machine; return the exit code."""
-    report = getattr(error, "report", None)  # training gives one to the errors that leave it
+    if not hasattr(error, "report") and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        # From before training, which gives one to the errors that leave it. Other machines may have come further, and wait.
+        with suppress(type(error), TrainingError), Heartbeat(Progress(), dead_after_s=60, stall_after_s=None):
+            raise error
+    report = getattr(error, "report", None)
     if report is None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()

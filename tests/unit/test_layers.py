@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "inference": {"checkpoint", "config", "task", "errors"},
     "cli": {"inference", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
-    "run": {"training", "config", "reference", "resources", "heartbeat"},
+    "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
 KNOW_NO_RANK = {"task", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 
