@@ -19,7 +19,8 @@ import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -32,9 +33,10 @@ from hftune.progress import Progress
 
 BEAT_S = 1.0
 HURT_S = 10.0  # a process is silent AND a connection is broken: it is gone, and dead_after_s need not pass
-HEARD_S = 3.0  # for all to read a report, once a second, before the launcher that ends takes the store along
 RETURN_S = 3.0  # for the main thread to come back by itself: from a broken connection, or from the end of training
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
+CLOSING_S = 5.0  # for a dashboard to take its last numbers
+HEARD_S = CLOSING_S + 3.0  # for all to read a report, once a second, before the launcher that ends takes the store along
 PATIENCE_S = 10.0  # of those that are silent with the one that speaks; its launcher ends them meanwhile
 
 SECOND_HAND = (
@@ -100,6 +102,9 @@ class Heartbeat:
     def __init__(self, progress: Progress, dead_after_s: float, stall_after_s: float | None):
         self.progress, self.dead_after_s, self.stall_after_s = progress, dead_after_s, stall_after_s
         self.here = Whereabouts.from_environment()
+        self.closers: list[Callable[[], None]] = []
+        """What is still to be done where one of many processes fails, before the last word."""
+        self._closing = threading.Thread(target=self._close, name="hftune _close", daemon=True)
         self._connection: Any = None
         self._watch: _Watch | None = None
 
@@ -149,7 +154,19 @@ class Heartbeat:
                 self._fail(error)
         finally:
             if self._watch is not None:
+                if error is not None:
+                    self.close_all()
                 self._watch.close("done" if error is None else "stopped")
+
+    def close_all(self) -> None:
+        """Run the closers, once, in a thread of their own: one that waits for a network is left behind."""
+        with suppress(RuntimeError):  # it has been started
+            self._closing.start()
+        self._closing.join(CLOSING_S)
+
+    def _close(self) -> None:
+        for closer in self.closers:
+            closer()
 
     def _fail(self, error: BaseException) -> None:
         """Give the error its report, and let the others know; or learn from them what it comes from.
@@ -189,7 +206,7 @@ class _Watch:
     """Two threads: one talks to the store and judges, the other acts, as a store on a dead machine may never answer."""
 
     def __init__(self, heartbeat: Heartbeat, store: Any, has_group: bool):
-        self.here, self.progress = heartbeat.here, heartbeat.progress
+        self.here, self.progress, self.close_all = heartbeat.here, heartbeat.progress, heartbeat.close_all
         self.dead_after_s, self.stall_after_s = heartbeat.dead_after_s, heartbeat.stall_after_s
         self.store, self.has_group = store, has_group
         self.report: Report | None = None
@@ -249,6 +266,8 @@ class _Watch:
         self._bell.send(b"\0")
         for thread in self._threads:
             thread.join(timeout=RETURN_S)  # longer only where the store does not answer
+        if self._is_terminated and self.report is not None and not self.here.speaks(self.report):
+            os._exit(self.report.code)  # its launcher waits for it, and another process speaks
         if not any(thread.is_alive() for thread in self._threads):
             self._ear.close()
             self._bell.close()
@@ -287,9 +306,10 @@ class _Watch:
                 return
             if self.report.is_stall:
                 print(self._stack(), file=sys.stderr, flush=True)
-            self.store.add("heard", 1)
             self._decided.set()
             self._bell.send(b"\0")
+            self.close_all()  # a dashboard may print, which should come before the last word
+            self.store.add("heard", 1)
         if self.store.add("heard", 0) >= self.here.num_processes - (not self.report.can_speak):
             self._heard.set()
 
@@ -349,7 +369,7 @@ class _Watch:
     def _judge_stall(self) -> Report | None:
         signs = {0: self._sign()} | self._beats
         present = {rank: sign for rank, sign in signs.items() if sign["bye"] is None}
-        still_s = min(sign["still_s"] for sign in present.values())
+        still_s = min((sign["still_s"] for sign in present.values()), default=0.0)  # all may just have ended
         if still_s <= self.stall_after_s:
             return None
         together = defaultdict(list)
@@ -416,6 +436,7 @@ class _Watch:
             self._wake.set()
 
     def _end(self, report: Report) -> None:
+        self.close_all()
         if self.here.speaks(report):
             self._heard.wait(HEARD_S)
             say_last(report.text)
@@ -433,13 +454,12 @@ class _Watch:
         if others != -1:
             signal.set_wakeup_fd(others)
             return False
-        signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
+        signal.signal(signal.SIGTERM, self._note_sigterm)
         _make_children_deaf()
         return True
 
-
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the wake-up descriptor has told the acting thread."""
+    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._is_terminated = True  # where the main thread is in Python; the wake-up descriptor tells the acting thread
 
 
 @cache
@@ -447,7 +467,7 @@ def _make_children_deaf() -> None:
     """Let forked children, such as those of a DataLoader, die of SIGTERM by themselves, not tell their parent of it."""
 
     def forget() -> None:
-        if signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
+        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), _Watch):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -85,8 +85,17 @@ class Tracker:
                 tracker.log({"eval/samples": text}, step=step)
 
     def close(self) -> None:
+        """Close the dashboards."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+    def abandon(self) -> None:
+        """Close the dashboards of a run that failed."""
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.finish(exit_code=1)
+            else:
+                tracker.finish()
 
 
 def cell(value: Any) -> str:

@@ -96,9 +96,11 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat) -> Trai
     progress.at("joining the others")
     accelerator = start_accelerator(recipe)
     heartbeat.join()
+    progress.at("comparing recipe and data with the others")
     strategy = DataParallel(accelerator, recipe.task, progress)
     check_agreement(strategy, recipe, datasets)
     remarks = recipe.task.remarks(datasets, model)
+    progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
 
     started = time.monotonic()
@@ -109,6 +111,8 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat) -> Trai
     num_steps = total_steps(recipe.train, plan)
     console, tracker = Console(strategy.is_main, num_steps), Tracker(accelerator, recipe)
     strategy.on_main(lambda: tracker.start(recipe))
+    if strategy.is_main:
+        heartbeat.closers.append(tracker.abandon)
     run = Run(recipe, strategy, plan, datasets, num_steps, tracker, console)
     try:
         metrics = fit(run)

@@ -21,7 +21,7 @@ from tests.support.runs import environment
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 # Of 64 samples in 16 steps, two processes meet 17 in step 15, in a micro-batch of process 1 with sample 35.
 STRIKE = "task.sample=17"
-END_S = 15  # from a fault to the end of the launcher, whose own end takes a second or two: generous, for a loaded machine
+END_S = 20  # from a fault to the end of the launcher, whose own end takes a second or two: generous, for a loaded machine
 
 
 @dataclass
@@ -106,14 +106,14 @@ def test_a_killed_process_is_named_by_one_of_those_that_outlive_it(launch):
 
 
 def test_a_process_that_hangs_is_found_by_where_it_stands(launch):
-    job = on_one(launch, 2, "task.fault=hang", "train.stall_after_s=3")
+    job = on_one(launch, 2, "task.fault=hang", "train.stall_after_s=8")  # longer than imports take on a loaded machine
     first, *places = job.said[-3:]
-    assert re.fullmatch(r"hftune: No process has moved on for \d+ s \(train.stall_after_s=3\)\. They stand at:", first)
+    assert re.fullmatch(r"hftune: No process has moved on for \d+ s \(train.stall_after_s=8\)\. They stand at:", first)
     assert re.fullmatch(r"  process 1 \(host \S+, pid \d+\): step 15, samples 35, 17, in strike \(tasks.py:\d+\)", places[1])
     assert " step 15, samples " in places[0] and "called from forward_backward (data_parallel.py:" in places[0]
     assert "    time.sleep(1000)" in job.said  # the stack of process 1
     assert job.code != 0
-    assert 3 < job.seconds < 3 + END_S
+    assert 8 < job.seconds < 8 + END_S
 
 
 @pytest.mark.parametrize(
