@@ -37,7 +37,7 @@ RETURN_S = 3.0  # for the main thread to come back by itself: from a broken conn
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 CLOSING_S = 5.0  # for a dashboard to take its last numbers
 HEARD_S = CLOSING_S + 3.0  # for all to read a report, once a second, before the launcher that ends takes the store along
-PATIENCE_S = 10.0  # of those that are silent with the one that speaks; its launcher ends them meanwhile
+PATIENCE_S = 15.0  # of those that are silent with the one that speaks; its launcher ends them meanwhile
 
 SECOND_HAND = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket Timeout"),
