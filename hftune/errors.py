@@ -30,3 +30,7 @@ class TrainingError(RuntimeError):
 
 class Interrupted(RuntimeError):
     """Training that was asked to stop, by a signal, and can go on. Says from where, and how."""
+
+
+class ElsewhereError(TrainingError):
+    """Another process failed, which reports it; this one has to stop with it. The message is that report."""

@@ -89,6 +89,7 @@ def fit(run: Run) -> None:
     if state.step and evaluation_is_due(run):  # the run was stopped in the middle of it
         evaluate_and_keep(run)
     while state.step < run.num_steps:
+        strategy.progress.at(f"step {state.step + 1}")
         steps = run.plan.epoch(state.epoch)
         for batch in strategy.batches(run.datasets["train"], steps, state.step_in_epoch, config.num_workers):
             lr = lr_at(state.step, run.num_steps, config)
@@ -114,6 +115,7 @@ def fit(run: Run) -> None:
                 save_checkpoint(run)
             if is_last:
                 break
+            strategy.progress.at(f"step {state.step + 1}")
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
 
 
@@ -183,6 +185,7 @@ def evaluate_and_keep(run: Run) -> None:
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
+        run.strategy.progress.at(f"the evaluation after step {state.step}")
         workers = run.recipe.train.num_workers
         evaluation = evaluate(run.strategy, run.datasets["eval"], config.batch_size, workers, lambda: bool(run.stop))
         if evaluation is None:
@@ -208,6 +211,7 @@ def evaluate_and_keep(run: Run) -> None:
             if is_best:
                 export(run.recipe.task, model, output_dir / "model")
 
+        run.strategy.progress.at(f"the saving after step {state.step}")
         run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
 

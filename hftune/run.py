@@ -1,20 +1,21 @@
 """``accelerate launch -m hftune.run recipe=<name> [section.key=value ...]``: from arguments to an exit code.
 
 Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed; 75 a signal stopped it after
-a checkpoint, and the same command goes on.
+a checkpoint, and the same command goes on; 130 interrupted at once.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 import traceback
-from pathlib import Path
+from contextlib import suppress
 
 from hftune import __version__
-from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.errors import TrainingError
+from hftune.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
+from hftune.progress import Progress
 from hftune.resources import recipe_names
 
 HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
@@ -36,11 +37,6 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
 --help train (task, eval, checkpoint, track) lists the keys of a section with their defaults.
 A key that does not exist is refused with the nearest one that does."""
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-
-# What a healthy process says when another one has died: its connection is gone.
-SECOND_HAND = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError", "gloo")
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code. Every process of the job calls it."""
@@ -56,23 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         from hftune.training import train  # only now: a mistyped key should not wait for torch
 
         train(recipe)
-    except (ConfigError, DataError) as error:
-        # All processes meet the same error, and one a machine says it. The others leave the first one the time to speak:
-        # a launcher ends the whole group as soon as any process ends.
-        return fail(error, code=2, patience_s=0 if local_rank() == 0 else 10)
-    except Interrupted as error:
-        if local_rank() == 0:
-            print(f"hftune: {error}", file=sys.stderr, flush=True)
-        return STOPPED
-    except KeyboardInterrupt:
-        if local_rank() == 0:
-            print("hftune: interrupted. What was saved before is whole.", file=sys.stderr, flush=True)
-        return 130
-    except TrainingError as error:
-        return fail(error, code=1, patience_s=0 if local_rank() == 0 else 10)
-    except Exception as error:
-        second_hand = any(sign in str(error) for sign in SECOND_HAND)
-        return fail(error, code=1, patience_s=10 if second_hand else 0, details=traceback.format_exc())
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
     return 0
 
 
@@ -87,21 +68,32 @@ def help_text(sections: list[str]) -> str:
     )
 
 
-def fail(error: Exception, code: int, patience_s: float, details: str | None = None) -> int:
-    """Say what went wrong, here and in the launcher's own last words; wait first where another process should speak."""
-    if patience_s and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        time.sleep(patience_s)  # a launcher ends this process meanwhile
-    rank = f"[process {os.environ['RANK']}] " if details and "RANK" in os.environ else ""
-    text = f"{rank}{details.rstrip()}" if details else f"hftune: {error}"
-    print(text, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it below its own table of failures
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}))
-    return code
+def fail(error: BaseException) -> int:
+    """Say what went wrong, here and in the launcher's own last words, once on each machine; return the exit code."""
+    if not hasattr(error, "report") and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        # From before training, which gives one to the errors that leave it. Other machines may have come further, and wait.
+        with suppress(type(error), TrainingError), Heartbeat(Progress(), dead_after_s=60, stall_after_s=None):
+            raise error
+    report = getattr(error, "report", None)
+    if report is None:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()
+        report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error))
+    if report.is_spoken_here:
+        say_last(report.text)
+    elif report.code not in (INTERRUPTED, STOPPED):  # which end all by themselves
+        time.sleep(PATIENCE_S)  # a launcher ends the whole group as soon as any process ends: the one that speaks
+    return report.code
 
 
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+def leave(code: int) -> None:
+    """Exit; at once where many processes failed, as their broken group may hang or abort at the interpreter's own end."""
+    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -68,6 +68,10 @@ class TrainConfig(Section):
     """Processes that load and collate ahead of training, for each training process."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl; the first and the last step are always logged."""
+    dead_after_s: float = 60.0
+    """Seconds without a sign of life, given once a second, after which a process counts as dead and all end; at least 3."""
+    stall_after_s: float | None = 1800.0
+    """Seconds in which no process finishes a micro-batch or a save, after which all end; at least 3. null: wait for ever."""
 
     def problems(self) -> Iterator[str]:
         for name, hint in get_type_hints(type(self)).items():
@@ -91,6 +95,9 @@ class TrainConfig(Section):
         for name in ("weight_decay", "momentum", "num_workers", "eps"):
             if not getattr(self, name) >= 0:
                 yield f"train.{name}={getattr(self, name)} must not be negative."
+        for name in ("dead_after_s", "stall_after_s"):
+            if (value := getattr(self, name)) is not None and not value >= 3:
+                yield f"train.{name}={value} must be at least 3: processes give a sign of life once a second."
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"train.betas={list(self.betas)} must both lie in [0, 1)."
         if not 0 <= self.warmup_ratio < 1:

@@ -95,8 +95,17 @@ class Tracker:
         return {tracker.name: tracker.run.id for tracker in self.accelerator.trackers if tracker.name == "wandb"}
 
     def close(self) -> None:
+        """Close the dashboards."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+    def abandon(self) -> None:
+        """Close the dashboards of a run that failed."""
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.finish(exit_code=1)
+            else:
+                tracker.finish()
 
 
 def cell(value: Any) -> str:

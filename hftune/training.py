@@ -40,10 +40,13 @@ from hftune.data.cache import one_at_a_time
 from hftune.disk import only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
+from hftune.heartbeat import Heartbeat
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, total_steps
 from hftune.messages import spell
 from hftune.optim import build_optimizer
+from hftune.progress import Progress
+from hftune.rendezvous import init_method
 from hftune.resume import Start, find_start
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
@@ -76,17 +79,20 @@ def train(recipe: Recipe) -> TrainResult:
     Raises:
         ConfigError: the recipe cannot be run, here or at all; found before a model is loaded where that can be.
         DataError: the data cannot be trained on.
-        TrainingError: a loss that is not finite, or a file that could not be written.
+        TrainingError: a loss that is not finite, or a file that could not be written; an ElsewhereError where another
+            process failed. A process that cannot raise it, because it waits for the failed one, ends with exit code 1.
         Interrupted: a signal asked to stop; the step was finished and a checkpoint written.
     """
     recipe.check()
+    progress = Progress()
+    with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat, ExitStack() as held:
+        return run_recipe(recipe, progress, heartbeat, held)
+
+
+def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: ExitStack) -> TrainResult:
+    """Build, wire, run and save; what ``held`` takes is given back at the end, whatever happens."""
+    progress.at("preparing the data")
     check_machine(recipe)
-    with ExitStack() as held:
-        return _train(recipe, held)
-
-
-def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
-    """Do what ``train`` says; what ``held`` takes is given back at the end, whatever happens."""
     start = Start()
     if int(os.environ.get("RANK", 0)) == 0:
         held.enter_context(only_writer(Path(recipe.output_dir)))
@@ -95,15 +101,21 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
         hide_progress_bars()
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
+    progress.at("building the model")
     model = build_model(recipe)
     hide_progress_bars()  # downloads are over; there would be one for each export
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
+    progress.at("joining the others")
     accelerator = start_accelerator(recipe)
-    strategy = DataParallel(accelerator, recipe.task)
+    heartbeat.join()
+    progress.at("comparing recipe and data with the others")
+    strategy = DataParallel(accelerator, recipe.task, progress)
     atexit.register(leave_group)
     digests = check_agreement(strategy, recipe, datasets)
     remarks = recipe.task.remarks(datasets, model)
+    progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
+    progress.at("loading the checkpoint")
     state, run_ids = load_checkpoint(strategy, start, digests)
     if recipe.train.micro_batch_size == "auto":
         plan = replace(plan, micro_batch_size=find_micro_batch_size(strategy, plan, datasets["train"]))
@@ -113,6 +125,7 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
 
+    progress.at("opening the output folder")
     run = Run(
         recipe,
         strategy,
@@ -126,11 +139,15 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
         stop=held.enter_context(StopRequest()),
         state=state,
     )
+    heartbeat.leave_to(run.stop)
+    if strategy.is_main:
+        heartbeat.closers.append(run.tracker.abandon)
     if not strategy.on_main(lambda: open_folder(run, run_ids)):
         state.best = state.best_step = None  # a checkpoint from another folder: its best model is not here
     run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids)}
     if strategy.is_main:
         print_start(recipe, accelerator, plan, [*remarks, *start.remarks, *([going_on(run, start)] if state.step else [])])
+    progress.at("the first gradient, a rehearsal")
     strategy.rehearse(datasets["train"], plan.epoch(0)[0][0])
     try:
         fit(run)
@@ -139,7 +156,9 @@ def _train(recipe: Recipe, held: ExitStack) -> TrainResult:
         raise Interrupted(f"{error} {how_to_go_on(run)}") from None
     finally:
         run.console.close()
+    progress.at("the saving of the last model")
     result = finish(run)
+    progress.at("the closing of the dashboards")
     strategy.on_main(run.tracker.close)  # after all is saved: an upload may fail
     if strategy.is_main:
         print_summary(run, result)
@@ -342,7 +361,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
             GradScalerKwargs(init_scale=2.0**16 / expected),
             # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
-            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+            InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1)),
         ],
         # The recipe decides these two. Left out, an environment variable of the launcher would.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hftune.batch_plan import MicroBatch
-from hftune.errors import TrainingError
+from hftune.errors import ElsewhereError
+from hftune.progress import Progress
 from hftune.task import Task
 
 
@@ -53,6 +54,8 @@ class Strategy(ABC):
     process_index: int
     num_processes: int
     device: torch.device
+    progress: Progress
+    """Told of each micro-batch before it is loaded, and before it is computed."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -143,7 +146,7 @@ class Strategy(ABC):
         """Run ``function`` on the main process and return its value on all; where it fails, fail on all, at once.
 
         Raises:
-            TrainingError: on the other processes, with the main process's message; it raises its own error itself.
+            ElsewhereError: on the other processes, with the main process's message; it raises its own error itself.
         """
         value, failure, error = None, None, None
         if self.is_main:
@@ -155,7 +158,7 @@ class Strategy(ABC):
         if error is not None:
             raise error
         if failure is not None:
-            raise TrainingError(f"The main process failed: {failure}")
+            raise ElsewhereError(f"The main process failed: {failure}")
         return value
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hftune.batch_plan import MicroBatch, balance, samples_digest, spell_digest
 from hftune.errors import TrainingError
+from hftune.progress import Progress
 from hftune.strategies.base import StepBatch, StepReport, Strategy, seed_forward
 from hftune.task import Task
 
@@ -24,8 +25,8 @@ from hftune.task import Task
 class DataParallel(Strategy):
     """Deal the micro-batches of a step to the processes by cost; all-reduce the gradient once, with the last of them."""
 
-    def __init__(self, accelerator: Accelerator, task: Task):
-        self.accelerator, self.task = accelerator, task
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+        self.accelerator, self.task, self.progress = accelerator, task, progress or Progress()
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
         self._exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
@@ -79,19 +80,14 @@ class DataParallel(Strategy):
     def batches(
         self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
     ) -> Iterator[StepBatch]:
-        dealt: deque[StepBatch] = deque()
-
-        def samples() -> Iterator[list[int]]:
-            for index in range(first_step, len(steps)):
-                dealt.append(self._deal(steps[index]))
-                for micro_batch in dealt[-1].mine:
-                    yield micro_batch.samples.tolist()
-
-        loaded = iter(self._loader(dataset, samples(), num_workers))
-        for _ in range(first_step, len(steps)):
-            first = next(loaded)  # makes sure that its step has been dealt
-            batch = dealt.popleft()
-            batch.batches = [first, *(next(loaded) for _ in batch.mine[1:])]
+        # The loader runs ahead of the steps where it has workers.
+        dealt, ahead = tee(self._deal(steps[index]) for index in range(first_step, len(steps)))
+        samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
+        loaded = iter(self._loader(dataset, samples, num_workers))
+        for batch in dealt:
+            for micro_batch in batch.mine:
+                self.progress.on(micro_batch.samples)
+                batch.batches.append(next(loaded))
             yield batch
 
     def _deal(self, step: list[MicroBatch]) -> StepBatch:
@@ -106,13 +102,15 @@ class DataParallel(Strategy):
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         places = balance([micro_batch.cost for micro_batch in micro_batches], self.num_processes)[self.process_index]
         mine = [micro_batches[place] for place in places]
-        loader = self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers)
+        loaded = iter(self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
         self._share_statistics()
         self._whole_model.eval()
         try:
-            for micro_batch, batch in zip(mine, loader, strict=True):
+            for micro_batch in mine:
+                self.progress.on(micro_batch.samples)
+                batch = send_to_device(next(loaded), self.device, non_blocking=True)
                 seed_forward(0, 0, micro_batch.index, self.device)
-                yield micro_batch, send_to_device(batch, self.device, non_blocking=True)
+                yield micro_batch, batch
         finally:
             self._whole_model.train()
 
@@ -142,6 +140,7 @@ class DataParallel(Strategy):
         scale = batch.weight * self.num_processes / items
         self._micro_losses = []
         for place, (micro_batch, loaded) in enumerate(zip(batch.mine, batch.batches, strict=True)):
+            self.progress.on(micro_batch.samples)
             seed_forward(seed, step, micro_batch.index, self.device)
             inputs = send_to_device(loaded, self.device, non_blocking=True)
             is_last = place == len(batch.mine) - 1

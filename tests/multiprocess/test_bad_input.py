@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -345,8 +346,11 @@ class Failing(Task):
 """
 
 
-@pytest.mark.parametrize(("at", "where"), [(3, "in forward_backward"), (10, "in evaluate")])
-def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, where):
+@pytest.mark.parametrize(
+    ("at", "where", "doing"),
+    [(3, "in forward_backward", "step 3"), (10, "in evaluate", "the evaluation after step 8")],
+)
+def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, where, doing):
     (tmp_path / "failing_task.py").write_text(FAILING_TASK)
     recipe = tmp_path / "failing.yaml"
     # Each process has one micro-batch of each step; after 8 steps process 1 evaluates, 32 samples in 16 micro-batches.
@@ -364,5 +368,6 @@ def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, w
     assert not (tmp_path / "out" / "result.json").exists()
     said = [line for line in err.splitlines() if line.strip(" =-")]
     assert any(line.endswith(where) for line in said)
+    assert any(line.startswith(f"[process 1 of 2 on host {socket.gethostname()}, {doing}, samples ") for line in said)
     assert said[-1].strip() == "ValueError: bad sample 17"
     assert not any("Connection closed" in line for line in said)

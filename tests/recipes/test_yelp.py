@@ -78,7 +78,16 @@ def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_ou
 def test_output_folder_holds_what_the_contract_says(demo):
     run, _ = demo
     assert {path.name for path in run.folder.iterdir() if path.name != ".lock"} == {
-        *("recipe.yaml", "metrics.jsonl", "ledger.jsonl", "result.json", "predictions.jsonl", "model", "model_last", "checkpoints")
+        *(
+            "recipe.yaml",
+            "metrics.jsonl",
+            "ledger.jsonl",
+            "result.json",
+            "predictions.jsonl",
+            "model",
+            "model_last",
+            "checkpoints",
+        )
     }
     assert set(run.result) == {"metrics", "best", "steps", "seconds", "world_size", "versions"}
     assert (run.result["steps"], run.result["world_size"]) == (188, 2)

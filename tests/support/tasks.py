@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from hftune import Task
+from hftune import DataError, Task
 from hftune.data.demo import reviews
 from hftune.tasks import SequenceClassification
 
@@ -150,3 +153,56 @@ class TooLarge(Trapped):
 
     def build_model(self) -> nn.Module:
         return Greedy(self.most - 2 * (os.environ.get("RANK") == "1"))
+
+
+@dataclass
+class Faulty(Task):
+    """Learns at once, but for ``fault``, which strikes the process ``rank`` when it loads sample ``sample`` for training.
+
+    In the first attempt only, where a launcher restarts the processes. The time goes into the file ``note``.
+    """
+
+    fault: str = "none"
+    rank: int = 1
+    sample: int = -1
+    pause_s: float = 0.0
+    note: str | None = None
+
+    def datasets(self) -> dict[str, Any]:
+        rows = [{"x": torch.ones(2), "labels": torch.ones(1), "id": torch.tensor(index)} for index in range(64)]
+        return {"train": rows, "eval": rows[:8]}
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.sample in batch["id"].tolist():
+            self.strike()
+        time.sleep(self.pause_s)
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs - target).square().sum()
+
+    def strike(self) -> None:
+        if int(os.environ["RANK"]) != self.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+            return
+        if self.note is not None:
+            Path(self.note).write_text(str(time.time()))
+        if self.fault == "raise":
+            raise ValueError("bad sample 17")
+        if self.fault == "data error":
+            raise DataError("Sample 17 has no label.")
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hang":
+            time.sleep(1000)
+        if self.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "leave":
+            os._exit(0)
+        if self.fault == "exit":
+            sys.exit(0)
+        if self.fault == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)

@@ -575,6 +575,8 @@ def test_a_wrong_type_in_a_file_names_the_file(write):
         ("train.momentum=-0.1", "train.momentum=-0.1 must not be negative."),
         ("train.eps=-1e-8", "train.eps=-1e-08 must not be negative."),
         ("train.num_workers=-1", "train.num_workers=-1 must not be negative."),
+        ("train.dead_after_s=2", "train.dead_after_s=2.0 must be at least 3: processes give a sign of life once a second."),
+        ("train.stall_after_s=0", "train.stall_after_s=0.0 must be at least 3: processes give a sign of life once a second."),
         ("train.betas=[0.9,1]", "train.betas=[0.9, 1.0] must both lie in [0, 1)."),
         ("train.warmup_ratio=1", "train.warmup_ratio=1.0 must lie in [0, 1): it is a share of all steps."),
         ("train.warmup_ratio=-0.1", "train.warmup_ratio=-0.1 must lie in [0, 1): it is a share of all steps."),

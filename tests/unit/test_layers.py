@@ -19,7 +19,10 @@ MAY_IMPORT = {
     "tasks": {"task", "data", "models", "metrics", "errors"},
     "sections": {"errors", "messages"},
     "config": {"sections", "task", "resources", "errors", "messages"},
-    "strategies": {"batch_plan", "task", "errors"},
+    "progress": set(),
+    "rendezvous": set(),
+    "heartbeat": {"progress", "errors"},
+    "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
     "checkpoint": {"disk"},
     "export": {"task", "disk"},
@@ -35,11 +38,12 @@ MAY_IMPORT = {
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
+        *("heartbeat", "progress", "rendezvous"),
     },
     "inference": {"export", "config", "task", "errors"},
     "cli": {"inference", "ledger", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
-    "run": {"training", "config", "reference", "resources", "errors"},
+    "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
 KNOW_NO_RANK = {"task", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 

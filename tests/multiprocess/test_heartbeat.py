@@ -1,0 +1,201 @@
+"""What a person reads where a process fails, is killed, hangs or leaves, on one machine and on two; and that all end soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import environment
+
+RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
+# Of 64 samples in 16 steps, two processes meet 17 in step 15, in a micro-batch of process 1 with sample 35.
+STRIKE = "task.sample=17"
+END_S = 20  # from a fault to the end of the launcher, whose own end takes a second or two: generous, for a loaded machine
+
+
+@dataclass
+class Job:
+    """A job that has ended on one machine."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """From the fault to the launcher's end."""
+
+    @property
+    def said(self) -> list[str]:
+        """What the processes themselves wrote, without the launcher's words."""
+        own = self.err.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+        lines = own.split('Traceback (most recent call last):\n  File "<frozen runpy>"')[0].splitlines()
+        return [line for line in lines if not re.match(r"\[?[WE]\d{4} |\[rank\d\]:\[[WE]", line)]
+
+
+@pytest.fixture
+def launch(tmp_path) -> Callable[..., list[Job]]:
+    """Return a function that starts one launcher a machine, waits for all and returns what became of them."""
+    note = tmp_path / "struck"
+
+    def run(*words: str, machines: tuple[tuple[str, ...], ...] = ((),), options: tuple[tuple[str, ...], ...]) -> list[Job]:
+        jobs = []
+        for place, option in zip(machines, options, strict=True):
+            command = [*place, sys.executable, "-m", "torch.distributed.run", *option, "-m", "hftune.run", f"recipe={RECIPE}"]
+            jobs.append(
+                subprocess.Popen(
+                    [*command, f"output_dir={tmp_path / 'out'}", f"task.note={note}", *words],
+                    env=environment(TORCH_CPP_LOG_LEVEL="ERROR"),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        ended = []
+        for job in jobs:
+            try:
+                out, err = job.communicate(timeout=150)
+            except subprocess.TimeoutExpired:
+                for other in jobs:
+                    os.killpg(other.pid, signal.SIGKILL)
+                pytest.fail(f"hangs: {job.communicate()}")
+            seconds = time.time() - float(note.read_text()) if note.exists() else 0.0
+            ended.append(Job(job.returncode, out, err, seconds))
+        return ended
+
+    return run
+
+
+def on_one(launch: Callable[..., list[Job]], num_processes: int, *words: str, restarts: int = 0) -> Job:
+    option = ("--standalone", "--nproc_per_node", str(num_processes), "--max-restarts", str(restarts))
+    return launch(STRIKE, *words, options=(option,))[0]
+
+
+def test_a_restarted_group_trains_and_the_failed_one_has_said_why(launch, tmp_path):
+    job = on_one(launch, 2, "task.fault=raise", restarts=1)
+    host = socket.gethostname()
+    heads = [line for line in job.said if line.startswith("[process")]
+    assert heads == [f"[process 1 of 2 on host {host}, step 15, samples 35, 17]"]
+    assert job.said[-1] == "ValueError: bad sample 17"
+    assert job.code == 0, job.err
+    assert "step 16/16" in job.out
+    assert (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_killed_process_is_named_by_one_of_those_that_outlive_it(launch):
+    job = on_one(launch, 2, "task.fault=kill", "task.pause_s=0.1")
+    assert job.code != 0
+    assert len(job.said) == 1, job.err
+    assert re.fullmatch(
+        r"hftune: Process 1 \(host \S+, pid \d+\) ended without a word and is missing in step 15\. It was killed, crashed, or "
+        r"exited\. Last seen in step \d+(, samples [\d, ]+)?\.",
+        job.said[0],
+    )
+    assert "Signal 9 (SIGKILL)" in job.err  # the launcher's own words
+    assert job.seconds < END_S
+
+
+def test_a_process_that_hangs_is_found_by_where_it_stands(launch):
+    job = on_one(launch, 2, "task.fault=hang", "train.stall_after_s=8")  # longer than imports take on a loaded machine
+    first, *places = job.said[-3:]
+    assert re.fullmatch(r"hftune: No process has moved on for \d+ s \(train.stall_after_s=8\)\. They stand at:", first)
+    assert re.fullmatch(r"  process 1 \(host \S+, pid \d+\): step 15, samples 35, 17, in strike \(tasks.py:\d+\)", places[1])
+    assert " step 15, samples " in places[0] and "called from forward_backward (data_parallel.py:" in places[0]
+    assert "    time.sleep(1000)" in job.said  # the stack of process 1
+    assert job.code != 0
+    assert 8 < job.seconds < 8 + END_S
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("leave", r"ended without a word and is missing in step 15\. It was killed, crashed, or exited\. Last seen in .*\."),
+        ("exit", r"called sys\.exit\(0\) in step 15, before training was over: strike \(tasks\.py:\d+\)\."),
+    ],
+)
+def test_a_process_that_leaves_too_early_is_no_success(launch, fault, said):
+    job = on_one(launch, 2, f"task.fault={fault}")
+    assert job.code != 0
+    assert len(job.said) == 1, job.err
+    assert re.fullmatch(r"hftune: Process 1 \(host \S+, pid \d+\) " + said, job.said[0])
+    assert job.seconds < END_S
+
+
+def test_an_error_in_the_data_of_one_process_is_one_message(launch):
+    job = on_one(launch, 2, "task.fault=data error")
+    assert job.said == ["hftune: Sample 17 has no label."]
+    assert "exitcode  : 2 " in job.err
+    assert job.seconds < END_S
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yield what to put before a command to run it on one of two machines, 10.77.0.1 and 10.77.0.2."""
+    names = [f"hftune{letter}{os.getpid()}" for letter in "AB"]
+    ends = [f"{letter}{os.getpid()}" for letter in "ab"]  # an interface's name has 15 letters at most
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("needs ip and unshare, to make two machines of one")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", end, "up")
+    except subprocess.CalledProcessError as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        pytest.skip(f"may not make network namespaces: {error.stderr.decode().strip()}")
+    yield tuple(
+        (
+            *("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname machine{letter}; exec "$@"', "sh"),
+            *("env", f"GLOO_SOCKET_IFNAME={end}"),
+        )
+        for name, end, letter in zip(names, ends, "AB", strict=True)
+    )
+    for name in names:
+        ip("netns", "del", name)
+
+
+def on_two(launch: Callable[..., list[Job]], machines: tuple[tuple[str, ...], ...], *words: str) -> list[Job]:
+    shared = ("--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", "29617")
+    return launch(*words, machines=machines, options=tuple((*shared, "--node_rank", rank) for rank in "01"))
+
+
+def test_two_machines_end_with_the_traceback_of_the_one_that_failed(launch, machines):
+    # Process 0: its machine's launcher ends with it and takes the store along, but not before the other one has read why.
+    for job in on_two(launch, machines, "task.sample=46", "task.rank=0", "task.fault=raise"):
+        assert job.said[0] == "[process 0 of 2 on host machineA, step 15, samples 46, 6]"
+        assert job.said[-1] == "ValueError: bad sample 17"
+        assert job.err.rstrip().splitlines()[-2].strip() == "ValueError: bad sample 17"
+        assert job.code != 0
+        assert job.seconds < END_S
+
+
+def test_a_process_killed_on_another_machine_is_missed_within_the_bound(launch, machines):
+    here, there = on_two(launch, machines, STRIKE, "task.fault=kill", "train.dead_after_s=4")
+    assert re.fullmatch(
+        r"hftune: Process 1 \(host machineB, pid \d+\) has given no sign of life for \d s and is missing in step 15\. It was "
+        r"killed, or its machine is down or cut off\. Last seen in .*\.",
+        here.said[-1],
+    )
+    assert not any("Connection closed" in line or "Traceback" in line for line in here.said)
+    assert "Signal 9 (SIGKILL)" in there.err
+    assert here.code != 0 and there.code != 0
+    assert here.seconds < 4 + END_S
