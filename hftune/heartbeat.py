@@ -155,14 +155,17 @@ class Heartbeat:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._watch is not None:
             self._watch.claim()
+        if isinstance(error, Interrupted):  # which all processes have agreed on
+            _with_report(error, replace(self._describe(error), is_spoken_here=self.here.rank == self.here.machine[0]))
+        is_failure = error is not None and not isinstance(error, Interrupted)
         try:
-            if error is not None:
+            if is_failure:
                 self._fail(error)
         finally:
             if self._watch is not None:
-                if error is not None:
+                if is_failure:
                     self.close_all()
-                self._watch.close("done" if error is None else "stopped")
+                self._watch.close("stopped" if is_failure else "done")
 
     def close_all(self) -> None:
         """Run the closers, once, in a thread of their own: one that waits for a network is left behind."""

@@ -93,52 +93,33 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     """Build, wire, run and save; what ``held`` takes is given back at the end, whatever happens."""
     progress.at("preparing the data")
     check_machine(recipe)
-    start = Start()
-    if int(os.environ.get("RANK", 0)) == 0:
-        held.enter_context(only_writer(Path(recipe.output_dir)))
-        start = find_start(recipe)
-    if not sys.stderr.isatty():
-        hide_progress_bars()
+    start = claim_folder(recipe, held)
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
     progress.at("building the model")
     model = build_model(recipe)
-    hide_progress_bars()  # downloads are over; there would be one for each export
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
     accelerator = start_accelerator(recipe)
     heartbeat.join()
-    progress.at("comparing recipe and data with the others")
-    strategy = DataParallel(accelerator, recipe.task, progress)
     atexit.register(leave_group)
+    strategy = DataParallel(accelerator, recipe.task, progress)
+    progress.at("comparing recipe and data with the others")
     digests = check_agreement(strategy, recipe, datasets)
-    remarks = recipe.task.remarks(datasets, model)
+    remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
-    progress.at("loading the checkpoint")
     state, run_ids = load_checkpoint(strategy, start, digests)
-    if recipe.train.micro_batch_size == "auto":
-        plan = replace(plan, micro_batch_size=find_micro_batch_size(strategy, plan, datasets["train"]))
-        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
+    if recipe.train.micro_batch_size == "auto":
+        plan = replace(plan, micro_batch_size=find_micro_batch_size(strategy, plan, datasets["train"]))
+        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
 
     progress.at("opening the output folder")
-    run = Run(
-        recipe,
-        strategy,
-        plan,
-        datasets,
-        num_steps,
-        tracker=Tracker(accelerator, recipe),
-        console=Console(strategy.is_main, num_steps, state.step),
-        ledger=Ledger(Path(recipe.output_dir) / "ledger.jsonl"),
-        checkpointer=Checkpointer(Path(recipe.output_dir) / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
-        stop=held.enter_context(StopRequest()),
-        state=state,
-    )
+    run = open_run(recipe, accelerator, strategy, plan, datasets, state, held.enter_context(StopRequest()))
     heartbeat.leave_to(run.stop)
     if strategy.is_main:
         heartbeat.closers.append(run.tracker.abandon)
@@ -146,9 +127,60 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
         state.best = state.best_step = None  # a checkpoint from another folder: its best model is not here
     run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids)}
     if strategy.is_main:
-        print_start(recipe, accelerator, plan, [*remarks, *start.remarks, *([going_on(run, start)] if state.step else [])])
+        print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
+    return train_and_save(run)
+
+
+def claim_folder(recipe: Recipe, held: ExitStack) -> Start:
+    """On the main process: hold the output folder against other runs, and find where this one begins.
+
+    Raises:
+        ConfigError: another run holds the folder, or a checkpoint in it cannot go on with this recipe.
+    """
+    if not sys.stderr.isatty():
+        hide_progress_bars()
+    if int(os.environ.get("RANK", 0)) != 0:
+        return Start()
+    held.enter_context(only_writer(Path(recipe.output_dir)))
+    return find_start(recipe)
+
+
+def open_run(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    strategy: Strategy,
+    plan: BatchPlan,
+    datasets: Mapping[str, Any],
+    state: TrainState,
+    stop: StopRequest,
+) -> Run:
+    """Put together what the loop works with; nothing is written yet."""
+    output_dir, num_steps = Path(recipe.output_dir), total_steps(recipe.train, plan)
+    return Run(
+        recipe,
+        strategy,
+        plan,
+        datasets,
+        num_steps,
+        tracker=Tracker(accelerator, recipe),
+        console=Console(strategy.is_main, num_steps, state.step),
+        ledger=Ledger(output_dir / "ledger.jsonl"),
+        checkpointer=Checkpointer(output_dir / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
+        stop=stop,
+        state=state,
+    )
+
+
+def train_and_save(run: Run) -> TrainResult:
+    """Train to the end, and write what came out. Collective.
+
+    Raises:
+        Interrupted: a signal asked to stop; the message says how to go on.
+    """
+    strategy, progress = run.strategy, run.strategy.progress
+    hide_progress_bars()  # downloads are over; there would be one for each export
     progress.at("the first gradient, a rehearsal")
-    strategy.rehearse(datasets["train"], plan.epoch(0)[0][0])
+    strategy.rehearse(run.datasets["train"], run.plan.epoch(0)[0][0])
     try:
         fit(run)
     except Interrupted as error:
@@ -471,10 +503,10 @@ def versions() -> dict[str, str]:
     return {"hftune": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def print_start(recipe: Recipe, accelerator: Accelerator, plan: BatchPlan, remarks: list[str]) -> None:
-    """One line that says what is about to happen, and how; then the task's remarks, one a line."""
-    config, device = recipe.train, accelerator.device
-    count = accelerator.num_processes
+def print_start(run: Run, device: torch.device, remarks: list[str]) -> None:
+    """One line that says what is about to happen, and how; then remarks, one a line."""
+    recipe, plan, config = run.recipe, run.plan, run.recipe.train
+    count = run.strategy.num_processes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     bounds = [f"{plan.micro_batch_size} samples"] if plan.micro_batch_size else []
     bounds += [f"{config.micro_batch_tokens} tokens"] if config.micro_batch_tokens else []
