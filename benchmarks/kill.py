@@ -49,7 +49,7 @@ def main() -> int:
             kind = KINDS[number // len(options.processes) % len(KINDS)]
             if kind == "one process" and count == 1:
                 kind = KINDS[0]
-            kills = 1 + draw.randrange(2)
+            kills = options.kills or 1 + draw.randrange(2)
             killed = broken_run(folder / str(number), count, kind, kills, draw)
             same = outcome(folder / str(number)) == expected[count]
             key = (kind, count)
@@ -68,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=int, nargs="?", default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, help="of each run; default: one or two")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     return parser.parse_args()
 
@@ -104,14 +105,14 @@ def broken_run(folder: Path, count: int, kind: str, kills: int, draw: random.Ran
         process = start(folder, count)
         if killed < kills and wait_for_moment(process, folder, kind, draw):
             victims = processes_of(process.pid)
-            if kind == "one process":
-                victims = [draw.choice(sorted(victims - {process.pid}))]  # the launcher ends the other
+            if kind == "one process":  # the launcher ends the other
+                victims = draw.sample(sorted(victims - {process.pid}), min(1, len(victims) - 1))
             for victim in victims:
                 try:
                     os.kill(victim, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            killed += 1
+            killed += bool(victims)  # none where both had just ended
         if process.wait() == 0:
             return killed
         if not killed:

@@ -10,8 +10,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, TrainingError
+
+
+@contextmanager
+def named_where_it_fails(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that says what could not be written, and what is safe.
+
+    Raises:
+        TrainingError: where the block fails to write.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by a name of its own
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TrainingError(
+            f"{path} cannot be written: {reason}. What was saved before is whole. Make room or set it right; then the same "
+            "command goes on from the newest checkpoint."
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hftune.disk import flush, flush_folder
+from hftune.disk import flush, flush_folder, named_where_it_fails
 from hftune.task import Task
 
 
@@ -15,17 +15,21 @@ def export(task: Task, model: nn.Module, directory: Path) -> None:
     """Write the model to a temporary name, flush it to disk, then rename: a kill never leaves half a model.
 
     Replaces an earlier export. Main process only.
+
+    Raises:
+        TrainingError: it could not be written; the earlier export stays.
     """
     fresh, old = directory.with_name(f".{directory.name}.writing"), directory.with_name(f".{directory.name}.replaced")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    task.save(model, fresh)
-    flush_folder(fresh)
-    restore_export(directory)
-    if directory.exists():
-        directory.rename(old)
-    fresh.rename(directory)
-    flush(directory.parent)
+    with named_where_it_fails(directory):
+        fresh.mkdir(parents=True)
+        task.save(model, fresh)
+        flush_folder(fresh)
+        restore_export(directory)
+        if directory.exists():
+            directory.rename(old)
+        fresh.rename(directory)
+        flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hftune.disk import write_text
+from hftune.disk import named_where_it_fails, write_text
 
 
 class LineFile:
@@ -15,11 +15,13 @@ class LineFile:
 
     def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
         """Replace what the file holds by ``lines``, and append from there on."""
+        self.path = path
         write_text(path, "".join(map(_spell, lines)))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(_spell(line))
+        with named_where_it_fails(self.path):
+            self._file.write(_spell(line))
 
     def close(self) -> None:
         self._file.close()

@@ -15,7 +15,7 @@ from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
 from hftune.console import Console
-from hftune.disk import write_text
+from hftune.disk import named_where_it_fails, write_text
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.export import export
@@ -219,7 +219,8 @@ def evaluate_and_keep(run: Run) -> None:
 def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write one JSON object a sample, in dataset order; nothing where the task predicts no rows."""
     if any(rows):
-        write_text(path, "".join(json.dumps({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
+        with named_where_it_fails(path):
+            write_text(path, "".join(json.dumps({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
 
 
 def log(run: Run, values: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
-from hftune.disk import only_writer, write_text
+from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
@@ -479,7 +479,8 @@ def finish(run: Run) -> TrainResult:
         values = {key: value for key, value in asdict(result).items() if not isinstance(value, Path)}
         run.checkpointer.wait()
         run.ledger.close()
-        write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
+        with named_where_it_fails(output_dir / "result.json"):
+            write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
         if run.checkpointer.failure is not None:
             raise TrainingError(f"All is saved but the last checkpoint: {run.checkpointer.failure}.")
 

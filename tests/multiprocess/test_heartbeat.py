@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hftune.ledger import audit
 from tests.support.runs import environment
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
@@ -82,13 +83,14 @@ def on_one(launch: Callable[..., list[Job]], num_processes: int, *words: str, re
 
 
 def test_a_restarted_group_trains_and_the_failed_one_has_said_why(launch, tmp_path):
-    job = on_one(launch, 2, "task.fault=raise", restarts=1)
+    job = on_one(launch, 2, "task.fault=raise", "checkpoint.every=2", restarts=1)
     host = socket.gethostname()
     heads = [line for line in job.said if line.startswith("[process")]
     assert heads == [f"[process 1 of 2 on host {host}, step 15, samples 35, 17]"]
     assert job.said[-1] == "ValueError: bad sample 17"
     assert job.code == 0, job.err
-    assert "step 16/16" in job.out
+    assert re.search(r"Going on after step \d+ of 16", job.out) and "step 16/16" in job.out
+    assert audit(tmp_path / "out").problems == [] and len(audit(tmp_path / "out").starts) == 2
     assert (tmp_path / "out" / "result.json").exists()
 
 

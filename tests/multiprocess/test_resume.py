@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hftune import ConfigError, Recipe, train
+from hftune import ConfigError, Recipe, cli, train
 from hftune.checkpoint import newest, open_checkpoint
 from hftune.ledger import audit
 from hftune.optim import lr_at
 from tests.support.runs import NO_DROPOUT, SMALL, Run, environment, train_on
 
+ROOT = Path(__file__).parents[2]
 STEPS = 14  # two epochs of 7
 JOB = (
     *SMALL,
@@ -429,6 +431,74 @@ def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert "step_00000006" not in names and names[-1] == "step_00000014" and not any("writing" in name for name in names)
     assert run.result["steps"] == 14
+
+
+def test_ten_seeded_kills_leave_no_trace(tmp_path):
+    """Of one and of two processes, and while a checkpoint is written: five runs, each killed twice."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kill.py"), "5", "--kills", "2", "--seed", "7"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("bit-equal") == 6  # five runs, and the head of the table
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(path)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
+    folder = small_disk / "out"
+    process = started(folder)
+    filler = (small_disk / "filler").open("wb")
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            filler.write(bytes(4096))
+            filler.flush()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert re.fullmatch(
+        rf"hftune: {folder}/\S+ cannot be written: (No space left on device|.*os error 28.*)\. What was saved before is whole\. "
+        "Make room or set it right; then the same command goes on from the newest checkpoint\\.",
+        said.splitlines()[-1],
+    )
+    kept = newest(folder / "checkpoints")[0].step
+    filler.close()
+    (small_disk / "filler").unlink()
+    done = subprocess.run(
+        command(folder, "train.epochs=2000", f"train.max_steps={kept + 3}"), env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f"Going on after step {kept} of {kept + 3}" in done.stdout
+    assert audit(folder).problems == []
+
+
+def test_dashboard_goes_on_with_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in (4, 9):
+        train(recipe(tmp_path, f"train.max_steps={steps}", "track.with=[wandb]"))
+    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    assert len(ids) == 1 and len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+
+
+def test_audit_command_says_what_it_proves(unbroken, tmp_path, capsys):
+    folder = unbroken[2]["dropout"].folder
+    assert cli.main(["audit", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "  began on 2 processes",
+        f"{folder}: 14 steps, 200 samples, 2 whole epochs.",
+        "Every step used the samples of its plan, each exactly once an epoch.",
+    ]
+    whole = (folder / "ledger.jsonl").read_text().splitlines()
+    (tmp_path / "ledger.jsonl").write_text("\n".join(whole[:5] + whole[6:]) + "\n")
+    assert cli.main(["audit", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "Not proven."
+    assert cli.main(["audit", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"hftune: {tmp_path}/none holds no ledger.jsonl: name the output folder of a run.\n"
 
 
 def test_audit_finds_what_was_left_out_used_twice_or_exchanged(unbroken, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from hftune import TrainingError
 from hftune.disk import write_text
 from hftune.export import export, restore_export
 
@@ -33,8 +34,12 @@ def test_export_replaces_the_earlier_one_whole(tmp_path):
 
 def test_failed_export_leaves_the_earlier_one_untouched(tmp_path):
     export(Saver("first"), nn.Identity(), tmp_path / "model")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TrainingError) as caught:
         export(Saver("second", fail=True), nn.Identity(), tmp_path / "model")
+    assert str(caught.value) == (
+        f"{tmp_path}/model cannot be written: No space left on device. What was saved before is whole. Make room or set it right; "
+        "then the same command goes on from the newest checkpoint."
+    )
     assert contents(tmp_path / "model") == {"config.json": "first", "weights/part1": "first"}
 
 
