@@ -23,6 +23,9 @@ FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
 FREE = ("recipe", "output_dir", "resume")
 """Keys that say nothing about the training itself; their changes are not worth a word."""
 
+ANEW = ".anew"
+"""File in the output folder while an earlier run's checkpoints are still there, to be replaced: a restart leaves them alone."""
+
 
 @dataclass
 class Start:
@@ -46,7 +49,12 @@ def find_start(recipe: Recipe) -> Start:
     """
     folder, resume = Path(recipe.output_dir) / "checkpoints", recipe.resume
     tidy(folder)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and steps(folder):
+    anew = Path(recipe.output_dir) / ANEW
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        anew.unlink(missing_ok=True)
+        if resume == "never":
+            anew.touch()
+    elif steps(folder) and not anew.exists():
         resume = "auto"
     if resume == "never":
         return Start()

@@ -47,7 +47,7 @@ from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.rendezvous import init_method
-from hftune.resume import Start, find_start
+from hftune.resume import ANEW, Start, find_start
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
@@ -449,10 +449,10 @@ def start_folder(recipe: Recipe) -> None:
         restore_export(output_dir / name)
     if (output_dir / "result.json").exists() or steps(output_dir / "checkpoints"):
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
-    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl"):
-        (output_dir / name).unlink(missing_ok=True)
     for name in ("tensorboard", "checkpoints"):  # the first would draw both runs into one plot
         shutil.rmtree(output_dir / name, ignore_errors=True)
+    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl", ANEW):
+        (output_dir / name).unlink(missing_ok=True)
 
 
 def finish(run: Run) -> TrainResult:

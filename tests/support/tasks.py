@@ -28,6 +28,11 @@ def few_reviews(part: str) -> list[dict[str, Any]]:
     return list(reviews(part, {"train": 100, "eval": 37}[part]))
 
 
+def no_reviews(part: str) -> list[dict[str, Any]]:
+    """Data that cannot be trained on."""
+    return []
+
+
 class Tagger(nn.Module):
     """Tags every token, with dropout, in float64."""
 
