@@ -175,20 +175,28 @@ class Checkpointer:
             for path in logs:
                 flush(path)
             final = path_of(self.folder, step)
-            _remove(final)  # a broken one, or training would have gone on from it
+            old = final.with_name(f".{final.name}.replaced")
+            if final.exists():  # one of the same step, before its evaluation; or a broken one
+                final.rename(old)
             fresh.rename(final)
             flush(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
             self.failure, self.last = None, step
-            self._prune(best_step)
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own name
+            self._prune(step, best_step)
+        except Exception as error:  # whatever it is, training goes on, and the main thread tells of it
             shutil.rmtree(fresh, ignore_errors=True)
-            self.failure = str(error)
+            self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
-    def _prune(self, best_step: int | None) -> None:
-        """Remove what is neither among the newest nor the best, oldest first. All that stays was written whole."""
+    def _prune(self, newest_step: int, best_step: int | None) -> None:
+        """Remove what is neither among the newest nor the best, oldest first.
+
+        Later ones than the one just written were skipped when training went on: they are broken, and go first.
+        """
         present = steps(self.folder)
-        for step in present[: -self.keep]:
-            if step != best_step:
+        later = [step for step in present if step > newest_step]
+        kept = [step for step in present if step <= newest_step][-self.keep :]
+        for step in [*later, *present]:
+            if step not in (*kept, best_step) or step in later:
                 _remove(path_of(self.folder, step))
 
 
@@ -200,6 +208,11 @@ def _remove(path: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a kill left: checkpoints half written or half removed, which carry no final name."""
-    for path in [*folder.glob(".step_*.writing"), *folder.glob(".step_*.removed")]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Undo or finish what a kill left: checkpoints half written or half removed go, one that was set aside comes back."""
+    for path in folder.glob(".step_*.replaced"):
+        final = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
+        if not final.exists():
+            path.rename(final)
+    for kind in ("writing", "removed", "replaced"):
+        for path in folder.glob(f".step_*.{kind}"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -27,8 +27,8 @@ def named_where_it_fails(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by a name of its own
         reason = getattr(error, "strerror", None) or str(error)
         raise TrainingError(
-            f"{path} cannot be written: {reason}. What was saved before is whole. Make room or set it right; then the same "
-            "command goes on from the newest checkpoint."
+            f"{path} cannot be written: {reason}. What was saved before is whole. Make room or set it right; then resume=auto "
+            "goes on from the newest checkpoint."
         ) from error
 
 

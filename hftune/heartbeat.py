@@ -30,6 +30,7 @@ from typing import Any
 
 from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, TrainingError
 from hftune.progress import Progress
+from hftune.signals import StopRequest
 
 BEAT_S = 1.0
 HURT_S = 10.0  # a process is silent AND a connection is broken: it is gone, and dead_after_s need not pass
@@ -163,7 +164,7 @@ class Heartbeat:
                 self._fail(error)
         finally:
             if self._watch is not None:
-                if is_failure:
+                if error is not None:
                     self.close_all()
                 self._watch.close("stopped" if is_failure else "done")
 
@@ -478,7 +479,7 @@ def _make_children_deaf() -> None:
     """Let forked children, such as those of a DataLoader, die of SIGTERM by themselves, not tell their parent of it."""
 
     def forget() -> None:
-        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), _Watch):
+        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), (_Watch, StopRequest)):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

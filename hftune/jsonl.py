@@ -28,15 +28,17 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file, none where there is no file; a last line that a kill cut off is left out.
-
-    Raises:
-        ValueError: another line is no JSON.
-    """
+    """Read the lines of a file, if it is there, up to the first that a kill or a loss of power left as no JSON."""
+    lines: list[dict[str, Any]] = []
     if not path.is_file():
-        return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
+        return lines
+    *texts, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for text in texts:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
 
 
 def _spell(line: Mapping[str, Any]) -> str:

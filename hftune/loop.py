@@ -26,6 +26,9 @@ from hftune.signals import StopRequest
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking import Tracker
 
+BEST = ".best.json"
+"""File in the output folder: step and score of the model that lies there."""
+
 
 @dataclass
 class TrainState:
@@ -42,6 +45,10 @@ class TrainState:
     """Of the last evaluation."""
     seconds: float = 0.0
     """Spent so far, interruptions not counted."""
+
+    def forget_best(self) -> None:
+        """Begin anew to look for the best model, with an evaluation of this step, where one is due."""
+        self.best, self.best_step, self.evaluated_step = None, None, 0
 
     def progress(self, steps_per_epoch: int) -> float:
         """Epochs done, with a fraction."""
@@ -145,7 +152,8 @@ def checkpoint_is_due(run: Run) -> bool:
     """Say whether to write a checkpoint after this step: as ``checkpoint.every`` says, and at the end of each epoch."""
     every, state = run.recipe.checkpoint.every, run.state
     at_end = state.step == run.num_steps or state.step_in_epoch == run.plan.num_steps
-    return at_end or (every is not None and state.step % every == 0)
+    is_best = state.best_step == state.step  # so that the best model's checkpoint is one of those that are kept
+    return at_end or is_best or (every is not None and state.step % every == 0)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -210,10 +218,17 @@ def evaluate_and_keep(run: Run) -> None:
             write_predictions(output_dir / "predictions.jsonl", evaluation.rows)
             if is_best:
                 export(run.recipe.task, model, output_dir / "model")
+                write_text(output_dir / BEST, json.dumps([state.best_step, state.best]))
 
         run.strategy.progress.at(f"the saving after step {state.step}")
         run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
+
+
+def read_best(output_dir: Path) -> tuple[int | None, float | None]:
+    """Return step and score of the model in the output folder, which may be newer than the newest checkpoint."""
+    path = output_dir / BEST
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else (None, None)
 
 
 def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -60,8 +60,10 @@ def find_start(recipe: Recipe) -> Start:
         return Start()
     if resume == "auto":
         checkpoint, skipped = newest(folder)
+        if checkpoint is None and skipped:
+            raise ConfigError(f"{' '.join(skipped)} No whole one is left. resume=never starts anew, and removes them.")
         if checkpoint is None:
-            return Start(remarks=[*skipped, *(["No checkpoint is left: starting from the beginning."] if skipped else [])])
+            return Start()
     else:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
@@ -81,6 +83,8 @@ def _named(path: Path, folder: Path) -> Checkpoint:
             f"resume={path} is no checkpoint to go on from: {error}. Name a folder such as {folder}/step_00000500, or say "
             "resume=auto for the newest whole one."
         ) from error
+    if path.resolve().parent != folder.resolve() and steps(folder):
+        raise ConfigError(f"resume={path}: {folder} holds checkpoints of another run. Set output_dir=... to a new folder.")
     later = [step for step in steps(folder) if step > checkpoint.step]
     if later:
         raise ConfigError(

@@ -49,16 +49,19 @@ class Tracker:
         self.accelerator = accelerator
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
 
-    def start(self, recipe: Recipe, step: int = 0, run_ids: Mapping[str, str] | None = None) -> None:
+    def start(self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str]) -> None:
         """Open metrics.jsonl and the dashboards.
 
         Args:
             step: after which training goes on; what was logged of later ones is dropped.
+            is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
             run_ids: of the dashboards' runs that go on; see ``run_ids``.
         """
-        self._file = LineFile(self.path, [line for line in read_lines(self.path) if line["step"] <= step] if step else [])
+        lines = read_lines(self.path) if step else []
+        last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
+        self._file = LineFile(self.path, [line for line in lines if line["step"] <= last["eval/loss" in line]])
         wandb = {"name": recipe.track.run_name or recipe.recipe, "dir": recipe.output_dir, "save_code": False}
-        if run_id := (run_ids or {}).get("wandb"):
+        if run_id := run_ids.get("wandb"):
             wandb |= {"id": run_id, "resume": "allow"}
         tensorboard = {"purge_step": step + 1} if step else {}
         self.accelerator.init_trackers(recipe.track.project, init_kwargs={"wandb": wandb, "tensorboard": tensorboard})

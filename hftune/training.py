@@ -42,7 +42,7 @@ from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.ledger import Ledger
-from hftune.loop import Run, TrainState, fit, total_steps
+from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
@@ -109,13 +109,14 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
-    state, run_ids = load_checkpoint(strategy, start, digests)
+    state, run_ids, found = load_checkpoint(strategy, start, digests)
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
     if recipe.train.micro_batch_size == "auto":
-        plan = replace(plan, micro_batch_size=find_micro_batch_size(strategy, plan, datasets["train"]))
+        known = found[1] if found[0] == strategy.num_processes else None
+        plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, datasets["train"]))
         remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
 
     progress.at("opening the output folder")
@@ -123,9 +124,12 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     heartbeat.leave_to(run.stop)
     if strategy.is_main:
         heartbeat.closers.append(run.tracker.abandon)
-    if not strategy.on_main(lambda: open_folder(run, run_ids)):
-        state.best = state.best_step = None  # a checkpoint from another folder: its best model is not here
-    run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids)}
+        held.callback(run.checkpointer.wait)  # before the folder is given back
+    if state.step and not strategy.on_main(lambda: best_model_is_here(recipe, state)):
+        state.forget_best()
+    strategy.on_main(lambda: open_folder(run, start, run_ids))
+    found = [strategy.num_processes, plan.micro_batch_size]
+    run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
     return train_and_save(run)
@@ -217,8 +221,13 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
     return size
 
 
-def load_checkpoint(strategy: Strategy, start: Start, digests: Mapping[str, str]) -> tuple[TrainState, dict[str, str]]:
-    """Take over model, optimizer and state where training goes on; return the state and the dashboards' run ids. Collective.
+def load_checkpoint(
+    strategy: Strategy, start: Start, digests: Mapping[str, str]
+) -> tuple[TrainState, dict[str, str], tuple[int, int | None]]:
+    """Take over model, optimizer and state where training goes on. Collective.
+
+    Returns:
+        The state, the dashboards' run ids, and the number of processes with the micro-batch size that they had.
 
     Raises:
         ConfigError: the checkpoint is of other data or of another model.
@@ -228,7 +237,7 @@ def load_checkpoint(strategy: Strategy, start: Start, digests: Mapping[str, str]
         (checkpoint.progress, str(checkpoint.path), start.changed) if checkpoint else (None, "", [])
     )
     if progress is None:
-        return TrainState(), {}
+        return TrainState(), {}, (0, None)
     if other := [name for name, digest in progress["digests"].items() if digests[name] != digest]:
         raise ConfigError(f"{path} was trained on another {' and another '.join(other)}. resume=never starts anew.")
     try:
@@ -239,8 +248,8 @@ def load_checkpoint(strategy: Strategy, start: Start, digests: Mapping[str, str]
         checkpoint.tensors.clear()  # they are as large as model and optimizer
     state = TrainState(**progress["state"])
     if {"eval.metric", "eval.greater_is_better"} & {*changed}:
-        state.best = state.best_step = None
-    return state, progress["run_ids"]
+        state.forget_best()
+    return state, progress["run_ids"], tuple(progress["micro_batch_size"])
 
 
 def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
@@ -266,17 +275,29 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     return TrainResult(**values, output_dir=output_dir, model_dir=output_dir / "model")
 
 
-def open_folder(run: Run, run_ids: Mapping[str, str]) -> bool:
-    """Bring the output folder to where training begins or goes on; return whether a model lies there. Main process only."""
-    recipe, state = run.recipe, run.state
+def best_model_is_here(recipe: Recipe, state: TrainState) -> bool:
+    """Say whether the output folder holds the best model of the state. Main process only.
+
+    Not where the checkpoint comes from another folder, or where a better one was written after it and before the kill.
+    """
+    output_dir = Path(recipe.output_dir)
+    restore_export(output_dir / "model")
+    return (output_dir / "model").is_dir() and read_best(output_dir) == (state.best_step, state.best)
+
+
+def open_folder(run: Run, start: Start, run_ids: Mapping[str, str]) -> None:
+    """Bring the output folder to where training begins or goes on. Main process only."""
+    recipe, state, output_dir = run.recipe, run.state, Path(run.recipe.output_dir)
     if state.step == 0:
         start_folder(recipe)
-    (Path(recipe.output_dir) / "result.json").unlink(missing_ok=True)
-    restore_export(Path(recipe.output_dir) / "model")
-    write_text(Path(recipe.output_dir) / "recipe.yaml", recipe.to_yaml())
-    run.tracker.start(recipe, state.step, run_ids)
+    elif (origin := start.checkpoint.path.resolve().parents[1]) != output_dir.resolve():
+        for name in ("metrics.jsonl", "ledger.jsonl"):  # the history that goes on here
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, output_dir / name)
+    (output_dir / "result.json").unlink(missing_ok=True)
+    write_text(output_dir / "recipe.yaml", recipe.to_yaml())
+    run.tracker.start(recipe, state.step, state.evaluated_step == state.step, run_ids)
     run.ledger.begin(state.step, run.plan, run.strategy.num_processes)
-    return (Path(recipe.output_dir) / "model").is_dir()
 
 
 def going_on(run: Run, start: Start) -> str:
@@ -289,8 +310,9 @@ def how_to_go_on(run: Run) -> str:
     """Say what was saved and how to continue."""
     checkpointer = run.checkpointer
     if checkpointer.failure is not None:
-        return f"Its checkpoint could not be written: {checkpointer.failure}. The same command goes on from an earlier one."
-    return f"The same command goes on from {path_of(checkpointer.folder, run.state.step)}."
+        return f"Its checkpoint could not be written: {checkpointer.failure}. resume=auto goes on from an earlier one."
+    how = "The same command" if run.recipe.resume == "auto" else "resume=auto"
+    return f"{how} goes on from {path_of(checkpointer.folder, run.state.step)}."
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -528,7 +550,7 @@ def print_summary(run: Run, result: TrainResult) -> None:
     rows |= {
         "best": f"{best['metric']} {short(best['value'])} at step {best['step']}",
         "steps": f"{result.steps} in {result.seconds:.0f} s on {processes}",
-        "speed": f"{run.speed.total_samples / run.speed.total_seconds:,.0f} samples/s in training",
+        "speed": f"{run.speed.total_samples / max(run.speed.total_seconds, 1e-9):,.0f} samples/s in training",
         "model": f"{result.model_dir} (the last one: model_last)",
         "log": f"{result.output_dir / 'metrics.jsonl'}",
     }

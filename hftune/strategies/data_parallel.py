@@ -48,14 +48,15 @@ class DataParallel(Strategy):
         """
         if self.num_processes == 1:
             return
-        self._compute_in_vain(dataset, micro_batch.samples)
+        self._compute_in_vain(self.model, dataset, micro_batch.samples)
 
-    def _compute_in_vain(self, dataset: Any, samples: np.ndarray) -> None:
+    def _compute_in_vain(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> None:
         buffers = [(buffer, buffer.clone()) for buffer in self._whole_model.buffers()]
         (loaded,) = self._loader(dataset, [samples.tolist()], num_workers=0)
         inputs = send_to_device(loaded, self.device)
         try:
-            self.task.loss(self.model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
+            self.task.loss(model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
+            self._check_gradients()
         finally:
             self.optimizer.zero_grad()
             for buffer, before in buffers:  # running statistics
@@ -66,9 +67,9 @@ class DataParallel(Strategy):
         failed = False
         try:
             # The optimizer's moments come with its first step; Adam has two of each parameter's size, others at most one.
-            moments = [torch.empty_like(value) for value in parameters for _ in range(2)]
-            with self.accelerator.no_sync(self.model):
-                self._compute_in_vain(dataset, samples)
+            missing = 0 if getattr(self.optimizer, "optimizer", self.optimizer).state else 2
+            moments = [torch.empty_like(value) for value in parameters for _ in range(missing)]
+            self._compute_in_vain(self._whole_model, dataset, samples)  # past DDP, whose forward is collective
             del moments
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not should_reduce_batch_size(error):
@@ -223,7 +224,10 @@ class DataParallel(Strategy):
                     kept[key] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
                 kept[key].copy_(value)
         scaler = self.accelerator.scaler
-        return self._host, {} if scaler is None else {"scaler": scaler.state_dict()}
+        if scaler is None:
+            return self._host, {}
+        values = scaler.state_dict()  # of a loss that is multiplied by the number of processes
+        return self._host, {"scaler": {**values, "scale": values["scale"] * self.num_processes}}
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the live tensors by group and name. Shared parameters have one name, the first."""
@@ -263,7 +267,8 @@ class DataParallel(Strategy):
             self._receive(value, saved and saved[0]["optimizer"][key])
             optimizer.state[parameters[name]][moment] = value
         if self.accelerator.scaler is not None and "scaler" in expected:
-            self.accelerator.scaler.load_state_dict(expected["scaler"])
+            values = expected["scaler"]
+            self.accelerator.scaler.load_state_dict({**values, "scale": values["scale"] / self.num_processes})
 
     def _receive(self, value: Tensor, saved: Tensor | None) -> None:
         """Put the main process's ``saved`` into ``value`` on all."""

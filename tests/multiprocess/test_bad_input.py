@@ -348,7 +348,7 @@ class Failing(Task):
 
 @pytest.mark.parametrize(
     ("at", "where", "doing"),
-    [(3, "in forward_backward", "step 3"), (10, "in evaluate", "the evaluation after step 8")],
+    [(4, "in forward_backward", "step 3"), (10, "in evaluate", "the evaluation after step 8")],
 )
 def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, where, doing):
     (tmp_path / "failing_task.py").write_text(FAILING_TASK)

@@ -155,6 +155,52 @@ def test_any_file_cut_or_flipped_makes_resume_fall_back_to_the_checkpoint_before
     assert without_speed(run) == without_speed(unbroken[1]["dropout"])
 
 
+def test_broken_checkpoints_of_later_steps_go_before_whole_ones(copy):
+    """They would count among the newest, and only they be left."""
+    for step in (11, 12, 13):
+        shutil.copytree(copy / "checkpoints" / "step_00000010", copy / "checkpoints" / f"step_000000{step}")
+        (copy / "checkpoints" / f"step_000000{step}" / "model.safetensors").write_bytes(b"")
+    Run(train(recipe(copy, "train.max_steps=11", "checkpoint.keep=1")).output_dir)
+    left = sorted(int(path.name[-8:]) for path in (copy / "checkpoints").iterdir())
+    assert left[-1] == 11 and newest(copy / "checkpoints") == (newest(copy / "checkpoints")[0], [])
+
+
+def test_folder_without_a_whole_checkpoint_is_refused_and_left_alone(copy):
+    for path in (copy / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    count = len(list((copy / "checkpoints").iterdir()))
+    said = refused(copy)
+    assert said.startswith(f"Skipped {copy}/checkpoints/step_00000010: manifest.json is missing. Skipped ")
+    assert said.endswith(" No whole one is left. resume=never starts anew, and removes them.")
+    assert len(list((copy / "checkpoints").iterdir())) == count
+
+
+def test_run_that_was_killed_after_its_last_step_is_only_finished(copy, unbroken):
+    """The last checkpoint is there, the result is not; or the last model is not."""
+    run = Run(train(recipe(copy)).output_dir)
+    for lost in ("result.json", "model"):
+        shutil.rmtree(copy / lost) if lost == "model" else (copy / lost).unlink()
+        assert train(recipe(copy)).steps == 14
+        assert without_speed(run) == without_speed(unbroken[1]["dropout"])
+        assert (copy / "model" / "model.safetensors").is_file() and run.result["best"]["value"] is not None
+
+
+def test_better_model_that_was_written_after_the_checkpoint_is_not_taken_for_the_best_of_another_history(copy):
+    """Killed between an evaluation that wrote model/ and its checkpoint, then gone on at another learning rate."""
+    (copy / ".best.json").write_text("[12, 0.99]")
+    run = Run(train(recipe(copy, "train.lr=1e-6")).output_dir)
+    assert run.result["best"]["step"] >= 10 and run.result["best"]["value"] < 0.99
+    assert json.loads((copy / ".best.json").read_text()) == [run.result["best"]["step"], run.result["best"]["value"]]
+
+
+def test_evaluation_that_was_logged_after_the_checkpoint_is_not_logged_twice(copy, unbroken):
+    line = {**lines(unbroken[1]["dropout"])[-1], "step": 10}
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n" + "\0" * 50)
+    run = Run(train(recipe(copy)).output_dir)
+    assert without_speed(run) == without_speed(unbroken[1]["dropout"])
+
+
 def test_planted_pickle_is_refused_and_never_executed(copy, tmp_path):
     """Even with a manifest made to fit: tensors are safetensors, the rest is JSON, nothing else is read."""
     import hashlib
@@ -295,7 +341,8 @@ def test_named_checkpoint_goes_on_in_another_folder(stopped, tmp_path, unbroken)
     run = Run(train(recipe(tmp_path / "branch", f"resume={path}")).output_dir)
     assert_bit_equal(run, unbroken[1]["dropout"])
     assert (run.folder / "model" / "model.safetensors").is_file() and run.result["best"]["step"] >= 10
-    assert lines(run)[0]["step"] == 10
+    assert [line["step"] for line in lines(run)] == [line["step"] for line in lines(unbroken[1]["dropout"])]
+    assert audit(run.folder).problems == []  # the history goes with it
 
 
 def test_never_starts_anew_and_removes_what_was_there(copy, capsys):
@@ -435,7 +482,7 @@ def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path
     run = Run(train(recipe(tmp_path)).output_dir)
     said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
     assert said == [
-        "A checkpoint could not be written: [Errno 28] No space left on device. The last whole one is of step 3. Training goes on, "
+        "A checkpoint could not be written: [Errno 28] No space left on device. The last whole one is of step 5. Training goes on, "
         "and tries again."
     ]
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
@@ -474,7 +521,7 @@ def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
     assert process.returncode == 1
     assert re.fullmatch(
         rf"hftune: {folder}/\S+ cannot be written: (No space left on device|.*os error 28.*)\. What was saved before is whole\. "
-        "Make room or set it right; then the same command goes on from the newest checkpoint\\.",
+        "Make room or set it right; then resume=auto goes on from the newest checkpoint\\.",
         said.splitlines()[-1],
     )
     kept = newest(folder / "checkpoints")[0].step

@@ -38,7 +38,7 @@ def test_failed_export_leaves_the_earlier_one_untouched(tmp_path):
         export(Saver("second", fail=True), nn.Identity(), tmp_path / "model")
     assert str(caught.value) == (
         f"{tmp_path}/model cannot be written: No space left on device. What was saved before is whole. Make room or set it right; "
-        "then the same command goes on from the newest checkpoint."
+        "then resume=auto goes on from the newest checkpoint."
     )
     assert contents(tmp_path / "model") == {"config.json": "first", "weights/part1": "first"}
 
