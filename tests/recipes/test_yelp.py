@@ -77,7 +77,7 @@ def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_ou
 
 def test_output_folder_holds_what_the_contract_says(demo):
     run, _ = demo
-    assert {path.name for path in run.folder.iterdir() if path.name != ".lock"} == {
+    assert {path.name for path in run.folder.iterdir() if not path.name.startswith(".")} == {
         *(
             "recipe.yaml",
             "metrics.jsonl",
@@ -151,7 +151,7 @@ def test_best_and_last_model_are_both_kept(tmp_path):
 
 def test_evaluations_come_when_asked_for(tmp_path):
     for every, expected in (("2", 2), ("3", 2), ("epoch", 2), ("'2 epochs'", 1), ("100", 1)):
-        overrides = ("train.batch_size=32", "train.epochs=2", f"eval.every={every}", "train.max_steps=4")
+        overrides = ("train.batch_size=32", "train.epochs=2", f"eval.every={every}", "train.max_steps=4", "resume=never")
         assert len(run(tmp_path / "out", *overrides).logged("eval/loss")) == expected, every
 
 

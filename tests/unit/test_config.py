@@ -492,7 +492,7 @@ def test_a_section_that_is_none_is_refused(write, text, message):
         ("train.lr=null", "train.lr=null is not a number, such as 5e-05."),
         ("train.batch_size=1.5", "train.batch_size=1.5 is not a whole number, such as 32."),
         ("train.batch_size=many", "train.batch_size='many' is not a whole number, such as 32."),
-        ("train.micro_batch_size=many", "train.micro_batch_size='many' is not a whole number or null."),
+        ("train.micro_batch_size=many", "train.micro_batch_size='many' is neither a whole number nor auto nor null."),
         ("train.clip_norm=big", "train.clip_norm='big' is not a number or null, such as 1.0."),
         ("train.compile=maybe", "train.compile='maybe' is not true or false."),
         ("train.compile=2", "train.compile=2 is not true or false."),

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "config": {"sections", "task", "resources", "errors", "messages"},
     "progress": set(),
     "rendezvous": set(),
-    "heartbeat": {"progress", "errors"},
+    "heartbeat": {"signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
     "checkpoint": {"disk"},
