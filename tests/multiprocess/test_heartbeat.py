@@ -100,7 +100,7 @@ def test_a_killed_process_is_named_by_one_of_those_that_outlive_it(launch):
     assert len(job.said) == 1, job.err
     assert re.fullmatch(
         r"hftune: Process 1 \(host \S+, pid \d+\) ended without a word and is missing in step 15\. It was killed, crashed, or "
-        r"exited\. Last seen in step \d+(, samples [\d, ]+)?\.",
+        r"exited\. Last seen in .+\.",
         job.said[0],
     )
     assert "Signal 9 (SIGKILL)" in job.err  # the launcher's own words
