@@ -3,9 +3,9 @@
     python benchmarks/kill.py [N] [--seed 0] [--processes 1 2]
 
 N runs (default 10) of a small BERT with dropout, a checkpoint every third step and one at the end of an epoch. Each is killed
-once or twice, at a random moment after its first checkpoint began: all of its processes; one of them, where there are two; or,
-every third time, at once when a checkpoint's temporary folder is seen. Then the same command is given again. "bit-equal": all
-weights of the last model, all logged losses and the ledger's audit are those of the unbroken run.
+once or twice, at a random moment after its first checkpoint: all of its processes; one of them, where there are two; or, every
+third time, at once when a checkpoint's temporary folder is seen (five seconds later at the latest). Then the same command is
+given again. "bit-equal": all weights of the last model, all logged losses and the ledger's audit are those of the unbroken run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def broken_run(folder: Path, count: int, kind: str, kills: int, draw: random.Ran
     """Run until done, killing it on the way; return how often it was killed in time."""
     killed = 0
     while True:
-        process = start(folder, count)
+        process, victims = start(folder, count), []
         if killed < kills and wait_for_moment(process, folder, kind, draw):
             victims = processes_of(process.pid)
             if kind == "one process":  # the launcher ends the other
@@ -115,7 +115,7 @@ def broken_run(folder: Path, count: int, kind: str, kills: int, draw: random.Ran
             killed += bool(victims)  # none where both had just ended
         if process.wait() == 0:
             return killed
-        if not killed:
+        if not victims:
             sys.exit((folder.parent / f"{folder.name}.log").read_text())
 
 

@@ -152,7 +152,7 @@ class Checkpointer:
         """
         self.wait()
         arguments = (step, tensors, progress, recipe, best_step, logs)
-        # Not a daemon: the interpreter's end waits for it, so a checkpoint that was begun is finished.
+        # Not a daemon: the interpreter's own end waits for it. A process that the heartbeat ends leaves it half written.
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writer.start()
 
@@ -192,11 +192,10 @@ class Checkpointer:
 
         Later ones than the one just written were skipped when training went on: they are broken, and go first.
         """
-        present = steps(self.folder)
-        later = [step for step in present if step > newest_step]
-        kept = [step for step in present if step <= newest_step][-self.keep :]
-        for step in [*later, *present]:
-            if step not in (*kept, best_step) or step in later:
+        later = [step for step in steps(self.folder) if step > newest_step]
+        older = [step for step in steps(self.folder) if step <= newest_step][: -self.keep]
+        for step in [*later, *older]:
+            if step != best_step:
                 _remove(path_of(self.folder, step))
 
 

@@ -148,10 +148,10 @@ class Heartbeat:
             self._connection = _get_default_store().clone()
         self._watch = _Watch(self, dist.PrefixStore(f"hftune/{run[0]}", self._connection), has_group=True)
 
-    def leave_to(self, stop: object) -> None:
-        """Leave SIGTERM to ``stop``, which is true once it came: training then ends by itself, after its step."""
+    def leave_sigterm(self) -> None:
+        """Do not report SIGTERM any more: from here on training ends by itself when it comes, after its step."""
         if self._watch is not None:
-            self._watch.stop = stop
+            self._watch.reports_sigterm = False
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._watch is not None:
@@ -219,8 +219,7 @@ class _Watch:
         self.here, self.progress, self.close_all = heartbeat.here, heartbeat.progress, heartbeat.close_all
         self.dead_after_s, self.stall_after_s = heartbeat.dead_after_s, heartbeat.stall_after_s
         self.store, self.has_group = store, has_group
-        self.stop: object | None = None
-        """True once a signal asked to stop; None: SIGTERM ends this process at once."""
+        self.reports_sigterm = True
         self.report: Report | None = None
         self._own: Report | None = None  # to be reported by this process
         self._bye: str | None = None
@@ -371,7 +370,7 @@ class _Watch:
             if is_awaited and self._silent_s[rank] > bound_s:
                 silence = f"has given no sign of life for {self._silent_s[rank]:.0f} s"
                 return self._describe_missing(rank, silence, "It was killed, or its machine is down or cut off.")
-        if self._is_terminated and self.stop is None:
+        if self._is_terminated and self.reports_sigterm:
             text = (
                 f"hftune: {self.here.name()} was told to end (SIGTERM) in {self.progress.doing}: by its launcher, a scheduler"
             )

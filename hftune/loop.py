@@ -149,7 +149,7 @@ def evaluation_is_due(run: Run) -> bool:
 
 
 def checkpoint_is_due(run: Run) -> bool:
-    """Say whether to write a checkpoint after this step: as ``checkpoint.every`` says, and at the end of each epoch."""
+    """Say whether to write a checkpoint after this step; see CheckpointConfig."""
     every, state = run.recipe.checkpoint.every, run.state
     at_end = state.step == run.num_steps or state.step_in_epoch == run.plan.num_steps
     is_best = state.best_step == state.step  # so that the best model's checkpoint is one of those that are kept

@@ -148,7 +148,8 @@ class EvalConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """What a run goes on from after it was killed. One is always written at the end of an epoch and after the last step."""
+    """What a run goes on from after it was killed. One is always written at the end of an epoch, after the last step, and where
+    an evaluation found the best model so far."""
 
     every: int | None = 500
     """Steps between two checkpoints. null: only at the end of each epoch."""

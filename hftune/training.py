@@ -121,7 +121,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
 
     progress.at("opening the output folder")
     run = open_run(recipe, accelerator, strategy, plan, datasets, state, held.enter_context(StopRequest()))
-    heartbeat.leave_to(run.stop)
+    heartbeat.leave_sigterm()
     if strategy.is_main:
         heartbeat.closers.append(run.tracker.abandon)
         held.callback(run.checkpointer.wait)  # before the folder is given back
@@ -203,6 +203,8 @@ def train_and_save(run: Run) -> TrainResult:
 
 def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> int:
     """Halve the size until the longest samples fit on all processes; begin with a process's share of the global batch.
+
+    accelerate's find_executable_batch_size does the same for one process: the others would not hear of its failures.
 
     Raises:
         ConfigError: not even one sample fits.

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 CACHE = tempfile.mkdtemp(prefix="hftune-tests-")
-# Here and not in a fixture: datasets and transformers read these when they are imported, which test modules may do.
-os.environ.update(HF_DATASETS_CACHE=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
+# Here and not in a fixture: datasets, transformers and torch read these when they are imported, which test modules may do.
+# One thread, as in the processes that tests start: what is trained here and there is compared bit by bit.
+os.environ.update(
+    HF_DATASETS_CACHE=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"
+)
 
 
 def pytest_unconfigure():

@@ -61,6 +61,7 @@ class BlockSparseSelfAttention(nn.Module):
         self.num_random_blocks = config.num_random_blocks
         self.sparse = config.attention_type == "block_sparse"
         self.kernel = config.block_sparse_kernel
+        self.max_full_length = config.max_full_length
         self.max_blocks = -(-config.max_position_embeddings // config.block_size)
         self.seed = (config.random_blocks_seed << 20) + layer_index
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -90,11 +91,6 @@ class BlockSparseSelfAttention(nn.Module):
             attend = {"gathered": self._attend_gathered, "flex": self._attend_flex}[self.kernel]
             context_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
         return context_BHTD.transpose(1, 2).flatten(2), None
-
-    @property
-    def max_full_length(self) -> int:
-        """Tokens (padded) up to which all rows attend in full."""
-        return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
 
     def _last_blocks(self, valid_BT: Tensor) -> Tensor:
         T, S = valid_BT.shape[1], self.block_size

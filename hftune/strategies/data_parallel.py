@@ -262,7 +262,7 @@ class DataParallel(Strategy):
             self._receive(value, saved and saved[0]["model"][name])
         for key, shape, dtype in expected["optimizer"]:
             name, _, moment = key.rpartition("/")
-            # The counter of steps stays on the CPU but for fused optimizers, which want it beside the parameter.
+            # The counter of steps, too: fused optimizers, which ours are, want it beside the parameter.
             value = torch.empty(shape, dtype=dtype, device=self.device)
             self._receive(value, saved and saved[0]["optimizer"][key])
             optimizer.state[parameters[name]][moment] = value
