@@ -20,7 +20,10 @@ MAY_IMPORT = {
     "sections": {"errors", "messages"},
     "config": {"sections", "task", "resources", "errors", "messages"},
     "progress": set(),
-    "rendezvous": set(),
+    "network": {"messages", "errors"},
+    "machines": {"network", "errors"},
+    "rendezvous": {"machines"},
+    "agreement": {"config", "task", "messages", "errors"},
     "heartbeat": {"signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
@@ -38,10 +41,14 @@ MAY_IMPORT = {
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "rendezvous"),
+        *("heartbeat", "progress", "rendezvous", "agreement", "network"),
+    },
+    "doctor": {
+        *("training", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config", "console"),
+        *("errors",),
     },
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"inference", "ledger", "data", "console", "errors"},
+    "cli": {"doctor", "inference", "ledger", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
