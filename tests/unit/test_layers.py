@@ -40,8 +40,13 @@ MAY_IMPORT = {
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
         *("heartbeat", "progress", "rendezvous"),
     },
+    "memory": set(),
+    "planning": {
+        *("training", "loop", "strategies", "memory", "optim", "batch_plan", "config", "sections", "errors"),
+    },
+    "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"inference", "ledger", "data", "console", "errors"},
+    "cli": {"planning", "plan_text", "inference", "ledger", "config", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
