@@ -16,12 +16,24 @@ from hftune.errors import ConfigError, DataError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = parser().parse_args(argv)
+    options = parse(argv)
     try:
         return options.command(options)
     except (ConfigError, DataError) as error:
         print(f"hftune: {error}", file=sys.stderr)
         return 2
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the arguments; options may stand between the words of a recipe, which argparse alone refuses."""
+    root = parser()
+    options, more = root.parse_known_args(argv)
+    takes_words = hasattr(options, "words")
+    if unknown := [word for word in more if word.startswith("-") or not takes_words]:
+        root.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_words:
+        options.words += more
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,13 +1,12 @@
 """What a training step takes of memory, found out without taking it. Knows no recipe and no process.
 
-Under torch's FakeTensorMode tensors have shape, type and device and no values: a model of a terabyte is built in milliseconds,
-and one forward and backward pass of it can be counted, tensor by tensor.
+In torch's FakeTensorMode tensors have shape, type and device and no values: the forward and backward pass of a model of a
+terabyte takes milliseconds, and can be counted tensor by tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, finalize
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -49,11 +47,21 @@ class StepMemory:
     """The rest: the batch, what the forward pass keeps for the backward pass, and intermediate results."""
 
 
-@contextmanager
-def without_values(device: torch.device) -> Iterator[None]:
-    """Let all tensors that are made inside have no values; those that name no device are on ``device``."""
-    with FakeTensorMode(allow_non_fake_inputs=True), device:
-        yield
+def as_fake(model: nn.Module, device: torch.device) -> None:
+    """Put a model from the meta device on ``device``, in FakeTensorMode; shared tensors stay shared.
+
+    Not built in FakeTensorMode: modules there cannot change their type, as ``model.double()`` does (torch 2.13).
+    """
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
+            if value not in made:
+                made[value] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
+            setattr(module, name, made[value])
+        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
+            if value not in made:
+                made[value] = torch.empty_like(value, device=device)
+            setattr(module, name, made[value])
 
 
 class TensorBytes(TorchDispatchMode):

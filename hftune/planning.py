@@ -5,7 +5,7 @@ Whatever the loop computes is computed here by the loop's own functions; only wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.loop import total_steps
-from hftune.memory import NEEDS_VALUES, StepMemory, make_optimizer_state, step_memory, without_values
+from hftune.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.sections import CheckpointConfig, EvalConfig
 from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
@@ -300,20 +301,21 @@ def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest:
     """Build the model without weights, and add to the plan what it says."""
     task, dataset = recipe.task, datasets["train"]
     batches = [task.collate([dataset[sample] for sample in item.micro_batch.samples.tolist()]) for item in heaviest]
-    with without_values(device):
-        try:
-            model = build_model(replace(recipe, train=replace(recipe.train, compile=False))).train()
-            optimizer = build_optimizer(model, recipe.train)
-            make_optimizer_state(optimizer)
-        except NEEDS_VALUES as error:
-            plan.remarks.append(f"The model cannot be planned: build_model() {needs_values(error)}")
-            return
-        plan.parameters = sum(parameter.numel() for parameter in model.parameters())
-        plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        plan.remarks += task.remarks(datasets, model)
-        saved = {name: size_of(group.values()) for name, group in checkpoint_tensors(model, optimizer).items()}
-        plan.disk = disk(recipe, plan, saved)
-        steps = []
+    model = build_on_meta(recipe, plan.remarks)
+    if model is None:
+        return
+    plan.parameters = sum(parameter.numel() for parameter in model.parameters())
+    plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    plan.remarks += task.remarks(datasets, model)
+    steps = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        as_fake(model, device)
+        optimizer = build_optimizer(model.train(), recipe.train)
+        make_optimizer_state(optimizer)
+        tensors = checkpoint_tensors(model, optimizer)
+        plan.disk = disk(
+            recipe, plan, *(sum(value.nbytes for value in tensors[name].values()) for name in ("model", "optimizer"))
+        )
         try:
             for item, batch in zip(heaviest, batches, strict=True):
                 steps.append(step_memory(model, optimizer, partial(forward_backward, recipe, model, batch), item.has_gradients))
@@ -323,16 +325,27 @@ def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest:
             plan.remarks.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
             return
     peak = max(range(len(steps)), key=lambda place: steps[place].peak_bytes)
-    samples = heaviest[peak].micro_batch.samples
-    longest = None if plan.data.longest is None else heaviest[peak].micro_batch.cost // len(samples)
+    samples = len(heaviest[peak].micro_batch.samples)
     plan.memory = Memory(
         **asdict(steps[peak]),
         device=device.type,
         in_ddp_buckets=plan.processes > 1,
-        samples=len(samples),
-        longest=longest,
-        host_copy_bytes=sum(saved.values()),
+        samples=samples,
+        longest=None if plan.data.longest is None else heaviest[peak].micro_batch.cost // samples,
+        host_copy_bytes=plan.disk.checkpoint_bytes,
     )
+
+
+def build_on_meta(recipe: Recipe, remarks: list[str]) -> nn.Module | None:
+    """Build the model on the meta device; None, and a remark, where that asks a tensor for its values."""
+    try:
+        with torch.device("meta"):
+            return build_model(replace(recipe, train=replace(recipe.train, compile=False)))
+    except RuntimeError as error:  # torch has no kind of its own for this
+        if "meta" not in str(error):
+            raise
+        remarks.append(f"The model cannot be planned: build_model() {needs_values(error)}")
+        return None
 
 
 def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
@@ -351,13 +364,9 @@ def needs_values(error: Exception) -> str:
     return f"asks a tensor for its values, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
 
 
-def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors."""
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def disk(recipe: Recipe, plan: Plan, saved: Mapping[str, int]) -> Disk:
-    """Say what the output folder holds at most; ``saved``: bytes of a checkpoint's model and optimizer."""
+def disk(recipe: Recipe, plan: Plan, model_bytes: int, optimizer_bytes: int) -> Disk:
+    """Say what the output folder holds at most."""
     written = len({*plan.evaluations, *plan.checkpoints})
-    checkpoint, checkpoints, models = sum(saved.values()), min(recipe.checkpoint.keep + 2, written), 3
-    return Disk(checkpoint, checkpoints, saved["model"], models, checkpoints * checkpoint + models * saved["model"])
+    checkpoint_bytes, checkpoints, models = model_bytes + optimizer_bytes, min(recipe.checkpoint.keep + 2, written), 3
+    total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
+    return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

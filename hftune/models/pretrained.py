@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch._guards import active_fake_mode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -59,12 +58,12 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or draw them where ``model`` is None.
 
     Parameters that the checkpoint lacks, or has in another size, such as the head for other classes, are drawn from torch's
-    global generator. In torch's FakeTensorMode, where tensors have shapes and no values (``hftune plan``), no weights are read.
+    global generator. Under ``torch.device("meta")``, where tensors have shapes and no values (``hftune plan``), none are read.
 
     Raises:
         ConfigError: no such model, or one whose body, not only its head, has other sizes or fewer layers.
     """
-    if model is None or active_fake_mode() is not None:
+    if model is None or torch.get_default_device().type == "meta":
         try:
             return _draw(auto_class, config, None if model is None else torch.float32)
         except ValueError as error:
