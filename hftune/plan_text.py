@@ -18,24 +18,25 @@ BAR = 20
 
 def plan_text(plan: Plan) -> str:
     """Lay out a plan."""
-    processes = f"{plan.processes} process{'es' if plan.processes > 1 else ''}"
-    if plan.machines > 1:
-        processes = f"{plan.machines} machines x {plan.processes // plan.machines} processes"
+    each = plan.processes // plan.machines
+    where = f"{plan.machines} machines x " if plan.machines > 1 else ""
+    where += f"{each} process{'es' if each > 1 else ''}"
     parts = {
         "data": data(plan),
         "steps": steps(plan),
         "learning rate": learning_rate(plan),
-        "evaluation": [f"after step {listed(plan.evaluations)}"],
-        "checkpoint": [f"after step {listed(plan.checkpoints)}, and after each evaluation that is the best so far"],
+        "evaluation": [f"after {listed(plan.evaluations)}"],
+        "checkpoint": [f"after {listed(plan.checkpoints)}, and after each evaluation that is the best so far"],
         "model": model(plan),
         "memory": memory(plan.memory) if plan.memory else [],
         "disk": disk(plan.disk) if plan.disk else [],
         "remarks": [line for remark in plan.remarks for line in wrap(remark, LINE)],
     }
-    lines = [f"{plan.recipe} on {processes}, as planned; nothing is trained."]
+    blocks = [f"{plan.recipe} on {where}, as planned; nothing is trained."]
     for heading, said in parts.items():
-        lines += ["", *(f"  {heading if not place else '':<{HEADING}}{line}".rstrip() for place, line in enumerate(said))]
-    return "\n".join(line for place, line in enumerate(lines) if line or lines[place + 1 : place + 2] != [""]).rstrip()
+        lines = [f"  {'' if place else heading:<{HEADING}}{line}".rstrip() for place, line in enumerate(said)]
+        blocks += ["\n".join(lines)] if lines else []
+    return "\n\n".join(blocks)
 
 
 def data(plan: Plan) -> Iterator[str]:
@@ -104,12 +105,12 @@ def disk(found: Disk) -> Iterator[str]:
         yield f"  {data_size(count * size):>8}  {count} {name}s of {data_size(size)}"
 
 
-def listed(numbers: Sequence[int], most: int = 6) -> str:
-    """Spell numbers, those in the middle left out where they are many."""
-    if len(numbers) <= most:
-        return ", ".join(f"{number:,}" for number in numbers)
-    first = ", ".join(f"{number:,}" for number in numbers[: most - 2])
-    return f"{first}, \N{HORIZONTAL ELLIPSIS}, {numbers[-1]:,} ({len(numbers):,} in all)"
+def listed(steps: Sequence[int], most: int = 6) -> str:
+    """Spell steps, those in the middle left out where they are many."""
+    spelled = [f"{step:,}" for step in steps]
+    if len(steps) > most:
+        spelled = [*spelled[: most - 2], "\N{HORIZONTAL ELLIPSIS}", f"{spelled[-1]} ({len(steps):,} in all)"]
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(spelled)}"
 
 
 def bar(value: float, full: float) -> str:

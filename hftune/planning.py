@@ -157,12 +157,9 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     num_machines = count_machines(num_processes, gpus_per_machine)
     recipe.check()
     datasets = load_datasets(recipe)
-    batches, remarks = plan_batches(recipe, datasets["train"]), []
-    if recipe.train.micro_batch_size == "auto":
+    batches = plan_batches(recipe, datasets["train"])
+    if is_auto := recipe.train.micro_batch_size == "auto":
         batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
-        remarks.append(
-            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the most that training would try."
-        )
     num_steps = total_steps(recipe.train, batches)
     found = survey(batches, num_steps, num_processes)
     plan = Plan(
@@ -175,14 +172,18 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         learning_rates(recipe, num_steps),
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
-        remarks=remarks,
     )
-    if idle := found.work.idle_steps:
-        remarks.append(
-            f"In {idle:,} steps of an epoch some process has nothing to do: there are fewer micro-batches than processes. "
-            "Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size."
+    if is_auto:
+        plan.remarks.append(
+            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the most that training would try."
         )
-    add_model(plan, recipe, datasets, found.heaviest, target_device(device, remarks))
+    if found.work.idle_steps:
+        plan.remarks.append(
+            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some process has nothing to do: "
+            "there are fewer micro-batches than processes. Lower train.micro_batch_size or train.micro_batch_tokens, or "
+            "raise train.batch_size."
+        )
+    add_model(plan, recipe, datasets, found.heaviest, target_device(device, plan.remarks))
     return plan
 
 
