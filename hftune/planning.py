@@ -338,7 +338,7 @@ def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest:
 
 
 def build_on_meta(recipe: Recipe, remarks: list[str]) -> nn.Module | None:
-    """Build the model on the meta device; None, and a remark, where that asks a tensor for its values."""
+    """Build the model on the meta device; None, and a remark, where that needs values."""
     try:
         with torch.device("meta"):
             return build_model(replace(recipe, train=replace(recipe.train, compile=False)))
@@ -361,8 +361,8 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
 
 
 def needs_values(error: Exception) -> str:
-    """Say why something cannot be done without values."""
-    return f"asks a tensor for its values, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
+    """Say that something failed because a plan has no values."""
+    return f"needs values, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
 
 
 def disk(recipe: Recipe, plan: Plan, model_bytes: int, optimizer_bytes: int) -> Disk:

@@ -196,14 +196,14 @@ def test_what_needs_values_is_not_planned_and_the_rest_is(tmp_path):
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.unused_parameters) == (38, None, None) and plan.disk.model_bytes == 152
     assert plan.remarks == [
-        "The memory cannot be estimated: the forward pass or the loss asks a tensor for its values, and a plan has none "
+        "The memory cannot be estimated: the forward pass or the loss needs values, and a plan has none "
         "(DataDependentOutputException: aten._local_scalar_dense.default)."
     ]
     recipe.task.where = "build_model"
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.disk) == (None, None, None) and plan.steps.total == 3
     assert plan.remarks == [
-        "The model cannot be planned: build_model() asks a tensor for its values, and a plan has none "
+        "The model cannot be planned: build_model() needs values, and a plan has none "
         "(RuntimeError: Tensor.item() cannot be called on meta tensors)."
     ]
 
