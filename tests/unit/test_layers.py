@@ -47,8 +47,13 @@ MAY_IMPORT = {
         *("training", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config", "console"),
         *("errors",),
     },
+    "memory": set(),
+    "planning": {
+        *("training", "loop", "strategies", "memory", "optim", "batch_plan", "config", "sections", "errors"),
+    },
+    "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"doctor", "inference", "ledger", "data", "console", "errors"},
+    "cli": {"doctor", "planning", "plan_text", "inference", "ledger", "config", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
