@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,12 +45,19 @@ class FullySharded(DataParallel):
         self._start_equal(model)
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
         self._hollow = self.model = hollow_copy(model)
+        if isinstance(optimizer, torch.optim.SGD):
+            for group in optimizer.param_groups:
+                group["fused"] = False  # torch 2.13 has no fused step of SGD for parts of weights, only one of Adam
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = block_classes(model)
         with tied_weights_together(model):
             super().prepare(model, optimizer)
         self.model = self._hollow
+        # torch fears that a task changes the outputs in place, and so loses the hook on them that begins the backward pass. The
+        # first block begins it as well; without blocks no weight would get a gradient, which is refused.
+        name = type(self._inner).__name__
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
 
     def _start_equal(self, model: nn.Module) -> None:
         """Give all processes the main one's weights and buffers, one at a time."""

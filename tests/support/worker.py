@@ -13,7 +13,10 @@ from hftune.strategies.data_parallel import DataParallel
 
 
 def main() -> None:
-    for source, overrides, stop in json.loads(Path(sys.argv[1]).read_text()):
+    before = dict(os.environ)
+    for source, overrides, stop, environment in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ.clear()  # accelerate writes there, too
+        os.environ.update({**before, **environment})
         recipe = Recipe.load(source, *overrides)
         if stop is None:
             train(recipe)
