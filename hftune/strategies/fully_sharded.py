@@ -103,7 +103,7 @@ class FullySharded(DataParallel):
         for name, empty in chain(self._hollow.named_parameters(), self._hollow.named_buffers()):
             value = self._whole(live[name].detach())
             if everywhere or self.is_main:
-                value = value.to(device)
+                value = value.to(device, copy=True)  # what was gathered from unequal parts is a slice of something larger
                 filled[id(empty)] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
         return deepcopy(self._hollow, filled)
 
