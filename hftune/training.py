@@ -121,6 +121,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
+    remarks += strategy.remarks()
     state, run_ids, found = load_checkpoint(strategy, start, digests)
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
@@ -333,7 +334,7 @@ def check_launcher(recipe: Recipe) -> None:
     """Refuse what the launcher asks for and hftune does not do, before anything is loaded.
 
     Raises:
-        ConfigError: DeepSpeed or Megatron-LM; version 1 of FSDP, or one of its settings that the recipe has to decide.
+        ConfigError: DeepSpeed or Megatron-LM; version 1 of FSDP, or what does not work under it.
     """
     for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
         if parse_flag_from_env(variable):
@@ -355,6 +356,8 @@ def check_launcher(recipe: Recipe) -> None:
             "The launcher's fsdp_activation_checkpointing: true would draw another dropout when it computes anew. "
             "Set it to false, and train.gradient_checkpointing=true in the recipe."
         )
+    if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
+        raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
     if recipe.train.micro_batch_size == "auto":
         raise ConfigError(NO_AUTO)
 

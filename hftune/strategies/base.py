@@ -61,6 +61,10 @@ class Strategy(ABC):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
 
+    def remarks(self) -> list[str]:
+        """Return what a user should know of how the work is spread; one sentence each, said once. Not collective."""
+        return []
+
     @abstractmethod
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         """Return whether all processes have the memory to train on these samples in one forward pass, beside the optimizer."""

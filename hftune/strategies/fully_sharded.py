@@ -51,6 +51,7 @@ class FullySharded(DataParallel):
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = block_classes(model)
+        self._blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
         with tied_weights_together(model):
             super().prepare(model, optimizer)
         self.model = self._hollow
@@ -58,6 +59,12 @@ class FullySharded(DataParallel):
         # first block begins it as well; without blocks no weight would get a gradient, which is refused.
         name = type(self._inner).__name__
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
+
+    def remarks(self) -> list[str]:
+        parameters = list(self._inner.parameters())
+        own, all_of_them = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
+        how = f"one {' or '.join(self._blocks)} at a time" if self._blocks else "all at once"
+        return [f"FSDP: process {self.process_index} keeps {own:,} of {all_of_them:,} weights; they are gathered {how}."]
 
     def _start_equal(self, model: nn.Module) -> None:
         """Give all processes the main one's weights and buffers, one at a time."""
