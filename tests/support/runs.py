@@ -62,13 +62,21 @@ def train_on(
 ) -> dict[str, Run]:
     """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
 
-    Overrides may name their own output_dir. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
+    Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
     ``sharded``: the jobs that train under FSDP.
     """
-    named = {name: [word.split("=", 1)[1] for word in words if word.startswith("output_dir=")] for name, words in jobs.items()}
-    folders = {name: Path(own[-1]) if own else folder / f"{name}-on-{world_size}" for name, own in named.items()}
+
+    def given(name: str, key: str, default: Any) -> Any:
+        return ([word.split("=", 1)[1] for word in jobs[name] if word.startswith(f"{key}=")] or [default])[-1]
+
+    folders = {name: Path(given(name, "output_dir", folder / f"{name}-on-{world_size}")) for name in jobs}
     listed = [
-        [recipe, [*overrides, f"output_dir={folders[name]}"], (stops or {}).get(name), FSDP if name in sharded else {}]
+        [
+            given(name, "recipe", recipe),
+            [*(word for word in overrides if not word.startswith("recipe=")), f"output_dir={folders[name]}"],
+            (stops or {}).get(name),
+            FSDP if name in sharded else {},
+        ]
         for name, overrides in jobs.items()
     ]
     (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
