@@ -1,7 +1,6 @@
 """FSDP is only another way to compute the same training: as under DDP, with a part of everything on each process."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,14 @@ from tests.support.tasks import few_reviews
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
-JOB = (*SMALL, "task.dataset=tests.support.tasks:few_reviews", "resume=auto", "train.epochs=2", "train.clip_norm=0.5")
+JOB = (
+    *SMALL,
+    "task.dataset=tests.support.tasks:few_reviews",
+    "resume=auto",
+    "train.epochs=2",
+    "train.clip_norm=0.5",
+    "checkpoint.keep=9",
+)
 ODD = (*JOB, "train.micro_batch_size=3")
 """Six micro-batches a step on two processes, and two in the last one of an epoch; the norm is always clipped."""
 SHORT = (*JOB, "train.max_steps=4")
@@ -33,10 +39,12 @@ TITLES = (
 )
 PAIRS = {
     "dropout": ODD,
-    "tokens": (*SHORT, "train.micro_batch_size=null", "train.micro_batch_tokens=100"),  # unequal numbers under DDP
+    "unequal": (  # under DDP, one process has more micro-batches than the other
+        *SHORT,
+        *("train.micro_batch_size=null", "train.micro_batch_tokens=100", "train.gradient_checkpointing=true"),
+    ),
     "bf16": (*SHORT, "train.mixed_precision=bf16"),
     "sgd": (*SHORT, "train.optimizer=sgd", "train.lr=1e-2", "train.momentum=0.9"),
-    "checkpointing": (*SHORT, "train.gradient_checkpointing=true"),
     "prefix_lm": (*TITLES, "task.architecture=prefix_lm", "eval.batch_size=13"),  # process 1 has nothing to evaluate
     "encoder_decoder": (*TITLES, "task.architecture=encoder_decoder", "eval.batch_size=5"),  # one has two batches, one has one
 }
@@ -50,8 +58,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folder):
     """Every job under DDP and under FSDP; and one that begins under FSDP, goes on under DDP, and is stopped again."""
-    stopped = (*ODD, "checkpoint.keep=9", f"output_dir={folder / 'chain'}")
-    jobs = {f"ddp {name}": words for name, words in PAIRS.items()} | {f"fsdp {name}": words for name, words in PAIRS.items()}
+    stopped = (*ODD, f"output_dir={folder / 'chain'}")
+    jobs = {f"{way} {name}": words for way in ("ddp", "fsdp") for name, words in PAIRS.items()}
     jobs |= {"fsdp begins": stopped, "ddp goes on": stopped}
     sharded = [name for name in jobs if name.startswith("fsdp")]
     return train_on(2, jobs, folder, stops={"fsdp begins": (3, 1), "ddp goes on": (5, 1)}, sharded=sharded)
@@ -123,29 +131,40 @@ def test_a_run_goes_from_fsdp_to_ddp_and_back_as_launched_by_accelerate(runs, fo
     done = subprocess.run([*command, *words], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     (remark,) = [line for line in done.stdout.splitlines() if line.startswith("FSDP: ")]
-    assert remark == "FSDP: process 0 keeps 15,745 of 31,461 weights; they are gathered one BertLayer at a time."
+    assert remark == "FSDP: process 0 keeps 22,227 of 44,421 weights; they are gathered one BertLayer at a time."
     same(chain, runs["fsdp dropout"])
     assert [start["after_step"] for start in audit(chain.folder).starts] == [0, 4, 10]
 
 
 def test_a_checkpoint_of_fsdp_goes_on_with_one_process(runs, folder, tmp_path):
-    (checkpoint,) = shutil.copytree(folder / "chain", tmp_path / "out").glob("checkpoints/step_00000004")
-    recipe = Recipe.load("yelp_demo", *ODD, f"resume={checkpoint}", f"output_dir={tmp_path / 'on'}")
+    checkpoint = folder / "chain" / "checkpoints" / "step_00000004"
+    recipe = Recipe.load("yelp_demo", *ODD, f"resume={checkpoint}", f"output_dir={tmp_path}")
     same(Run(train(recipe).output_dir), runs["ddp dropout"])
 
 
+IN_FLOAT64 = {
+    "dropout": ("task.dropout=0.3", "train.epochs=1"),
+    "whole": ("train.micro_batch_size=12", "train.clip_norm=null", "train.epochs=1"),
+    "statistics": (f"recipe={SUPPORT / 'trapped.yaml'}", "task.trap=running statistics"),
+}
+
+
 @pytest.fixture(scope="module")
-def tagging(tmp_path_factory):
-    """On four processes, a weight of five rows leaves one of them with none; steps have one and four micro-batches."""
-    pairs = {"plain": (), "dropout": ("task.dropout=0.3",), "whole": ("train.micro_batch_size=12", "train.clip_norm=null")}
-    jobs = {f"ddp {name}": words for name, words in pairs.items()} | {f"fsdp {name}": words for name, words in pairs.items()}
+def on_four(tmp_path_factory):
+    """A weight of five rows leaves one of four processes with none; steps have one micro-batch, or four."""
+    jobs = {f"{way} {name}": words for way in ("ddp", "fsdp") for name, words in IN_FLOAT64.items()}
     sharded = [name for name in jobs if name.startswith("fsdp")]
-    return train_on(4, jobs, tmp_path_factory.mktemp("tagging"), str(SUPPORT / "tagging.yaml"), sharded=sharded)
+    return train_on(4, jobs, tmp_path_factory.mktemp("on_four"), str(SUPPORT / "tagging.yaml"), sharded=sharded)
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout", "whole"])
-def test_a_task_without_transformers_is_equal_to_rounding_in_float64(tagging, name):
-    same(tagging[f"fsdp {name}"], tagging[f"ddp {name}"], rel=1e-13)
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_tasks_without_transformers_are_equal_to_rounding_in_float64(on_four, name):
+    same(on_four[f"fsdp {name}"], on_four[f"ddp {name}"], rel=1e-13)
+
+
+def test_running_statistics_are_those_of_ddp(on_four):
+    given, expected = ([row["given"] for row in on_four[f"{way} statistics"].predictions] for way in ("fsdp", "ddp"))
+    assert given == [pytest.approx(row, rel=1e-12) for row in expected]
 
 
 def test_unused_parameters_are_named(tmp_path):
