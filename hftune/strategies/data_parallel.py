@@ -156,7 +156,7 @@ class DataParallel(Strategy):
                 loss = self.task.loss(self._wrapped(**self.task.inputs(inputs)), self.task.target(inputs))
                 self.accelerator.backward(loss * (scale * weight).to(loss.dtype))
             self._micro_losses.append(loss.detach() * weight)
-        self._check_gradients()
+            self._check_gradients()
         loss = self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items
         loss, _, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # the device is waited for once
         if self.num_processes == 1:

@@ -74,7 +74,8 @@ def same(run, expected, rel=1e-5):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_losses_and_gradient_norms_are_those_of_ddp(runs, name):
-    same(runs[f"fsdp {name}"], runs[f"ddp {name}"])
+    # In bfloat16 the last bit of a weight may round a product the other way.
+    same(runs[f"fsdp {name}"], runs[f"ddp {name}"], rel=1e-3 if name == "bf16" else 1e-5)
 
 
 def test_the_norm_was_clipped_and_every_sample_was_used_once(runs):
