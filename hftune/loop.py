@@ -205,7 +205,7 @@ def evaluate_and_keep(run: Run) -> None:
         is_best = state.best is None or (score > state.best if config.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
-        model = run.strategy.unwrap()
+        model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
             write_predictions(output_dir / "predictions.jsonl", evaluation.rows)

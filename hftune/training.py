@@ -26,11 +26,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, GradScalerKwargs, InitProcessGroupKwargs
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    PartialState,
+)
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hftune import __version__
 from hftune.agreement import check_early, differences, disagreement, facts
@@ -54,6 +63,7 @@ from hftune.resume import ANEW, Start, find_start
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.fully_sharded import NO_AUTO, FullySharded
 from hftune.task import Task
 from hftune.tracking import Tracker, check_trackers
 
@@ -98,6 +108,7 @@ def train(recipe: Recipe) -> TrainResult:
 def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: ExitStack) -> TrainResult:
     """Build, wire, run and save; what ``held`` takes is given back at the end, whatever happens."""
     progress.at("preparing the data")
+    check_launcher(recipe)
     check_machine(recipe)
     start = claim_folder(recipe, held)
     datasets = load_datasets(recipe)
@@ -109,12 +120,14 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     accelerator = start_accelerator(recipe)
     heartbeat.join()
     atexit.register(leave_group)
-    strategy = DataParallel(accelerator, recipe.task, progress)
+    kind = FullySharded if accelerator.distributed_type == DistributedType.FSDP else DataParallel
+    strategy = kind(accelerator, recipe.task, progress)
     progress.at("comparing recipe and data with the others")
     digests = check_agreement(strategy, recipe, datasets)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
+    remarks += strategy.remarks()
     state, run_ids, found = load_checkpoint(strategy, start, digests)
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
@@ -327,6 +340,43 @@ def how_to_go_on(run: Run) -> str:
     return f"{how} goes on from {path_of(checkpointer.folder, run.state.step)}."
 
 
+def check_launcher(recipe: Recipe) -> None:
+    """Refuse what the launcher asks for and hftune does not do, before anything is loaded.
+
+    Raises:
+        ConfigError: DeepSpeed or Megatron-LM; version 1 of FSDP, or what does not work under it.
+    """
+    for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
+        if parse_flag_from_env(variable):
+            raise ConfigError(
+                f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and "
+                "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
+            )
+    if not asks_for_fsdp():
+        return
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise ConfigError(
+            f"The launcher asks for version {version} of FSDP, and hftune has version 2. "
+            "Set fsdp_version: 2 in its config, as accelerate_configs/fsdp.yaml does."
+        )
+    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise ConfigError("The launcher's fsdp_offload_params: true is not supported. Set it to false.")
+    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise ConfigError(
+            "The launcher's fsdp_activation_checkpointing: true would draw another dropout when it computes anew. "
+            "Set it to false, and train.gradient_checkpointing=true in the recipe."
+        )
+    if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
+        raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
+    if recipe.train.micro_batch_size == "auto":
+        raise ConfigError(NO_AUTO)
+
+
+def asks_for_fsdp() -> bool:
+    """Say whether the launcher's config has distributed_type: FSDP."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
 def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
@@ -336,7 +386,7 @@ def check_machine(recipe: Recipe) -> None:
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
         raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
-    check_launch()
+    check_hardware()
     on_cuda = torch.cuda.is_available() and not on_cpu()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
@@ -345,7 +395,7 @@ def check_machine(recipe: Recipe) -> None:
         check_writable(Path(recipe.output_dir))
 
 
-def check_launch() -> None:
+def check_hardware() -> None:
     """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
 
     Raises:
@@ -448,10 +498,17 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     """Join the other processes of the job.
 
     Raises:
-        ConfigError: another number of processes joined than the launcher announced, or it asks for FSDP or DeepSpeed.
+        ConfigError: another number of processes joined than the launcher announced, or they cannot do FSDP as it asks.
     """
-    AcceleratorState._reset_state()  # a notebook may train twice, with another precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with another precision
     expected = int(os.environ.get("WORLD_SIZE", 1))
+    # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
+    group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
+    state = PartialState(cpu=on_cpu(), **group.to_kwargs())
+    if asks_for_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate 1.15 knows FSDP on GPUs only, and makes plain DDP of it on CPUs, without a word: AcceleratorState.__init__
+        # looks at a list of kinds. FSDP itself works over Gloo. Needless once that list has MULTI_CPU.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision=recipe.train.mixed_precision,
@@ -461,18 +518,18 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
             GradScalerKwargs(init_scale=2.0**16 / expected),
-            # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
-            InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1)),
+            group,
         ],
+        fsdp_plugin=fsdp_plugin(),
         # The recipe decides these two. Left out, an environment variable of the launcher would.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
         step_scheduler_with_optimizer=False,
     )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    if asks_for_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
         raise ConfigError(
-            f"The launcher asks for {accelerator.distributed_type.value}, which hftune does not have. "
-            "Use a config of accelerate_configs/, with distributed_type MULTI_GPU."
+            f"FSDP is asked for, and Accelerate came up with {accelerator.distributed_type.value}: nothing would be sharded. "
+            "Start the processes with accelerate launch --config_file accelerate_configs/fsdp.yaml."
         )
     if accelerator.num_processes != expected:
         raise ConfigError(
@@ -480,6 +537,16 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             "GPUs start them with accelerate_configs/2cpu.yaml or torchrun."
         )
     return accelerator
+
+
+def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
+    """Return the launcher's settings of FSDP, but for those that the recipe decides; None where it does not ask for FSDP."""
+    if not asks_for_fsdp():
+        return None
+    return FullyShardedDataParallelPlugin(
+        mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as under DDP: see FullySharded
+        cpu_ram_efficient_loading=False,  # the launcher's default is true; FullySharded sends the main process's weights
+    )
 
 
 def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> dict[str, str]:
