@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--batch-size", type=int, default=8, help="texts at a time (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON object a text")
 
+    command = commands.add_parser("configs", help="list, print or copy launch configurations for accelerate launch")
+    command.set_defaults(command=configs)
+    command.add_argument("name", nargs="?", help="print this one, such as 4gpu")
+    command.add_argument("--copy", nargs="?", const=Path(), type=Path, metavar="PATH", help="copy it (default ./NAME.yaml)")
+    command.add_argument("--force", action="store_true", help="let the copy overwrite a file")
+
     command = commands.add_parser("audit", help="prove that every sample was used exactly once an epoch")
     command.set_defaults(command=audit)
     command.add_argument("folder", help="output folder of a run, such as outputs/yelp")
@@ -84,6 +90,24 @@ def read_text(path: str) -> str:
         raise ConfigError(f"--text-file {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text-file {path} is not UTF-8: {error}. Convert it.") from error
+
+
+def configs(options: argparse.Namespace) -> int:
+    """``hftune configs``: list the shipped launch configurations, print one, or copy one."""
+    from hftune.console import table
+    from hftune.resources import config_names, config_path, copy_config
+
+    if options.name is None:
+        if options.copy is not None:
+            raise ConfigError(f"--copy what? Name a launch configuration: {', '.join(config_names())}.")
+        summaries = {name: config_path(name).read_text(encoding="utf-8").partition("\n")[0] for name in config_names()}
+        print(table({name: line.removeprefix("# ") for name, line in summaries.items()}))
+    elif options.copy is None:
+        print(config_path(options.name).read_text(encoding="utf-8"), end="")
+    else:
+        target = copy_config(options.name, options.copy, options.force)
+        print(f"Edit {target}, then: accelerate launch --config_file {target} -m hftune.run recipe=NAME")
+    return 0
 
 
 def audit(options: argparse.Namespace) -> int:

@@ -41,6 +41,7 @@ from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
+from hftune.launched import check_launch
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
@@ -321,8 +322,10 @@ def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder that cannot be written.
+        ConfigError: another number of processes than the launcher was asked for, fp16 without a GPU, bf16 on a GPU without
+            it, no dashboard, an output folder that cannot be written.
     """
+    check_launch()
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
         raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")

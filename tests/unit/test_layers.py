@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "config": {"sections", "task", "resources", "errors", "messages"},
     "progress": set(),
     "rendezvous": set(),
+    "launched": {"errors"},
     "heartbeat": {"signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
@@ -38,10 +39,10 @@ MAY_IMPORT = {
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "rendezvous"),
+        *("heartbeat", "progress", "rendezvous", "launched"),
     },
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"inference", "ledger", "data", "console", "errors"},
+    "cli": {"inference", "ledger", "data", "console", "resources", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
