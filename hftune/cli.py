@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an audit found something; 2 it cannot be done as asked.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,12 @@ from hftune.errors import ConfigError, DataError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = parser().parse_args(argv)
+    root = parser()
+    options, rest = root.parse_known_args(argv)
+    if rest and "words" in options and not any(word.startswith("-") for word in rest):
+        options.words += rest  # argparse takes them from one place only; options may stand in between
+    elif rest:
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return options.command(options)
     except (ConfigError, DataError) as error:
@@ -46,6 +52,19 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?", help="print this one, such as 4gpu")
     command.add_argument("--copy", nargs="?", const=Path(), type=Path, metavar="PATH", help="copy it (default ./NAME.yaml)")
     command.add_argument("--force", action="store_true", help="let the copy overwrite a file")
+
+    command = commands.add_parser("slurm", help="write the batch script that trains a recipe on nodes of a SLURM cluster")
+    command.set_defaults(command=slurm)
+    command.add_argument("words", nargs="+", metavar="KEY=VALUE", help="recipe=NAME and what is to be overridden in it")
+    command.add_argument("--nodes", type=int, required=True, help="machines")
+    command.add_argument("--gpus", type=int, required=True, help="GPUs, and so processes, on each of them")
+    command.add_argument("--time", default="24:00:00", help="after which the job is requeued and goes on (default %(default)s)")
+    command.add_argument("--partition", help="of the cluster")
+    command.add_argument("--account", help="that pays")
+    command.add_argument("--job-name", dest="name", help="default: the recipe's name")
+    command.add_argument("--config", help="launch configuration, such as fsdp_2node or a .yaml file (default: plain DDP)")
+    command.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
+    command.add_argument("--grace-s", type=int, default=120, help="seconds to finish a step and save (default %(default)s)")
 
     command = commands.add_parser("audit", help="prove that every sample was used exactly once an epoch")
     command.set_defaults(command=audit)
@@ -107,6 +126,16 @@ def configs(options: argparse.Namespace) -> int:
     else:
         target = copy_config(options.name, options.copy, options.force)
         print(f"Edit {target}, then: accelerate launch --config_file {target} -m hftune.run recipe=NAME")
+    return 0
+
+
+def slurm(options: argparse.Namespace) -> int:
+    """``hftune slurm``: print a batch script."""
+    sys.path.insert(0, "")  # as python -m does: the recipe's task may be the user's own
+    from hftune.launchers.slurm import Job, batch_script
+
+    asked = {item.name: getattr(options, item.name) for item in dataclasses.fields(Job)}
+    print(batch_script(options.words, Job(**asked)), end="")
     return 0
 
 

@@ -1,8 +1,8 @@
 """How many processes the `accelerate launch` that started this one was asked for. Knows no training.
 
-A process cannot see this in its environment: `accelerate launch --cpu --num_processes 2` starts ONE and says nothing, as it does
-for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But then, as always, the launcher is the parent process, and
-its command line still says what was asked.
+A process cannot see this in its environment: `accelerate launch --cpu --num_processes 2` starts ONE and says nothing, and so it
+does for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But in these cases, as in all others, the launcher is
+the parent process, and its command line still says what was asked.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ MAY_IMPORT = {
         *("heartbeat", "progress", "rendezvous", "launched"),
     },
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"inference", "ledger", "data", "console", "resources", "errors"},
+    "launchers": {"training", "config", "resources", "heartbeat", "errors"},
+    "cli": {"launchers", "inference", "ledger", "data", "console", "resources", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
