@@ -86,13 +86,14 @@ def batch_script(words: list[str], job: Job) -> str:
     recipe.check()
     if recipe.resume != "auto":
         raise ConfigError(f"resume={recipe.resume} would begin there again each time that the job is requeued. Leave it out.")
+    name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
     options = {"partition": job.partition, "account": job.account}
     if job.cpus_per_gpu is not None:
         options["cpus-per-task"] = job.cpus_per_gpu * job.gpus
     optional = "".join(f"\n#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
     listed = "\n".join(f"    {shlex.quote(word)}" for word in words)
     return f"""#!/bin/bash
-#SBATCH --job-name={job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)}
+#SBATCH --job-name={name}
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node=1  # a launcher, which starts a process for each GPU
 #SBATCH --gpus-per-node={job.gpus}{optional}
