@@ -73,6 +73,12 @@ class TrainResult:
     model_dir: Path
     """The best model by ``eval.metric``; the last one lies beside it in model_last."""
 
+    @classmethod
+    def read(cls, output_dir: Path) -> TrainResult:
+        """Return what a finished run came to, from its folder."""
+        values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+        return cls(**values, output_dir=output_dir, model_dir=output_dir / "model")
+
 
 def train(recipe: Recipe) -> TrainResult:
     """Train a recipe on the processes there are. Every process of the job calls it with the same recipe.
@@ -269,13 +275,13 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     output_dir = Path(recipe.output_dir)
     if not (output_dir / "result.json").is_file() or not (output_dir / "model").is_dir():
         return None
-    values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+    result = TrainResult.read(output_dir)
     print(
-        f"{output_dir} is finished: {values['steps']} steps, {values['best']['metric']} {short(values['best']['value'])}. "
+        f"{output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
         "Nothing was trained. To go on, raise train.epochs; to train anew, set resume=never or another output_dir.",
         flush=True,
     )
-    return TrainResult(**values, output_dir=output_dir, model_dir=output_dir / "model")
+    return result
 
 
 def best_model_is_here(recipe: Recipe, state: TrainState) -> bool:

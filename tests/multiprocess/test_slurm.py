@@ -5,7 +5,6 @@ its tasks with SIGKILL where it gets a SIGTERM itself, scancel --signal reaches 
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
