@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import torch
@@ -27,8 +29,8 @@ KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError,
 def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     """Train a recipe on ``num_processes`` processes of this machine and wait for the end. Shows what they print.
 
-    None means one for each GPU, or one where there is none. Ctrl-C (interrupting the cell) finishes the step and writes a
-    checkpoint, and the same call goes on from it; a second one ends all at once.
+    None means one for each GPU, or one where there is none. SIGTERM and Ctrl-C (interrupting the cell) finish the step and
+    write a checkpoint, and the same call goes on from it; a second Ctrl-C ends all at once.
 
     Raises:
         ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. What
@@ -48,9 +50,9 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "--log-dir", folder]
         command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
         last_word = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
-        code, is_interrupted = run_and_show(command, {**environment(), **last_word})
+        code, is_stopped = run_and_show(command, {**environment(), **last_word})
         if code != 0:
-            raise failure(Path(folder), code, is_interrupted)
+            raise failure(Path(folder), code, is_stopped)
     return TrainResult.read(Path(recipe.output_dir))
 
 
@@ -84,28 +86,34 @@ def environment() -> dict[str, str]:
 
 
 def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
-    """Run a command, print what it prints, and pass the first Ctrl-C on; return its exit code, and whether there was one.
+    """Run a command and print what it prints; return its exit code, and whether it was asked to stop.
+
+    SIGTERM and the first SIGINT are passed on, where this is the main thread; elsewhere Python hears no signals.
 
     Raises:
-        KeyboardInterrupt: there was a second one, and all its processes have been killed.
+        KeyboardInterrupt: there was a second SIGINT, and all processes have been killed.
     """
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
-    # A session of its own: a terminal, and Jupyter, would send Ctrl-C to every process, and torchrun once more to its own.
+    # A session of its own: a terminal, and Jupyter, would send Ctrl-C to torchrun, too, which would then hear it twice.
     process = subprocess.Popen(command, env=env, start_new_session=True, **output)
-    is_interrupted = False
+    passed_on: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in passed_on:
+            raise KeyboardInterrupt
+        passed_on.append(number)
+        process.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
-        while True:
-            try:
-                for line in process.stdout:
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
-                return process.wait(), is_interrupted
-            except KeyboardInterrupt:
-                if is_interrupted:
-                    raise
-                is_interrupted = True
-                process.send_signal(signal.SIGINT)
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        return process.wait(), bool(passed_on)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if process.poll() is None:
             for child in [*psutil.Process(process.pid).children(recursive=True), process]:
                 child.kill()
@@ -113,13 +121,13 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
         process.stdout.close()
 
 
-def failure(folder: Path, code: int, is_interrupted: bool) -> BaseException:
+def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:
     """Return the exception that the first process to fail ended with, from its last word in ``folder``."""
     words = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")]
     if words:
         first = min(words, key=lambda word: word["extraInfo"]["timestamp"])
         return KINDS.get(first["extraInfo"]["kind"], TrainingError)(first["message"].removeprefix("hftune: "))
-    if is_interrupted:
-        return KeyboardInterrupt()
+    if is_stopped:
+        return Interrupted("Training was asked to stop, and ended before it could write a checkpoint.")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return TrainingError(f"Training {how} without a word; what it printed stands above.")
