@@ -1,6 +1,6 @@
 """The ``hftune`` command: what is done around training. Thin: each command reads its arguments and calls one function.
 
-Exit codes: 0 done; 1 an audit found something; 2 it cannot be done as asked.
+Exit codes: 0 done; 1 an audit or the doctor found something; 2 it cannot be done as asked.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("audit", help="prove that every sample was used exactly once an epoch")
     command.set_defaults(command=audit)
     command.add_argument("folder", help="output folder of a run, such as outputs/yelp")
+
+    command = commands.add_parser("doctor", help="examine this machine; under a launcher, -m hftune.doctor examines the group")
+    command.set_defaults(command=doctor)
+    command.add_argument("words", nargs="*", metavar="recipe=NAME", help="and section.key=value: look at this recipe, too")
 
     command = commands.add_parser("vocab", help="train the vocabulary of a Chinese model on a corpus")
     command.set_defaults(command=vocab)
@@ -153,6 +157,13 @@ def audit(options: argparse.Namespace) -> int:
         print(f"  {problem}")
     print("Not proven." if found.problems else "Every step used the samples of its plan, each exactly once an epoch.")
     return 1 if found.problems else 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """``hftune doctor``: the same as python -m hftune.doctor."""
+    from hftune.doctor import main
+
+    return main(options.words)
 
 
 def vocab(options: argparse.Namespace) -> int:

@@ -133,6 +133,14 @@ class Heartbeat:
             self._watch = _Watch(self, dist.PrefixStore(f"hftune/{attempt}", self._connection), has_group=False)
         return self
 
+    def open_store(self) -> Any | None:
+        """Return a store that all processes of the job share before they have a process group; None where there is none."""
+        if self._watch is None:
+            return None
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"hftune/{os.environ['TORCHELASTIC_RUN_ID']}/early", self._connection.clone())
+
     def join(self) -> None:
         """Watch all processes from here on, now that there is a process group (collective)."""
         if self.here.num_processes == 1:

@@ -10,13 +10,27 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+
+def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """Return what makes the handler of ``rdzv_backend: hftune``. An entry point, which torchrun calls while it is imported."""
+
+    def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+        from hftune.machines import create_handler
+
+        return create_handler(params)
+
+    return create_handler
 
 
 def init_method() -> str | None:

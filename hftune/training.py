@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from accelerate.utils.environment import parse_flag_from_env
 from torch import nn
 
 from hftune import __version__
+from hftune.agreement import check_early, differences, disagreement, facts
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
@@ -45,6 +47,7 @@ from hftune.launched import check_launch
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
+from hftune.network import choose_interface
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.rendezvous import init_method
@@ -93,6 +96,9 @@ def train(recipe: Recipe) -> TrainResult:
     recipe.check()
     progress = Progress()
     with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat, ExitStack() as held:
+        if (store := heartbeat.open_store()) is not None:
+            progress.at("comparing code and recipe with the others")
+            check_early(store, heartbeat.here.rank, facts(recipe))
         return run_recipe(recipe, progress, heartbeat, held)
 
 
@@ -335,12 +341,35 @@ def check_machine(recipe: Recipe) -> None:
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
         raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    if int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))):
+        choose_interface(os.environ["MASTER_ADDR"])
+    check_gpus()
     on_cuda = torch.cuda.is_available() and not on_cpu()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
     if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
         check_trackers(recipe)
         check_writable(Path(recipe.output_dir))
+
+
+def check_gpus() -> None:
+    """Refuse more processes than GPUs, and GPUs that were asked for and are not there, or raise ConfigError."""
+    asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return
+    if asked not in ("", "-1") and here == 0 and not torch.accelerator.is_available():
+        built = "finds none: is the driver running, and are these their numbers (nvidia-smi)?"
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, and PyTorch {torch.__version__} "
+            f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
+            "ACCELERATE_USE_CPU=true trains on CPUs."
+        )
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < here < started:
+        raise ConfigError(
+            f"{started} processes were started on {socket.gethostname()}, which has {here} GPU{'s' if here > 1 else ''}. "
+            "Set num_processes (over all machines) to one a GPU."
+        )
 
 
 def on_cpu() -> bool:
@@ -447,21 +476,25 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> dict[str, str]:
-    """Make sure that all processes were given the same recipe and found the same data; return the digests of the data.
+    """Make sure that all processes run the same code and recipe on the same data; return the digests of the data.
 
     Raises:
-        ConfigError: naming the processes that differ from the main one.
+        ConfigError: on all processes, naming those that differ from the main one, their machine, and in what.
     """
-    own = {"recipe": sha256(recipe.to_yaml().encode()).hexdigest()}
-    own |= {f"{part} data": data_digest(recipe.task, datasets[part]) for part in ("train", "eval")}
-    gathered = strategy.broadcast(strategy.gather_to_main([own]))
-    for what, expected in gathered[0].items():
-        different = [str(rank) for rank, other in enumerate(gathered) if other[what] != expected]
-        if different:
-            raise ConfigError(
-                f"Process {', '.join(different)} has another {what} than process 0. All have to be started with the same."
-            )
-    return {what: digest for what, digest in own.items() if what != "recipe"}
+    digests = {f"{part} data": data_digest(recipe.task, datasets[part]) for part in ("train", "eval")}
+    check_facts(strategy, facts(recipe) | {"data": digests})
+    return digests
+
+
+def check_facts(strategy: Strategy, own: Mapping[str, Any]) -> None:
+    """Compare each process's facts with the main one's, or raise ConfigError. Collective."""
+    main = strategy.broadcast(own)
+    different = [(own, strategy.process_index)] if differences(own, main) else []
+    others = strategy.broadcast(strategy.gather_to_main(different))
+    if others:
+        first = {name: value for name, value in others[0][0].items() if name != "pid"}
+        ranks = [rank for other, rank in others if first.items() <= other.items()]
+        raise ConfigError(disagreement(ranks, first, main))
 
 
 def data_digest(task: Task, dataset: Any) -> str:

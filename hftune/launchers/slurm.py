@@ -145,14 +145,15 @@ def _launch(job: Job) -> str:
         kind = "--multi_gpu --mixed_precision no --dynamo_backend no"
     else:
         kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
-    meeting = " --rdzv_backend hftune" if job.nodes > 1 else ""
+    meeting = "\n    --rdzv_backend hftune" if job.nodes > 1 else ""
     return f"""
-# The launchers meet on the first node, at a port of this job's own. The recipe decides on precision and compilation.
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# The launchers meet on the first node, at a port of this job's own; a node that does not come is named. The recipe decides on
+# precision and compilation.
+export HFTUNE_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 launch=(
     {kind}
     --num_machines {job.nodes} --num_processes {processes}
-    --main_process_ip "$first_node" --main_process_port $((10000 + SLURM_JOB_ID % 20000)){meeting}
+    --main_process_ip "$(head -n 1 <<< "$HFTUNE_MACHINES")" --main_process_port $((10000 + SLURM_JOB_ID % 20000)){meeting}
 )
 """
 

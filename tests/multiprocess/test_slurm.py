@@ -5,7 +5,9 @@ its tasks with SIGKILL where it gets a SIGTERM itself, scancel --signal reaches 
 """
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +21,6 @@ from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]
 FAULTY = f"recipe={ROOT}/tests/support/faulty.yaml"
-RENDEZVOUS = "--rdzv_backend static"
-"""Torch's own, so that this file tests the batch script alone."""
 STAND_INS = {
     "srun": """
         while [[ $1 == -* ]]; do shift; done
@@ -28,13 +28,18 @@ STAND_INS = {
         for ((node = 0; node < STAND_IN_NODES; node++)); do
             SLURM_NODEID=$node setsid "$@" &
             tasks+=($!)
+            # Both nodes are this machine: the first one has to hold the port of the job before the second one looks.
+            until ((node > 0 || STAND_IN_NODES == 1)) || : < "/dev/tcp/127.0.0.1/$((10000 + SLURM_JOB_ID))"; do
+                kill -0 "$!" || break
+                sleep 0.1
+            done 2> /dev/null
         done
         echo "${tasks[@]}" > "$STAND_IN/tasks"
         for task in "${tasks[@]}"; do wait "$task" || code=$?; done
         exit "${code:-0}"
     """,
     "scancel": """
-        [[ $* == "--signal=TERM 4711" ]] && kill -TERM $(< "$STAND_IN/tasks")
+        [[ $* == "--signal=TERM $SLURM_JOB_ID" ]] && kill -TERM $(< "$STAND_IN/tasks")
     """,
     "scontrol": """
         case "$*" in
@@ -61,20 +66,24 @@ def sbatch(tmp_path, capsys, monkeypatch):
     def start(*words, nodes):
         assert cli.main(["slurm", *words, "--nodes", str(nodes), "--gpus", str(2 // nodes)]) == 0
         script = tmp_path / "job.sbatch"
-        text = capsys.readouterr().out
-        assert ("--rdzv_backend hftune" in text) == (nodes > 1)
-        script.write_text(text.replace("--rdzv_backend hftune", RENDEZVOUS))
+        script.write_text(capsys.readouterr().out)
         subprocess.run(["bash", "-n", script], check=True)
-        slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]", "STAND_IN_NODES": str(nodes)}
+        slurm = {"SLURM_JOB_ID": start.job_id, "SLURM_JOB_NODELIST": "node[1-2]", "STAND_IN_NODES": str(nodes)}
         env = environment(PATH=path, STAND_IN=str(tmp_path), **slurm)
         with (tmp_path / "job.log").open("a") as log:  # --open-mode=append
             jobs.append(subprocess.Popen(["bash", script], cwd="/", env=env, stdout=log, stderr=log))
         return jobs[-1]
 
+    start.job_id = str(next(port for port in random.sample(range(10_000, 30_000), 100) if is_free(port)) - 10_000)
     yield start
     for job in jobs:
         job.kill()
         job.wait()
+
+
+def is_free(port):
+    with socket.socket() as there:
+        return there.connect_ex(("127.0.0.1", port)) != 0
 
 
 def said(tmp_path):
@@ -98,14 +107,14 @@ def test_job_saves_at_the_grace_signal_is_requeued_and_goes_on_to_the_end(sbatch
     wait_until("step 4/16", tmp_path, job)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=120) == 0, said(tmp_path)
-    assert requeued(tmp_path) == ["requeue 4711"]
+    assert requeued(tmp_path) == [f"requeue {sbatch.job_id}"]
     folder = tmp_path / "it's here" / "a folder's name"
     (checkpoint,) = [path.name for path in (folder / "checkpoints").iterdir()]
     stopped = int(checkpoint.removeprefix("step_"))
     assert 4 <= stopped < 16 and not (folder / "result.json").exists()
 
     assert sbatch(*words, nodes=2).wait(timeout=120) == 0, said(tmp_path)
-    assert requeued(tmp_path) == ["requeue 4711"]  # that of before
+    assert requeued(tmp_path) == [f"requeue {sbatch.job_id}"]  # that of before
     assert f"Going on after step {stopped} of 16" in said(tmp_path)
     assert Run(folder).result["world_size"] == 2
     found = audit(folder)

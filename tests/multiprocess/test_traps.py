@@ -1,6 +1,7 @@
 """What goes wrong in distributed training without a word, and must not here."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,11 @@ def test_unused_parameters_are_named(tmp_path, world_size):
 def test_other_data_on_one_process_are_noticed_in_the_evaluation_set_too(tmp_path):
     code, said = refused(tmp_path, "other evaluation data")
     assert code == 1  # torchrun's
-    assert said == ["hftune: Process 1 has another eval data than process 0. All have to be started with the same."]
+    host = socket.gethostname()
+    assert said == [
+        f"hftune: Process 1 on {host} has another data set: eval data. Compared with process 0 on {host}. "
+        "Give all machines the same files, or the same data set of the Hub at the same revision."
+    ]
 
 
 def test_a_step_without_items_says_so(tmp_path):

@@ -1,0 +1,370 @@
+"""``python -m hftune.doctor [recipe=NAME ...]``: is this machine, or the whole group, fit to train? Trains nothing.
+
+Alone it looks at the machine. Under ``accelerate launch`` or ``torchrun`` it joins the group as training would, compares the
+processes and measures the network between them. Every finding says what, where, and what to do.
+Exit codes: 0 fit (there may be remarks); 1 something would fail; 2 the recipe cannot be trained on.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from hftune import __version__
+from hftune.agreement import facts
+from hftune.config import Recipe
+from hftune.console import hide_progress_bars
+from hftune.heartbeat import Heartbeat
+from hftune.machines import PORT, owner_of
+from hftune.network import interfaces, own_addresses
+from hftune.progress import Progress
+from hftune.run import fail, leave
+from hftune.strategies.data_parallel import DataParallel
+from hftune.training import check_facts, check_gpus, check_machine, data_digest, load_datasets, start_accelerator
+
+GIB = 2**30
+OK, REMARK, FAULT = "ok", "note", "FAULT"
+HUB = ("huggingface.co", 443)
+HUB_TIMEOUT_S = 3.0
+SKEW_S = 5.0
+"""Clocks that differ by more mislead whoever compares logs and file times."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    found: str
+    level: str = OK
+    todo: str = ""
+
+    def __str__(self) -> str:
+        todo = f"\n{'':<25}-> {self.todo}" if self.todo else ""
+        return f"  {self.level:<7}{self.what:<16}{self.found}{todo}"
+
+
+# One machine
+
+
+def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
+    """Look at everything that training needs of this machine."""
+    cores = f"{os.cpu_count()} CPU cores"
+    yield Finding("machine", f"{socket.gethostname()}, {cores}, {_memory()}, {platform.platform(terse=True)}")
+    yield Finding("Python", f"{platform.python_version()}, hftune {__version__}")
+    yield from _packages()
+    yield from _gpus()
+    yield _backends()
+    yield _launcher()
+    yield from _disks(output_dir)
+    yield _shared_memory()
+    yield _open_files()
+    yield _network()
+    yield _port()
+    yield _hub()
+    yield _wandb()
+
+
+def _memory() -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB memory free"
+
+
+def _packages() -> Iterator[Finding]:
+    """Compare what is installed with the range that hftune was written for."""
+    fit, extras = [], []
+    for requirement in map(Requirement, requires("hftune") or []):
+        if requirement.marker is not None:
+            continue
+        try:
+            here = version(requirement.name)
+        except PackageNotFoundError:
+            yield Finding("packages", f"{requirement.name} is missing", FAULT, f'pip install "{requirement}"')
+            continue
+        if requirement.specifier.contains(here, prereleases=True):
+            (fit if requirement.name in SHOWN_PACKAGES else extras).append(f"{requirement.name} {here}")
+        else:
+            yield Finding("packages", f"{requirement.name} {here}", FAULT, f'pip install "{requirement}"')
+    yield Finding("packages", f"{', '.join(fit)}; {len(extras)} more in their range")
+
+
+SHOWN_PACKAGES = ("torch", "accelerate", "transformers", "datasets")
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        if torch.accelerator.is_available():
+            yield Finding("GPUs", f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
+        elif shutil.which("nvidia-smi") and torch.version.cuda is None:
+            yield Finding("GPUs", f"torch {torch.__version__} is built without CUDA", FAULT, "install PyTorch's build for GPUs")
+        elif shutil.which("nvidia-smi"):
+            yield Finding("GPUs", "torch finds none", FAULT, "is the driver up, and new enough for this torch (nvidia-smi)?")
+        else:
+            yield Finding("GPUs", "none: training runs on CPUs, over Gloo")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        found = f"{index}: {properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, CUDA {torch.version.cuda}"
+        busy = free < 0.8 * total
+        yield Finding("GPUs", found, REMARK if busy else OK, "another program holds its memory (nvidia-smi)" if busy else "")
+
+
+def _backends() -> Finding:
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    found = [name for name, there in (("Gloo", gloo), ("NCCL", nccl)) if there]
+    if torch.cuda.is_available() and not nccl:
+        return Finding("collectives", "NCCL is missing", FAULT, "install PyTorch's build for GPUs, on Linux")
+    if nccl:
+        found[-1] += f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_available() else ""
+    return Finding("collectives", ", ".join(found) or "none", OK if found else FAULT)
+
+
+def _launcher() -> Finding:
+    if any(point.name == "hftune" for point in entry_points(group="torchrun.handlers")):
+        return Finding("launcher", f"accelerate {version('accelerate')} finds rdzv_backend hftune")
+    return Finding("launcher", "rdzv_backend hftune is not registered", FAULT, "pip install hftune again (2node.yaml needs it)")
+
+
+def _disks(output_dir: Path) -> Iterator[Finding]:
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    for what, folder in (("disk, outputs", output_dir), ("disk, cache", cache), ("disk, tmp", Path("/tmp"))):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(there, os.W_OK):
+            yield Finding(what, f"{there} cannot be written", FAULT, "set output_dir (HF_HOME, TMPDIR) to another folder")
+            continue
+        free = shutil.disk_usage(there).free / GIB
+        todo = "a checkpoint has three times the model's size, and two are kept" if free < 10 else ""
+        yield Finding(what, f"{folder}: {free:.0f} GiB free", REMARK if todo else OK, todo)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.exists():
+        return Finding("shared memory", "no /dev/shm here")
+    size = shutil.disk_usage(folder).total / GIB
+    todo = "train.num_workers and NCCL need it; in a container: --shm-size=8g" if size < 1 else ""
+    return Finding("shared memory", f"/dev/shm of {size:.1f} GiB", REMARK if todo else OK, todo)
+
+
+def _open_files() -> Finding:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Finding("open files", f"at most {soft:,}", REMARK if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
+
+
+def _network() -> Finding:
+    host, addresses = socket.gethostname(), own_addresses()
+    try:
+        means = socket.gethostbyname(host)
+    except OSError:
+        means = None
+    outward = [name for name, found in interfaces().items() if not any(address.startswith("127.") for address in found)]
+    if not outward:
+        return Finding("network", addresses, REMARK, "no interface but the loopback: this machine can only train alone")
+    said = f"{addresses}; the name {host} means {means or 'nothing'}"
+    return Finding("network", said)
+
+
+def _port() -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", PORT))
+        except OSError as error:
+            taken = f"{PORT}: {error.strerror}{owner_of(PORT)}"
+            return Finding("port", taken, REMARK, "it is the configurations' own; give another: --main_process_port")
+    return Finding("port", f"{PORT} is free")
+
+
+def _hub() -> Finding:
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    folder = Path(HF_HUB_CACHE)
+    cached = len([*folder.glob("models--*"), *folder.glob("datasets--*")])
+    here = f"{cached} models and data sets in the cache"
+    if HF_HUB_OFFLINE:
+        return Finding("Hub", f"offline (HF_HUB_OFFLINE); {here}")
+    try:
+        socket.create_connection(HUB, timeout=HUB_TIMEOUT_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        return Finding(
+            "Hub", f"{HUB[0]} cannot be reached ({why}); {here}", REMARK, "only cached or local models; HF_HUB_OFFLINE=1"
+        )
+    return Finding("Hub", f"{HUB[0]} can be reached; {here}")
+
+
+def _wandb() -> Finding:
+    mode = os.environ.get("WANDB_MODE")
+    if mode in ("offline", "disabled"):
+        return Finding("W&B", mode)
+    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
+    todo = "" if has_key else "track.with=[wandb] needs `wandb login`, or WANDB_MODE=offline"
+    return Finding("W&B", "a key is there" if has_key else "no key", OK if has_key else REMARK, todo)
+
+
+# The group
+
+
+def examine_group(strategy: DataParallel, recipe: Recipe | None, datasets: Any, faults: Sequence[Finding]) -> list[Finding]:
+    """Compare the processes and measure the network between them (collective); findings on the main process.
+
+    Raises:
+        ConfigError: on all processes, where one has other code, versions, recipe or data than the main one.
+    """
+    began = time.monotonic()
+    own = facts(recipe)
+    if datasets is not None:
+        own["data"] = {f"{part} data": data_digest(recipe.task, datasets[part]) for part in ("train", "eval")}
+    check_facts(strategy, own)
+    compared_s = time.monotonic() - began
+    name = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type
+    me = {
+        "rank": strategy.process_index,
+        "machine": own["host"],
+        "pid": os.getpid(),
+        "device": name,
+        "interface": os.environ.get("NCCL_SOCKET_IFNAME" if name != "cpu" else "GLOO_SOCKET_IFNAME", "its own choice"),
+        "skew_s": clock_skew_s(strategy),
+        "faults": [asdict(fault) for fault in faults],
+    }
+    rows = strategy.gather_to_main([me])
+    latency_s, bandwidth = measure_all_reduce(strategy.device)
+    if rows is None:
+        return []
+    found = [
+        Finding(f"process {row['rank']}", f"{row['machine']}, pid {row['pid']}, {row['device']}, network {row['interface']}")
+        for row in rows
+    ]
+    what = "code, versions" + (", recipe and data" if recipe is not None else "")
+    found.append(Finding("agreement", f"the same {what} on all {len(rows)} processes, compared in {compared_s:.2f} s"))
+    size = f"all-reduce: {1e6 * latency_s:,.0f} us for 4 bytes, {bandwidth / 1e9:.2f} GB/s for {BYTES // 2**20} MiB"
+    found.append(Finding("network", f"{size} over {'NCCL' if name != 'cpu' else 'Gloo'}"))
+    worst = max(rows, key=lambda row: abs(row["skew_s"]))
+    skewed = abs(worst["skew_s"]) > SKEW_S
+    clock = f"{worst['machine']} differs from {rows[0]['machine']} by {abs(worst['skew_s']):.3f} s"
+    found.append(Finding("clocks", clock, REMARK if skewed else OK, "start chrony or ntpd there" if skewed else ""))
+    for row in rows:
+        found += [Finding(**{**fault, "what": f"{row['machine']}: {fault['what']}"}) for fault in row["faults"]]
+    return list({str(finding): finding for finding in found}.values())  # those of one machine once
+
+
+BYTES = 16 * 2**20
+
+
+def measure_all_reduce(device: torch.device, num_rounds: int = 20) -> tuple[float, float]:
+    """Return the median latency of a small all-reduce (s) and the bus bandwidth of a large one (bytes/s). Collective.
+
+    Source: NCCL tests, PERFORMANCE.md: bus bandwidth = 2 (n - 1) / n x bytes / time, the same for any number of processes.
+    """
+
+    def median_s(numbers: int) -> float:
+        value, times = torch.zeros(numbers, device=device), []
+        for _ in range(num_rounds + 2):
+            began = time.perf_counter()
+            dist.all_reduce(value)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[2:])  # the first ones set up connections
+
+    count = dist.get_world_size()
+    return median_s(1), 2 * (count - 1) / count * BYTES / median_s(BYTES // 4)
+
+
+def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
+    """Return how far this process's clock is ahead of the main one's, give or take half a message's way. Collective.
+
+    Source: Cristian (1989), "Probabilistic clock synchronization": the round with the shortest way counts.
+    """
+    best = (float("inf"), 0.0)
+    for rank in range(1, strategy.num_processes):
+        for _ in range(num_rounds):
+            if strategy.process_index not in (0, rank):
+                continue
+            stamp = torch.zeros(1, dtype=torch.float64, device=strategy.device)
+            if strategy.process_index == rank:
+                sent = time.time()
+                dist.send(stamp, 0)
+                dist.recv(stamp, 0)
+                back = time.time()
+                best = min(best, (back - sent, (sent + back) / 2 - stamp.item()))
+            else:
+                dist.recv(stamp, rank)
+                dist.send(stamp.fill_(time.time()), rank)
+    return best[1] if strategy.process_index else 0.0
+
+
+# The command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Examine, print, and return the exit code. Under a launcher every process calls it."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("--help", "-h"):
+        print(__doc__)
+        return 0
+    hide_progress_bars()
+    try:
+        recipe = Recipe.from_argv(argv) if argv else None
+        if recipe is not None:
+            recipe.check()
+        found = [*examine_machine(Path(recipe.output_dir) if recipe else Path("outputs"))]
+        num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        if num_processes > 1:
+            return _join(recipe, found)
+        return _report(found, "This machine")
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
+
+
+def _join(recipe: Recipe | None, found: list[Finding]) -> int:
+    progress = Progress()
+    with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat, ExitStack():
+        progress.at("the examination of this machine")
+        if recipe is not None:
+            check_machine(recipe)
+        else:
+            check_gpus()
+        datasets = None if recipe is None else load_datasets(recipe)
+        progress.at("joining the others")
+        strategy = DataParallel(start_accelerator(recipe or Recipe.load("yelp_demo")), recipe and recipe.task, progress)
+        heartbeat.join()
+        progress.at("comparing with the others")
+        faults = [finding for finding in found if finding.level == FAULT]
+        group = examine_group(strategy, recipe, datasets, faults)
+        code = _report(group, "This group") if strategy.is_main else 0
+        return strategy.broadcast(code)
+
+
+def _report(found: Sequence[Finding], who: str) -> int:
+    print(f"hftune doctor {__version__}", *found, sep="\n")
+    num_faults = sum(finding.level == FAULT for finding in found)
+    num_remarks = sum(finding.level == REMARK for finding in found)
+    notes = f" ({num_remarks} note{'s' if num_remarks > 1 else ''})" if num_remarks else ""
+    faults = f"{num_faults} fault{'s' if num_faults > 1 else ''}"
+    print(f"{who} {f'has {faults}' if num_faults else 'is fit to train'}{notes}.", flush=True)
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    leave(main())

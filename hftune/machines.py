@@ -1,0 +1,296 @@
+"""How the machines of a job meet, before a process is started or a GPU held on any. Knows no training.
+
+torchrun and accelerate launch find this as the rendezvous backend "hftune" (``rdzv_backend: hftune``), on every machine. It
+is their static backend but for the waiting, which says who is there, who is missing and why, and ends in words.
+The machine whose address is the job's address (``main_process_ip``) is the main one, so the same command works on all.
+Source: torch.distributed.elastic.rendezvous, "torchrun.handlers" entry points.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from hftune.errors import ConfigError
+from hftune.network import is_own_address, resolve, route_to
+
+JOIN_TIMEOUT = "HFTUNE_JOIN_TIMEOUT_S"
+MACHINES = "HFTUNE_MACHINES"
+JOIN_TIMEOUT_S = 300.0  # people start the second machine by hand, and imports from a cold network disk take a minute
+DOCTOR_TIMEOUT_S = 25.0  # who asks what is wrong does not wait for long
+PORT = 29500
+ANSWER_S = 5.0  # for whoever accepts a connection to answer as a launcher's store does
+PATIENCE_S = 5.0  # without a word
+REMINDER_S = 15.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine tells the main one of itself."""
+
+    host: str
+    address: str
+    interface: str
+    num_machines: int
+    """That it was told there are."""
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address} on {self.interface})"
+
+
+def create_handler(params: RendezvousParameters) -> Meeting:
+    """Read the launcher's words.
+
+    Raises:
+        SystemExit: there is no address, or it is not one.
+    """
+    if not params.endpoint:
+        leave("rdzv_backend hftune needs main_process_ip, without --same_network (torchrun: --rdzv-endpoint HOST:PORT).")
+    host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
+    return Meeting(
+        host, port, params.max_nodes, params.run_id, join_timeout_s(params.config.get("join_timeout")), params.config
+    )
+
+
+def join_timeout_s(given: str | None) -> float:
+    """Return how long to wait for the other machines: --rdzv_conf join_timeout=S, HFTUNE_JOIN_TIMEOUT_S or the default."""
+    value = given or os.environ.get(JOIN_TIMEOUT)
+    if value is None:
+        return DOCTOR_TIMEOUT_S if "hftune.doctor" in sys.argv else JOIN_TIMEOUT_S
+    try:
+        return float(value)
+    except ValueError:
+        leave(f"{JOIN_TIMEOUT}={value} is not a number of seconds.")
+
+
+def leave(message: str) -> None:
+    """End the launcher with one message; it has started no process yet, so there is nothing to trace."""
+    sys.exit(f"hftune: {message}")
+
+
+class Meeting(StaticTCPRendezvous):
+    """Holds the store on the main machine and joins it on the others."""
+
+    def __init__(self, host: str, port: int, num_machines: int, run_id: str, timeout_s: float, config: Any):
+        super().__init__(host, port, rank=-1, world_size=num_machines, run_id=run_id, timeout=600)
+        self.timeout_s, self.place = timeout_s, f"{host}:{port}"
+        self.is_host = {"true": True, "false": False}.get(str(config.get("is_host", "")).lower())
+
+    def get_backend(self) -> str:
+        return "hftune"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others once; a group that is started again finds them met.
+
+        Raises:
+            SystemExit: they did not come, or do not fit together; the message says who and why.
+        """
+        if self._store is None:
+            try:
+                self._meet()
+            except ConfigError as error:
+                leave(str(error))
+        return super().next_rendezvous()
+
+    def _meet(self) -> None:
+        address, self.until = resolve(self.master_addr), time.monotonic() + self.timeout_s
+        self.waited, self.told = time.monotonic(), PATIENCE_S
+        is_host = is_own_address(address) if self.is_host is None else self.is_host
+        route = route_to(address)
+        self.own = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
+        store = self._hold() if is_host else None
+        if store is not None:
+            self._store, self.rank = store, 0
+            self._receive(PrefixStore(f"hftune/machines/{self.run_id}", store))
+        else:
+            self._store = self._reach(address, is_taken=is_host)
+            self.rank = self._join(PrefixStore(f"hftune/machines/{self.run_id}", self._store))
+
+    # The main machine
+
+    def _hold(self) -> TCPStore | None:
+        """Open the port, or return None where it is taken: by another launcher of this job on the same machine, perhaps."""
+        try:
+            return TCPStore(
+                self.master_addr, self.master_port, None, True, self.timeout, wait_for_workers=False, multi_tenant=True
+            )
+        except DistError as error:
+            if "EADDRINUSE" not in str(error):
+                raise ConfigError(f"The port of {self.place} cannot be opened: {error}") from error
+            return None
+
+    def _receive(self, store: Any) -> None:
+        """Wait for all machines, give them their ranks, and see them confirm.
+
+        Raises:
+            ConfigError: some did not come, or were told of another number of machines.
+        """
+        others: list[Machine] = []
+        while len(others) < self.world_size - 1:
+            count = int(store.add("joined", 0))
+            for index in range(len(others) + 1, count + 1):
+                store.wait([f"machine/{index}"], timedelta(seconds=ANSWER_S))
+                others.append(Machine(**json.loads(store.get(f"machine/{index}"))))
+            if refusal := self._refusal(others):
+                store.set("refusal", refusal)
+                time.sleep(1.0)  # for them to read it
+                raise ConfigError(refusal)
+            if len(others) < self.world_size - 1:
+                self._wait(lambda: self._missing(others))
+        store.set("complete", "")
+        for index in range(1, self.world_size):
+            store.wait([f"ready/{index}"], timedelta(seconds=ANSWER_S))
+        if self.told > PATIENCE_S:
+            say(f"All {self.world_size} machines are here: {', '.join(map(str, [self.own, *others]))}.")
+
+    def _refusal(self, others: list[Machine]) -> str | None:
+        for other in others:
+            if other.num_machines != self.world_size:
+                return (
+                    f"{other} was started for {other.num_machines} machines, and {self.own} for {self.world_size}. "
+                    "Start all with the same num_machines (--nnodes)."
+                )
+        return None
+
+    def _missing(self, others: list[Machine]) -> str:
+        here, count = [self.own, *others], self.world_size - 1 - len(others)
+        named = [name for name in os.environ.get(MACHINES, "").replace(",", " ").split() if not _is_among(name, here)]
+        who = f" Missing: {', '.join(named)}." if named else ""
+        return (
+            f"{len(here)} of {self.world_size} machines {'is' if len(here) == 1 else 'are'} here: {', '.join(map(str, here))}."
+            f"{who} {count} more must be started with the same command, and reach {self.place} (firewall, address, port)"
+        )
+
+    # The others
+
+    def _reach(self, address: str, is_taken: bool) -> TCPStore:
+        """Connect to the main machine's store.
+
+        Raises:
+            ConfigError: nobody answers, or somebody else does.
+        """
+        while True:
+            try:
+                socket.create_connection((address, self.master_port), timeout=ANSWER_S).close()
+                break
+            except OSError as error:
+                reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
+                self._wait(lambda reason=reason: self._unanswered(reason))
+        found: list[Any] = []
+
+        def connect() -> None:
+            try:
+                store = TCPStore(address, self.master_port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
+                store.check(["hftune"])
+                found.append(store)
+            except DistError as error:
+                found.append(error)
+
+        # In a thread that can be left behind: a listener that is no store may never answer.
+        threading.Thread(target=connect, daemon=True).start()
+        until = time.monotonic() + ANSWER_S
+        while not found and time.monotonic() < until:
+            time.sleep(0.05)
+        if found and isinstance(found[0], TCPStore):
+            found[0].set_timeout(self.timeout)
+            return found[0]
+        where = "on this machine" if is_taken else f"on {self.master_addr}"
+        raise ConfigError(
+            f"Port {self.master_port} {where} is taken by another program{owner_of(self.master_port) if is_taken else ''}: it "
+            "accepts connections and does not answer as a launcher. Give all machines another --main_process_port."
+        )
+
+    def _unanswered(self, reason: str) -> str:
+        return (
+            f"Nobody answers at {self.place} ({reason}); this machine is {self.own}. The machine with that address must be "
+            "started with the same command and port; if none has it, correct main_process_ip"
+        )
+
+    def _join(self, store: Any) -> int:
+        """Report to the main machine and return this one's rank.
+
+        Raises:
+            ConfigError: the main machine refuses, is gone, or waits for others in vain.
+        """
+        try:
+            index = int(store.add("joined", 1))
+            if index >= self.world_size:
+                raise ConfigError(
+                    f"The job at {self.place} has its {self.world_size} machines already. Is an earlier launcher still "
+                    "running there, or was one started twice?"
+                )
+            store.set(f"machine/{index}", json.dumps(asdict(self.own)))
+            while not store.check(["complete"]):
+                if store.check(["refusal"]):
+                    raise ConfigError(store.get("refusal").decode())
+                self._wait(lambda: f"{self.own} has joined {self.place}, which waits for more of {self.world_size} machines")
+            store.set(f"ready/{index}", "")
+        except DistError as error:
+            raise ConfigError(
+                f"The main machine at {self.place} has ended while {self.own} waited with it. It says why."
+            ) from error
+        return index
+
+    # All
+
+    def _wait(self, describe: Callable[[], str]) -> None:
+        """Sleep for a moment, saying now and then what for.
+
+        Raises:
+            ConfigError: it has been long enough.
+        """
+        passed = time.monotonic() - self.waited
+        if time.monotonic() > self.until:
+            raise ConfigError(
+                f"{describe()}. Waited {self.timeout_s:.0f} s; {JOIN_TIMEOUT}={2 * self.timeout_s:.0f} waits longer."
+            )
+        if passed > self.told:
+            say(f"{describe()}. Waiting, for up to {self.timeout_s:.0f} s.")
+            self.told += REMINDER_S
+        time.sleep(0.2)
+
+
+def _is_among(name: str, machines: list[Machine]) -> bool:
+    short = {machine.host.partition(".")[0] for machine in machines} | {machine.address for machine in machines}
+    return name in short or name.partition(".")[0] in short
+
+
+def owner_of(port: int) -> str:
+    """Name the process that listens on a port of this machine, where that may be known."""
+    for process, connection in _listeners():
+        if connection.laddr.port == port:
+            return f" ({process})"
+    return ""
+
+
+def _listeners() -> Iterator[tuple[str, Any]]:
+    import psutil
+
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.pid:
+            try:
+                yield f"{psutil.Process(connection.pid).name()}, pid {connection.pid}", connection
+            except psutil.NoSuchProcess:
+                continue
+
+
+def say(text: str) -> None:
+    """Tell whoever watches the launcher."""
+    print(f"hftune: {text}", file=sys.stderr, flush=True)
