@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
@@ -35,7 +34,7 @@ from hftune.network import interfaces, own_addresses
 from hftune.progress import Progress
 from hftune.run import fail, leave
 from hftune.strategies.data_parallel import DataParallel
-from hftune.training import check_facts, check_gpus, check_machine, data_digest, load_datasets, start_accelerator
+from hftune.training import check_facts, check_launch, check_machine, data_digest, load_datasets, start_accelerator
 
 GIB = 2**30
 OK, REMARK, FAULT = "ok", "note", "FAULT"
@@ -113,7 +112,7 @@ def _gpus() -> Iterator[Finding]:
         if torch.accelerator.is_available():
             yield Finding("GPUs", f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
         elif shutil.which("nvidia-smi") and torch.version.cuda is None:
-            yield Finding("GPUs", f"torch {torch.__version__} is built without CUDA", FAULT, "install PyTorch's build for GPUs")
+            yield Finding("GPUs", f"torch {torch.__version__} is built without CUDA", FAULT, "install the build for GPUs")
         elif shutil.which("nvidia-smi"):
             yield Finding("GPUs", "torch finds none", FAULT, "is the driver up, and new enough for this torch (nvidia-smi)?")
         else:
@@ -339,12 +338,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _join(recipe: Recipe | None, found: list[Finding]) -> int:
     progress = Progress()
-    with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat, ExitStack():
+    with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat:
         progress.at("the examination of this machine")
-        if recipe is not None:
-            check_machine(recipe)
-        else:
-            check_gpus()
+        check_launch() if recipe is None else check_machine(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
         progress.at("joining the others")
         strategy = DataParallel(start_accelerator(recipe or Recipe.load("yelp_demo")), recipe and recipe.task, progress)

@@ -109,6 +109,7 @@ class Heartbeat:
         self.closers: list[Callable[[], None]] = []
         """What is still to be done where one of many processes fails, before the last word."""
         self._closing = threading.Thread(target=self._close, name="hftune _close", daemon=True)
+        self._lock = threading.Lock()
         self._connection: Any = None
         self._watch: _Watch | None = None
 
@@ -180,7 +181,7 @@ class Heartbeat:
 
     def close_all(self) -> None:
         """Run the closers, once, in a thread of their own: one that waits for a network is left behind."""
-        with suppress(RuntimeError):  # it has been started
+        with self._lock, suppress(RuntimeError):  # it has been started; two threads at once would break its start
             self._closing.start()
         self._closing.join(CLOSING_S)
 

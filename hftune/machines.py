@@ -133,16 +133,15 @@ class Meeting(StaticTCPRendezvous):
             return None
 
     def _receive(self, store: Any) -> None:
-        """Wait for all machines, give them their ranks, and see them confirm.
+        """Wait for all machines and see them confirm.
 
         Raises:
-            ConfigError: some did not come, or were told of another number of machines.
+            ConfigError: some did not come, have left, or were told of another number of machines.
         """
         others: list[Machine] = []
         while len(others) < self.world_size - 1:
-            count = int(store.add("joined", 0))
-            for index in range(len(others) + 1, count + 1):
-                store.wait([f"machine/{index}"], timedelta(seconds=ANSWER_S))
+            for index in range(len(others) + 1, min(int(store.add("joined", 0)), self.world_size - 1) + 1):
+                _await(store, f"machine/{index}", "A machine has joined and left again, without a word")
                 others.append(Machine(**json.loads(store.get(f"machine/{index}"))))
             if refusal := self._refusal(others):
                 store.set("refusal", refusal)
@@ -151,8 +150,8 @@ class Meeting(StaticTCPRendezvous):
             if len(others) < self.world_size - 1:
                 self._wait(lambda: self._missing(others))
         store.set("complete", "")
-        for index in range(1, self.world_size):
-            store.wait([f"ready/{index}"], timedelta(seconds=ANSWER_S))
+        for index, other in enumerate(others, start=1):
+            _await(store, f"ready/{index}", f"{other} has joined and left again")
         if self.told > PATIENCE_S:
             say(f"All {self.world_size} machines are here: {', '.join(map(str, [self.own, *others]))}.")
 
@@ -261,6 +260,13 @@ class Meeting(StaticTCPRendezvous):
             say(f"{describe()}. Waiting, for up to {self.timeout_s:.0f} s.")
             self.told += REMINDER_S
         time.sleep(0.2)
+
+
+def _await(store: Any, key: str, otherwise: str) -> None:
+    try:
+        store.wait([key], timedelta(seconds=ANSWER_S))
+    except DistError:
+        raise ConfigError(f"{otherwise}. Start the command on all machines again.") from None
 
 
 def _is_among(name: str, machines: list[Machine]) -> bool:

@@ -89,6 +89,21 @@ def own_addresses() -> str:
     return ", ".join(f"{address} ({name})" for address, name in pairs) or "no address"
 
 
+def check_interfaces() -> None:
+    """Refuse names of interfaces that this machine does not have: Gloo would fail with "Unable to find address".
+
+    Raises:
+        ConfigError: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface.
+    """
+    present = interfaces()
+    for variable in VARIABLES:
+        given = os.environ.get(variable, "")
+        for name in filter(None, given.lstrip("=").split(",")):
+            if not given.startswith("^") and not any(other.startswith(name) for other in present):
+                hint = did_you_mean(name, present)
+                raise ConfigError(f"{variable}={given}: this machine has no such interface.{hint} It has {own_addresses()}.")
+
+
 def choose_interface(main_host: str) -> Route:
     """Point Gloo and NCCL at the interface that leads to the main machine, where the user has not.
 
@@ -96,15 +111,10 @@ def choose_interface(main_host: str) -> Route:
     reaches.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface, or there is no telling which one it is.
+        ConfigError: as ``check_interfaces``; or there is no way to the main machine, or no telling which one it is.
     """
+    check_interfaces()
     present = interfaces()
-    for variable in VARIABLES:
-        given = os.environ.get(variable, "")
-        for name in filter(None, given.lstrip("=").split(",")):
-            if not given.startswith("^") and not any(other.startswith(name) for other in present):
-                hint = did_you_mean(name, list(present))
-                raise ConfigError(f"{variable}={given}: this machine has no such interface.{hint} It has {own_addresses()}.")
     route = route_to(main_host)
     if ipaddress.ip_address(route.address).is_loopback and main_host != "localhost" and not _is_address(main_host):
         outward = [name for name, found in present.items() if not any(map(_is_loopback, found))]

@@ -47,7 +47,7 @@ from hftune.launched import check_launch
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
-from hftune.network import choose_interface
+from hftune.network import check_interfaces, choose_interface
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.rendezvous import init_method
@@ -341,15 +341,27 @@ def check_machine(recipe: Recipe) -> None:
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
         raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
-    if int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))):
-        choose_interface(os.environ["MASTER_ADDR"])
-    check_gpus()
+    check_launch()
     on_cuda = torch.cuda.is_available() and not on_cpu()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
     if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
         check_trackers(recipe)
         check_writable(Path(recipe.output_dir))
+
+
+def check_launch() -> None:
+    """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
+
+    Raises:
+        ConfigError: no such network interface, no way to the main machine, more processes than GPUs.
+    """
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes > 1:
+        check_interfaces()
+    if num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)):
+        choose_interface(os.environ["MASTER_ADDR"])
+    check_gpus()
 
 
 def check_gpus() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hftune.ledger import audit
+from tests.support.machines import NotAllowed, two_machines
 from tests.support.runs import environment
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
@@ -143,36 +143,11 @@ def test_an_error_in_the_data_of_one_process_is_one_message(launch):
 @pytest.fixture
 def machines() -> Iterator[tuple[tuple[str, ...], ...]]:
     """Yield what to put before a command to run it on one of two machines, 10.77.0.1 and 10.77.0.2."""
-    names = [f"hftune{letter}{os.getpid()}" for letter in "AB"]
-    ends = [f"{letter}{os.getpid()}" for letter in "ab"]  # an interface's name has 15 letters at most
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("needs ip and unshare, to make two machines of one")
     try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", end, "up")
-    except subprocess.CalledProcessError as error:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        pytest.skip(f"may not make network namespaces: {error.stderr.decode().strip()}")
-    yield tuple(
-        (
-            *("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname machine{letter}; exec "$@"', "sh"),
-            *("env", f"GLOO_SOCKET_IFNAME={end}"),
-        )
-        for name, end, letter in zip(names, ends, "AB", strict=True)
-    )
-    for name in names:
-        ip("netns", "del", name)
+        with two_machines() as pair:
+            yield tuple(machine.prefix for machine in pair)
+    except NotAllowed as error:
+        pytest.skip(str(error))
 
 
 def on_two(launch: Callable[..., list[Job]], machines: tuple[tuple[str, ...], ...], *words: str) -> list[Job]:

@@ -1,0 +1,206 @@
+"""accelerate launch with 2node.yaml on two machines: the same training; and what each says where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hftune.checkpoint import newest
+from hftune.ledger import audit
+from tests.support.machines import Machine, NotAllowed, two_machines
+from tests.support.runs import DATA, TINY, Run, environment, train_on
+
+CONFIG = str(Path(__file__).parents[2] / "accelerate_configs" / "2node.yaml")
+WORDS = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.micro_batch_size=4", "train.micro_batch_tokens=null")
+SHORT = (*WORDS, "train.epochs=1")
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Machine]]:
+    try:
+        with two_machines() as pair:
+            yield pair
+    except NotAllowed as error:
+        pytest.skip(str(error))
+
+
+def start(machine: Machine, *words: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen:
+    """Start the command of the README there; both machines are given the same."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIG, *launcher]
+    return subprocess.Popen(
+        [*machine.prefix, *command, "-m", *words],
+        env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **{"HFTUNE_JOIN_TIMEOUT_S": "60", **variables}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(*processes: subprocess.Popen, timeout_s: float = 120.0) -> list[tuple[int, str, str]]:
+    """Wait for all; return exit code, output and errors of each."""
+    ended, until = [], time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=max(until - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            for other in processes:
+                os.killpg(other.pid, signal.SIGKILL)
+            pytest.fail(f"hangs: {process.communicate()}")
+        ended.append((process.returncode, out, err))
+    return ended
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Run:
+    return train_on(1, {"alone": SHORT}, tmp_path_factory.mktemp("alone"))["alone"]
+
+
+@pytest.mark.parametrize("processes", (2, 4))
+def test_two_machines_train_as_one_process_does(machines, alone, tmp_path, processes):
+    words = ("hftune.run", "recipe=yelp_demo", *SHORT, f"output_dir={tmp_path / 'out'}")
+    given = () if processes == 4 else ("--num_processes", str(processes))  # four is what the file says
+    for code, _, err in finish(*[start(machine, *words, launcher=given) for machine in machines]):
+        assert code == 0, err
+    run = Run(tmp_path / "out")
+    assert run.result["world_size"] == processes
+    assert run.logged("train/loss") == pytest.approx(alone.logged("train/loss"), rel=1e-5)
+    assert run.logged("train/grad_norm") == pytest.approx(alone.logged("train/grad_norm"), rel=1e-5)
+    assert run.logged("eval/loss") == pytest.approx(alone.logged("eval/loss"), rel=1e-5)
+    assert [row["prediction"] for row in run.predictions] == [row["prediction"] for row in alone.predictions]
+    assert {path.name for path in run.folder.iterdir()} == {path.name for path in alone.folder.iterdir()}
+
+
+def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_from_there(machines, tmp_path):
+    out = tmp_path / "out"
+    words = ("hftune.run", "recipe=yelp_demo", *WORDS, f"output_dir={out}", "train.epochs=30", "checkpoint.every=5")
+    jobs = [start(machine, *words, "train.dead_after_s=4", launcher=("--num_processes", "2")) for machine in machines]
+    wait_for(lambda: len(list((out / "checkpoints").glob("step_*"))) >= 2, *jobs)
+    machines[1].cut()
+    try:
+        here, there = finish(*jobs, timeout_s=60.0)
+    finally:
+        machines[1].mend()
+    assert here[0] != 0 and there[0] != 0
+    assert re.search(r"hftune: Process 1 \(host machineB, pid \d+\) has given no sign of life for \d+ s", here[2])
+    assert "It was killed, or its machine is down or cut off. Last seen in " in here[2]
+    assert re.search(r"hftune: The launcher's store at 10\.77\.0\.1:29500 does not answer in step \d+: ", there[2])
+
+    reached = newest(out / "checkpoints")[0].step
+    steps = f"train.max_steps={reached + 3}"
+    done = subprocess.run([sys.executable, "-m", *words, steps], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"Going on after step {reached} of {reached + 3}" in done.stdout
+    found = audit(out)
+    assert found.problems == [] and found.steps == reached + 3
+    assert [begin["world_size"] for begin in found.starts] == [2, 1]
+
+
+def wait_for(is_so, *processes: subprocess.Popen) -> None:
+    until = time.monotonic() + 90
+    while not is_so():
+        if time.monotonic() > until or any(process.poll() is not None for process in processes):
+            pytest.fail(str([process.communicate() for process in processes]))
+        time.sleep(0.05)
+
+
+def test_the_doctor_knows_who_is_in_the_group_and_how_fast_they_talk(machines):
+    (code, out, err), (other_code, other_out, _) = finish(
+        *[start(machine, "hftune.doctor", "recipe=yelp_demo") for machine in machines]
+    )
+    assert (code, other_code) == (0, 0), err
+    for process, (name, machine) in enumerate([("machineA", machines[0])] * 2 + [("machineB", machines[1])] * 2):
+        assert re.search(rf"ok     process {process}       {name}, pid \d+, cpu, network {machine.interface}\n", out)
+    assert "the same code, versions, recipe and data on all 4 processes, compared in 0." in out
+    assert re.search(r"all-reduce: [\d,]+ us for 4 bytes, \d+\.\d\d GB/s for 16 MiB over Gloo", out)
+    assert re.search(r"clocks          machine[AB] differs from machineA by 0\.\d{3} s", out)
+    assert out.endswith("This group is fit to train.\n") and "doctor" not in other_out
+
+
+def test_a_machine_that_does_not_come_is_named_before_a_process_is_started(machines):
+    """Who came says who; who finds nobody says where it looked. The missing one is known by name where the scheduler told."""
+    code, out, err = finish(
+        start(machines[0], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1", HFTUNE_MACHINES="machineA machineB")
+    )[0]
+    assert code == 1 and out == ""
+    assert err == (
+        f"hftune: 1 of 2 machines is here: machineA (10.77.0.1 on {machines[0].interface}). Missing: machineB. 1 more must be "
+        "started with the same command, and reach 10.77.0.1:29500 (firewall, address, port). Waited 1 s; "
+        "HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
+    )
+    code, out, err = finish(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
+    assert code == 1 and out == ""
+    assert err == (
+        f"hftune: Nobody answers at 10.77.0.1:29500 (Connection refused); this machine is machineB (10.77.0.2 on "
+        f"{machines[1].interface}). The machine with that address must be started with the same command and port; if none has "
+        "it, correct main_process_ip. Waited 1 s; HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
+    )
+
+
+def test_a_program_that_holds_the_port_is_not_waited_for(machines):
+    script = "import socket, time; s = socket.create_server(('', 29500)); print('here', flush=True); time.sleep(100)"
+    foreign = subprocess.Popen([*machines[0].prefix, sys.executable, "-c", script], stdout=subprocess.PIPE)
+    foreign.stdout.readline()
+    try:
+        # --machine_rank 1 only keeps accelerate from looking at the port itself.
+        jobs = [start(machine, "hftune.doctor", launcher=("--machine_rank", "1")) for machine in machines]
+        (code, _, err), (other_code, _, other_err) = finish(*jobs, timeout_s=60.0)
+    finally:
+        foreign.kill()
+        foreign.wait()
+    assert (code, other_code) == (1, 1)
+    assert err.splitlines()[-1] == (  # below torchrun's, that it does not need the rank
+        f"hftune: Port 29500 on this machine is taken by another program ({Path(sys.executable).name}, pid {foreign.pid}): it "
+        "accepts connections and does not answer as a launcher. Give all machines another --main_process_port."
+    )
+    assert other_err.splitlines()[-1] == (
+        "hftune: Port 29500 on 10.77.0.1 is taken by another program: it accepts connections and does not answer as a "
+        "launcher. Give all machines another --main_process_port."
+    )
+
+
+def test_machines_that_were_told_of_different_numbers_of_machines_are_told_so(machines):
+    three = ("--num_machines", "3", "--num_processes", "3")
+    jobs = [start(machines[0], "hftune.doctor"), start(machines[1], "hftune.doctor", launcher=three)]
+    expected = (
+        f"hftune: machineB (10.77.0.2 on {machines[1].interface}) was started for 3 machines, and machineA (10.77.0.1 on "
+        f"{machines[0].interface}) for 2. Start all with the same num_machines (--nnodes).\n"
+    )
+    assert [(code, err) for code, _, err in finish(*jobs)] == [(1, expected)] * 2
+
+
+def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_are_read(machines, tmp_path):
+    """The file of the user's own task counts as code."""
+    for name, width in (("A", 32), ("B", 64)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(
+            f"from dataclasses import dataclass\nfrom tests.support.tasks import Tagging\n\n\n@dataclass\nclass Mine(Tagging):\n    width: int = {width}\n"
+        )
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("task: {type: mine.Mine}\ntrain: {batch_size: 8}\n")
+    jobs = [
+        start(
+            machine,
+            *("hftune.run", f"recipe={recipe}", f"output_dir={tmp_path / 'out'}", f"train.lr={lr}"),
+            launcher=("--num_processes", "2"),
+            PYTHONPATH=f"{tmp_path / name}{os.pathsep}{environment()['PYTHONPATH']}",
+        )
+        for machine, name, lr in zip(machines, "AB", ("0.1", "0.2"), strict=True)
+    ]
+    expected = (
+        "hftune: Process 1 on machineB has another code: mine.py; another recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Compared with "
+        "process 0 on machineA. Install the same hftune, and put the same task file, on all machines. Start all with the same "
+        "recipe and the same key=value words."
+    )
+    for code, out, err in finish(*jobs):
+        assert code == 1 and out == ""
+        assert err.splitlines()[0] == expected
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

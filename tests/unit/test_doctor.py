@@ -1,0 +1,106 @@
+"""What the doctor finds on one machine."""
+
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+
+from hftune import doctor
+from hftune.doctor import FAULT, OK, REMARK, Finding, main
+from tests.support.runs import environment
+
+
+def found(*names, output_dir="outputs"):
+    from pathlib import Path
+
+    return [finding for finding in doctor.examine_machine(Path(output_dir)) if finding.what in names]
+
+
+def test_this_machine_is_fit_and_everything_was_looked_at(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    wanted = (
+        "machine",
+        "Python",
+        "packages",
+        "GPUs",
+        "collectives",
+        "launcher",
+        "disk, outputs",
+        "disk, cache",
+        "shared memory",
+    )
+    for name in (*wanted, "open files", "network", "port", "Hub", "W&B"):
+        assert f"{name:<16}" in said, name
+    assert "This machine is fit to train" in said.splitlines()[-1]
+
+
+def test_a_recipe_that_cannot_be_trained_on_is_refused(capsys):
+    assert main(["recipe=yelp_demo", "train.lr=-1"]) == 2
+    assert "train.lr=-1.0 must be above 0." in capsys.readouterr().err
+
+
+def test_a_package_that_is_too_old_is_named_with_what_to_install(monkeypatch):
+    real = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda name: "1.2.0" if name == "accelerate" else real(name))
+    assert Finding("packages", "accelerate 1.2.0", FAULT, 'pip install "accelerate<2,>=1.15"') in found("packages")
+
+
+def test_a_taken_port_names_who_has_it():
+    with socket.create_server(("", 0)) as taken:
+        port, old = taken.getsockname()[1], doctor.PORT
+        doctor.PORT = port
+        try:
+            (finding,) = found("port")
+        finally:
+            doctor.PORT = old
+    assert finding.level == REMARK and finding.found.startswith(f"{port}: Address already in use (")
+    assert finding.todo == "it is the configurations' own; give another: --main_process_port"
+
+
+def test_a_small_disk_and_little_shared_memory_are_remarks(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(2**29, 0, 2**29))
+    assert {finding.level for finding in found("disk, outputs", "disk, cache", "shared memory")} == {REMARK}
+
+
+def test_a_gpu_build_without_a_driver_is_a_fault(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    (finding,) = found("GPUs")
+    assert finding.level == FAULT and finding.todo == "install the build for GPUs"
+
+
+def test_a_missing_rendezvous_backend_is_a_fault(monkeypatch):
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    (finding,) = found("launcher")
+    assert finding == Finding(
+        "launcher", "rdzv_backend hftune is not registered", FAULT, "pip install hftune again (2node.yaml needs it)"
+    )
+
+
+def test_faults_make_the_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(
+        doctor, "examine_machine", lambda folder: [Finding("disk", "full", FAULT, "empty it"), Finding("a", "b", OK)]
+    )
+    assert main([]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  FAULT  disk            full",
+        f"{'':<25}-> empty it",
+        "  ok     a               b",
+        "This machine has 1 fault.",
+    ]
+
+
+def test_under_torchrun_the_group_is_examined():
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hftune.doctor")
+    done = subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "the same code, versions on all 2 processes" in done.stdout
+    assert done.stdout.endswith("This group is fit to train.\n")
+
+
+@pytest.mark.parametrize("word", ("--help", "-h"))
+def test_help_is_the_first_paragraph(capsys, word):
+    assert main([word]) == 0
+    assert "python -m hftune.doctor" in capsys.readouterr().out

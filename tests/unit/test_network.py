@@ -1,0 +1,86 @@
+"""Which interface leads to the others, and what is said where none does."""
+
+import socket
+
+import pytest
+
+from hftune import ConfigError, network
+from hftune.network import Route, choose_interface, is_own_address, resolve, route_to
+
+PRESENT = {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"], "ib0": ["10.2.0.5"]}
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """A machine with two networks, where the name node1 means the loopback, as on Debian."""
+    for variable in network.VARIABLES:
+        monkeypatch.setenv(variable, "")  # so that it is put back, whatever the test sets
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(network, "interfaces", lambda: PRESENT)
+    monkeypatch.setattr(
+        network, "route_to", lambda host: Route("lo", "127.0.1.1") if host == "node1" else Route("ib0", "10.2.0.5")
+    )
+
+
+def test_this_machine_has_a_loopback():
+    assert route_to("127.0.0.1") == Route("lo", "127.0.0.1")
+    assert is_own_address("127.0.0.1") and not is_own_address("192.0.2.77")
+    assert resolve("localhost") == "127.0.0.1"
+
+
+def test_a_name_that_means_nothing_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        resolve("no-such-host.invalid")
+    assert str(caught.value).startswith("'no-such-host.invalid' is the address of no machine (")
+    assert str(caught.value).endswith("). Give main_process_ip as numbers.")
+
+
+def test_the_interface_that_leads_to_the_main_machine_is_set_for_gloo_and_nccl(present):
+    assert choose_interface("10.2.0.1") == Route("ib0", "10.2.0.5")
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0" and network.os.environ["NCCL_SOCKET_IFNAME"] == "=ib0"
+
+
+def test_what_the_user_has_set_stays(present, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth,ib")  # NCCL takes beginnings of names
+    choose_interface("10.2.0.1")
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "eth0" and network.os.environ["NCCL_SOCKET_IFNAME"] == "eth,ib"
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(present, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    with pytest.raises(ConfigError) as caught:
+        choose_interface("10.2.0.1")
+    assert str(caught.value) == (
+        "GLOO_SOCKET_IFNAME=eth1: this machine has no such interface. Did you mean 'eth0'? "
+        "It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
+    )
+
+
+def test_a_main_machine_whose_name_means_its_loopback_is_asked_for_its_address(present):
+    with pytest.raises(ConfigError) as caught:
+        choose_interface("node1")
+    assert str(caught.value) == (
+        "node1 means 127.0.1.1 on this machine, which others do not reach. Set main_process_ip to its address in the network, "
+        "or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
+    )
+
+
+def test_with_one_network_only_there_is_nothing_to_ask(present, monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
+    assert choose_interface("node1") == Route("eth0", "10.1.0.5")
+    assert choose_interface("127.0.0.1").interface == "ib0"  # the stand-in's; a literal loopback is taken as it is
+
+
+def test_no_way_to_another_network_is_said_at_once(monkeypatch):
+    class Unrouted(socket.socket):
+        def connect(self, address):
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(network.socket, "socket", Unrouted)
+    monkeypatch.setattr(network, "interfaces", lambda: PRESENT)
+    with pytest.raises(ConfigError) as caught:
+        route_to("10.9.0.1")
+    assert str(caught.value) == (
+        "No network of this machine leads to 10.9.0.1 (Network is unreachable). It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
+    )
