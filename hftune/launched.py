@@ -24,7 +24,7 @@ LAUNCHERS = (
 """The words that start it, the first as a program in some folder or after ``python -m``."""
 
 
-def check_launch() -> None:
+def check_num_processes() -> None:
     """Refuse to train on fewer or more processes than the launcher was asked for.
 
     Not noticed: a launcher with a shell script or another program between itself and this process.

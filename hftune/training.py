@@ -43,7 +43,7 @@ from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
-from hftune.launched import check_launch
+from hftune.launched import check_num_processes
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
@@ -334,10 +334,9 @@ def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: another number of processes than the launcher was asked for, fp16 without a GPU, bf16 on a GPU without
-            it, no dashboard, an output folder that cannot be written.
+        ConfigError: what check_launch refuses, fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder
+            that cannot be written.
     """
-    check_launch()
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
         raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
@@ -354,8 +353,10 @@ def check_launch() -> None:
     """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
 
     Raises:
-        ConfigError: no such network interface, no way to the main machine, more processes than GPUs.
+        ConfigError: another number of processes than it was asked for, no such network interface, no way to the main
+            machine, more processes than GPUs.
     """
+    check_num_processes()
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes > 1:
         check_interfaces()
