@@ -1,6 +1,6 @@
 """The ``hftune`` command: what is done around training. Thin: each command reads its arguments and calls one function.
 
-Exit codes: 0 done; 1 an audit or the doctor found something; 2 it cannot be done as asked.
+Exit codes: 0 done; 1 an audit, a plan or the doctor found something; 2 it cannot be done as asked.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from hftune.errors import ConfigError, DataError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    root = parser()
-    options, rest = root.parse_known_args(argv)
-    if rest and "words" in options and not any(word.startswith("-") for word in rest):
-        options.words += rest  # argparse takes them from one place only; options may stand in between
-    elif rest:
-        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = parse(argv)
     try:
         return options.command(options)
     except (ConfigError, DataError) as error:
         print(f"hftune: {error}", file=sys.stderr)
         return 2
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the arguments; options may stand between the words of a recipe, which argparse alone refuses."""
+    root = parser()
+    options, more = root.parse_known_args(argv)
+    takes_words = hasattr(options, "words")
+    if unknown := [word for word in more if word.startswith("-") or not takes_words]:
+        root.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_words:
+        options.words += more
+    return options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +45,14 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hftune {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("plan", help="what a run would do, and the memory and disk it would take; trains nothing")
+    command.set_defaults(command=plan)
+    command.add_argument("words", nargs="*", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
+    command.add_argument("--processes", type=int, default=1, help="that would train, on all machines (default %(default)s)")
+    command.add_argument("--gpus-per-machine", type=int, help="processes of one machine (default: all of them)")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="to estimate memory for (default: what this machine has)")
+    command.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md lists its keys")
 
     command = commands.add_parser("predict", help="answer texts with a trained model, such as a title for an article")
     command.set_defaults(command=predict)
@@ -55,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("slurm", help="write the batch script that trains a recipe on nodes of a SLURM cluster")
     command.set_defaults(command=slurm)
-    command.add_argument("words", nargs="+", metavar="KEY=VALUE", help="recipe=NAME and what is to be overridden in it")
+    command.add_argument("words", nargs="*", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
     command.add_argument("--nodes", type=int, required=True, help="machines")
     command.add_argument("--gpus", type=int, required=True, help="GPUs, and so processes, on each of them")
     command.add_argument("--time", default="24:00:00", help="after which the job is requeued and goes on (default %(default)s)")
@@ -81,6 +96,22 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--size", type=int, default=40_000, help="most tokens (default %(default)s)")
     command.add_argument("--output", required=True, type=Path, help="folder to write; task.vocabulary takes it")
     return root
+
+
+def plan(options: argparse.Namespace) -> int:
+    """``hftune plan``: exit code 1 where training would refuse the model."""
+    sys.path.insert(0, "")  # as python -m does: the task may be the user's own
+    from hftune.config import Recipe
+
+    recipe = Recipe.from_argv(options.words)
+    from hftune.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
+    from hftune.plan_text import plan_text
+    from hftune.planning import make_plan
+
+    hide_progress_bars()
+    found = make_plan(recipe, options.processes, options.gpus_per_machine, options.device)
+    print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.json else plan_text(found))
+    return 1 if found.unused_parameters else 0
 
 
 def predict(options: argparse.Namespace) -> int:

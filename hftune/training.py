@@ -222,10 +222,8 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
     Raises:
         ConfigError: not even one sample fits.
     """
-    size = -(-plan.batch_size // strategy.num_processes)
+    size = largest_micro_batch_size(plan, strategy.num_processes)
     longest = np.argsort(-plan.lengths, kind="stable") if plan.lengths is not None else np.arange(plan.num_samples)
-    if plan.micro_batch_tokens is not None:
-        size = min(size, plan.micro_batch_tokens // int(plan.lengths[longest[0]]))
     while not strategy.fits(dataset, longest[:size]):
         if size == 1:
             raise ConfigError(
@@ -234,6 +232,12 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
             )
         size = -(-size // 2)
     return size
+
+
+def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
+    """Return a process's share of the global batch, or fewer where ``train.micro_batch_tokens`` bounds the longest samples."""
+    share = -(-plan.batch_size // num_processes)
+    return share if plan.micro_batch_tokens is None else min(share, plan.micro_batch_tokens // int(plan.lengths.max()))
 
 
 def load_checkpoint(

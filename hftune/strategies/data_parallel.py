@@ -67,7 +67,7 @@ class DataParallel(Strategy):
         failed = False
         try:
             # The optimizer's moments come with its first step; Adam has two of each parameter's size, others at most one.
-            missing = 0 if getattr(self.optimizer, "optimizer", self.optimizer).state else 2
+            missing = 0 if self._bare_optimizer().state else 2
             moments = [torch.empty_like(value) for value in parameters for _ in range(missing)]
             self._compute_in_vain(self._whole_model, dataset, samples)  # past DDP, whose forward is collective
             del moments
@@ -177,8 +177,7 @@ class DataParallel(Strategy):
         if self._checked_gradients:
             return
         self._checked_gradients = True
-        unused = [name for name, value in self._whole_model.named_parameters() if value.requires_grad and value.grad is None]
-        if unused:
+        if unused := without_gradient(self._whole_model):
             raise TrainingError(
                 f"{len(unused)} parameters get no gradient: {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}. "
                 "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
@@ -217,7 +216,7 @@ class DataParallel(Strategy):
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None:
         if not self.is_main:
             return None
-        for name, group in self._tensors().items():
+        for name, group in checkpoint_tensors(self._whole_model, self._bare_optimizer()).items():
             kept = self._host.setdefault(name, {})
             for key, value in group.items():
                 if key not in kept:
@@ -229,36 +228,24 @@ class DataParallel(Strategy):
         values = scaler.state_dict()  # of a loss that is multiplied by the number of processes
         return self._host, {"scaler": {**values, "scale": values["scale"] * self.num_processes}}
 
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the live tensors by group and name. Shared parameters have one name, the first."""
-        model, optimizer = self._whole_model, getattr(self.optimizer, "optimizer", self.optimizer)
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        kept = model.state_dict(keep_vars=True)
-        buffers = {name: value for name, value in model.named_buffers() if name in kept}
-        moments = {
-            f"{names[parameter]}/{key}": value
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
-        detached = {name: parameter.detach() for parameter, name in names.items()}
-        return {"model": detached | buffers, "optimizer": moments}
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def load_state(self, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None) -> None:
-        model, optimizer = self._whole_model, getattr(self.optimizer, "optimizer", self.optimizer)
-        parameters = dict(model.named_parameters())
+        model, optimizer = self._whole_model, self._bare_optimizer()
+        parameters, own = dict(model.named_parameters()), checkpoint_tensors(model, optimizer)["model"]
 
         def describe() -> dict[str, Any]:
             """Check what was saved against this model, and say which tensors are to come."""
             tensors, values = saved
-            check_names(tensors["model"], self._tensors()["model"])
+            check_names(tensors["model"], own)
             optimizer_s = [(key, tuple(value.shape), value.dtype) for key, value in tensors["optimizer"].items()]
             if unknown := [key for key, *_ in optimizer_s if key.rpartition("/")[0] not in parameters]:
                 raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
             return {"optimizer": optimizer_s, **values}
 
         expected = self.on_main(describe)
-        for name, value in self._tensors()["model"].items():
+        for name, value in own.items():
             self._receive(value, saved and saved[0]["model"][name])
         for key, shape, dtype in expected["optimizer"]:
             name, _, moment = key.rpartition("/")
@@ -292,6 +279,26 @@ class DataParallel(Strategy):
 
     def broadcast(self, value: Any) -> Any:
         return broadcast_object_list([value])[0]
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that should have been given a gradient by the last backward, and were not."""
+    return [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+
+
+def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return what a checkpoint holds, live, by group and name. Shared parameters have one name, the first."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    kept = model.state_dict(keep_vars=True)
+    buffers = {name: value for name, value in model.named_buffers() if name in kept}
+    moments = {
+        f"{names[parameter]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    detached = {name: parameter.detach() for parameter, name in names.items()}
+    return {"model": detached | buffers, "optimizer": moments}
 
 
 def check_names(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -48,9 +48,17 @@ MAY_IMPORT = {
         *("training", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config", "console"),
         *("errors",),
     },
+    "memory": set(),
+    "planning": {
+        *("training", "loop", "strategies", "memory", "optim", "batch_plan", "config", "sections", "errors"),
+    },
+    "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
     "launchers": {"training", "config", "resources", "errors"},
-    "cli": {"doctor", "launchers", "inference", "ledger", "data", "console", "resources", "errors"},
+    "cli": {
+        *("doctor", "planning", "plan_text", "launchers", "inference", "ledger", "config", "data", "console", "resources"),
+        *("errors",),
+    },
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
