@@ -52,6 +52,7 @@ from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
+from hftune.launched import check_num_processes
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
@@ -84,6 +85,12 @@ class TrainResult:
     output_dir: Path
     model_dir: Path
     """The best model by ``eval.metric``; the last one lies beside it in model_last."""
+
+    @classmethod
+    def read(cls, output_dir: Path) -> TrainResult:
+        """Return what a finished run came to, from its folder."""
+        values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+        return cls(**values, output_dir=output_dir, model_dir=output_dir / "model")
 
 
 def train(recipe: Recipe) -> TrainResult:
@@ -291,13 +298,13 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     output_dir = Path(recipe.output_dir)
     if not (output_dir / "result.json").is_file() or not (output_dir / "model").is_dir():
         return None
-    values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+    result = TrainResult.read(output_dir)
     print(
-        f"{output_dir} is finished: {values['steps']} steps, {values['best']['metric']} {short(values['best']['value'])}. "
+        f"{output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
         "Nothing was trained. To go on, raise train.epochs; to train anew, set resume=never or another output_dir.",
         flush=True,
     )
-    return TrainResult(**values, output_dir=output_dir, model_dir=output_dir / "model")
+    return result
 
 
 def best_model_is_here(recipe: Recipe, state: TrainState) -> bool:
@@ -381,7 +388,8 @@ def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder that cannot be written.
+        ConfigError: what check_launch refuses, fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder
+            that cannot be written.
     """
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
@@ -399,8 +407,10 @@ def check_hardware() -> None:
     """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
 
     Raises:
-        ConfigError: no such network interface, no way to the main machine, more processes than GPUs.
+        ConfigError: another number of processes than it was asked for, no such network interface, no way to the main
+            machine, more processes than GPUs.
     """
+    check_num_processes()
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes > 1:
         check_interfaces()

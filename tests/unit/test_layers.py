@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "machines": {"network", "errors"},
     "rendezvous": {"machines"},
     "agreement": {"config", "task", "messages", "errors"},
+    "launched": {"errors"},
     "heartbeat": {"signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "errors"},
     "optim": {"sections"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "rendezvous", "agreement", "network"),
+        *("heartbeat", "progress", "rendezvous", "agreement", "network", "launched"),
     },
     "doctor": {
         *("training", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config", "console"),
@@ -53,7 +54,11 @@ MAY_IMPORT = {
     },
     "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"doctor", "planning", "plan_text", "inference", "ledger", "config", "data", "console", "errors"},
+    "launchers": {"training", "config", "resources", "errors"},
+    "cli": {
+        *("doctor", "planning", "plan_text", "launchers", "inference", "ledger", "config", "data", "console", "resources"),
+        *("errors",),
+    },
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
