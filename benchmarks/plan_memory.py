@@ -32,10 +32,11 @@ from contest import print_table
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.config import Recipe
 from hftune.console import hide_progress_bars
+from hftune.joining import on_cpu, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.planning import make_plan, survey
 from hftune.strategies.data_parallel import DataParallel
-from hftune.training import build_model, load_datasets, on_cpu, plan_batches, start_accelerator
+from hftune.training import build_model, load_datasets, plan_batches
 
 CONFIG = (
     "hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads}, intermediate_size: {inner}, "

@@ -21,7 +21,8 @@ import torch
 
 from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
-from hftune.training import TrainResult, on_cpu
+from hftune.joining import on_cpu
+from hftune.training import TrainResult
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 

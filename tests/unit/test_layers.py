@@ -39,22 +39,23 @@ MAY_IMPORT = {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
         *("batch_plan", "config", "sections", "errors"),
     },
+    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "rendezvous", "agreement", "network", "launched"),
+        *("heartbeat", "progress", "agreement", "joining"),
     },
     "doctor": {
-        *("training", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config", "console"),
-        *("errors",),
+        *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
+        *("console", "errors"),
     },
     "memory": set(),
     "planning": {
-        *("training", "loop", "strategies", "memory", "optim", "batch_plan", "config", "sections", "errors"),
+        *("training", "joining", "loop", "strategies", "memory", "optim", "batch_plan", "config", "sections", "errors"),
     },
     "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
-    "launchers": {"training", "config", "resources", "errors"},
+    "launchers": {"training", "joining", "config", "resources", "errors"},
     "cli": {
         *("doctor", "planning", "plan_text", "launchers", "inference", "ledger", "config", "data", "console", "resources"),
         *("errors",),
