@@ -22,14 +22,12 @@ from accelerate import (
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.launched import check_num_processes
 from hftune.network import check_interfaces, choose_interface
 from hftune.rendezvous import init_method
-from hftune.strategies.fully_sharded import NO_AUTO
 from hftune.tracking import check_trackers
 
 
@@ -62,7 +60,10 @@ def check_launcher(recipe: Recipe) -> None:
     if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
         raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
     if recipe.train.micro_batch_size == "auto":
-        raise ConfigError(NO_AUTO)
+        raise ConfigError(
+            "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
+            "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
 
 
 def asks_for_fsdp() -> bool:
@@ -189,6 +190,8 @@ def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
     """Return the launcher's settings of FSDP, but for those that the recipe decides; None where it does not ask for FSDP."""
     if not asks_for_fsdp():
         return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # with its imports, a second that others need not wait
+
     return FullyShardedDataParallelPlugin(
         mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as under DDP: see FullySharded
         cpu_ram_efficient_loading=False,  # the launcher's default is true; FullySharded sends the main process's weights
