@@ -6,7 +6,7 @@ Shape suffixes: N images, H and W height and width, C channels (1 grey, 3 red, g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -66,8 +66,8 @@ class Source:
     images: Images
     label_names: list[str] | None
     """Of the classes, where the data set itself names them."""
-    row_of: Callable[[int], int]
-    """The 0-based row, in the whole split, of each image."""
+    rows: Sequence[int]
+    """Where each image stands in the whole split, from 0."""
 
 
 def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Source:
@@ -88,7 +88,7 @@ def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Sour
             to_pixels(Image.fromarray(image), f"{said} {row}", layout) for row, image in zip(kept_N, images_NHW, strict=True)
         ]
         pixels_NHWC = np.stack(pixels)
-    return Source(Images(pixels_NHWC, labels), None, row_of=lambda place: int(kept_N[place]))
+    return Source(Images(pixels_NHWC, labels), None, kept_N)
 
 
 def load_rows(
@@ -116,7 +116,7 @@ def load_rows(
     labels = read_labels(rows, label_column, part)
     names = getattr(rows.features[label_column], "names", None)
     pixels_NHWC = decode(rows, image_column, part, layout)
-    return Source(Images(pixels_NHWC, labels), names and list(names), row_of=lambda place: row_numbers(rows, [place])[0])
+    return Source(Images(pixels_NHWC, labels), names and list(names), row_numbers(rows, range(len(rows))))
 
 
 def decode(rows: datasets.Dataset, column: str, part: str, layout: Layout) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.messages import did_you_mean
+from hftune.messages import did_you_mean, spell
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MOST = {"shift": None, "rotate": 180}
 
 @dataclass
 class ImageClassification(Task):
-    """Classify images with a ConvNet. The loss is cross-entropy, log-softmax and negative log-likelihood; an item is an image."""
+    """Classify images with a ConvNet. The loss is cross-entropy (of log-softmax), an item is an image."""
 
     width: int = 1
     """Multiplies the network's 10 and 20 channels and its 50 features."""
@@ -99,7 +99,7 @@ class ImageClassification(Task):
                 continue
             most = MOST[name] or self.image_size
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
-                yield f"task.augmentation.{name}={value} must be a number from 0 to {most}."
+                yield f"task.augmentation.{name}={spell(value)} must be a number from 0 to {most}."
 
     @property
     def layout(self) -> Layout:
@@ -137,7 +137,10 @@ class ImageClassification(Task):
         from hftune.data.labels import class_numbers
 
         return {
-            part: Images(source.images.pixels_NHWC, class_numbers(source.images.labels, self.labels, part, source.row_of))
+            part: Images(
+                source.images.pixels_NHWC,
+                class_numbers(source.images.labels, self.labels, part, row_of=source.rows.__getitem__),
+            )
             for part, source in self._sources.items()
         }
 
@@ -207,9 +210,11 @@ class ImageClassification(Task):
     def load(self, directory: Path) -> nn.Module:
         """Build the network of config.json, and take the names of the classes from there."""
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if (own := self._model_arguments(len(config["label_names"]))) != config["model"]:
-            other = {name: value for name, value in config["model"].items() if own[name] != value}
-            raise ConfigError(f"{directory} has a network with {other}, and the recipe says otherwise.")
+        for name, own in self._model_arguments(len(config["label_names"])).items():
+            if (saved := config["model"][name]) != own:
+                raise ConfigError(
+                    f"{directory} is of a network with task.{name}={saved}, and the recipe has task.{name}={own}."
+                )
         self.label_names = config["label_names"]
         return super().load(directory)
 

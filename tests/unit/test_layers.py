@@ -49,7 +49,11 @@ MAY_IMPORT = {
         *("errors",),
     },
     "inference": {"export", "config", "task", "errors"},
-    "cli": {"doctor", "inference", "ledger", "data", "console", "errors"},
+    "scoring": {
+        *("training", "inference", "evaluation", "strategies", "checkpoint", "agreement", "optim", "heartbeat", "progress"),
+        *("config", "sections", "errors"),
+    },
+    "cli": {"doctor", "inference", "scoring", "run", "ledger", "config", "data", "console", "errors"},
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
