@@ -50,6 +50,11 @@ class Task(ABC):
         """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
         return None
 
+    @property
+    def augments(self) -> bool:
+        """Whether training samples go through ``augment``: where it is written, unless this says otherwise."""
+        return type(self).augment is not Task.augment
+
     def augment(self, example: Any, draw: np.random.RandomState) -> Any:
         """Return a training sample with what is random in it drawn anew, such as a shift, a crop or some damage.
 

@@ -61,8 +61,8 @@ class ImageClassification(Task):
     """Subtracted from pixels in [0, 1]: one number for grey images, three for colour (red, green, blue)."""
     std: list[float] = field(default_factory=lambda: [0.3081])
     """Divides them then."""
-    augmentation: dict[str, Any] = field(default_factory=dict)
-    """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees)."""
+    augmentation: dict[str, Any] | None = None
+    """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees). null: not at all."""
     max_train_samples: int | None = None
     """Train on this many images, drawn at random once. null: all."""
     max_eval_samples: int | None = None
@@ -93,7 +93,7 @@ class ImageClassification(Task):
             yield f"task.mean={self.mean} and task.std={self.std} must both hold one number, for grey, or three, for colour."
         if not all(std > 0 for std in self.std):
             yield f"task.std={self.std} must be above 0."
-        for name, value in self.augmentation.items():
+        for name, value in (self.augmentation or {}).items():
             if name not in MOST:
                 yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MOST)}.{did_you_mean(name, MOST)}"
                 continue
@@ -153,12 +153,14 @@ class ImageClassification(Task):
         sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
         return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
 
+    @property
+    def augments(self) -> bool:
+        return bool(self.augmentation)
+
     def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
         """Turn the image by up to ``rotate`` degrees to either side, and shift it by up to ``shift`` pixels each way."""
         from hftune.data.images import move
 
-        if not self.augmentation:
-            return example
         angle, right, down = draw.uniform(-1, 1, size=3).tolist()
         rotate, shift = self.augmentation.get("rotate", 0), self.augmentation.get("shift", 0)
         return {**example, "image": move(example["image"], angle * rotate, right * shift, down * shift)}

@@ -33,7 +33,7 @@ JOBS = {
         "workers": (*SMALL, "train.num_workers=2"),
         "stopped": SMALL,
         "moved": (*SMALL, *STILL),
-        "unmoved": (*SMALL, *STILL, "task.augmentation={}"),
+        "unmoved": (*SMALL, *STILL, "task.augmentation=null"),
     },
     2: {"digits": SMALL},
     3: {"digits": SMALL},
@@ -109,7 +109,7 @@ def evaluated(folder, capsys, *words):
     """Run ``hftune evaluate`` in this process and return what it writes."""
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     output = folder.with_suffix(".json")
-    assert cli.main(["evaluate", f"recipe={folder}/recipe.yaml", "--output", str(output), *words]) == 0
+    assert cli.main(["evaluate", f"recipe={folder}/recipe.yaml", *words, "--output", str(output)]) == 0
     said = capsys.readouterr()
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it wrote into the run's folder"
     return json.loads(output.read_text()), said.out

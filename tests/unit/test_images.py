@@ -107,7 +107,7 @@ def test_shift_by_whole_pixels_moves_and_leaves_black_behind():
 def test_turn_is_counter_clockwise_about_the_middle(channels):
     image = np.stack([IMAGES[0]] * channels, axis=-1)
     inner = (slice(1, -1), slice(1, -1))  # at the rim, rounding decides whether black comes in
-    assert (move(image, 90.0, 0, 0)[inner] == np.rot90(image)[inner]).all()
+    assert np.abs(move(image, 90.0, 0, 0)[inner].astype(int) - np.rot90(image)[inner]).max() <= 1
     assert (move(image, 0.0, 0, 0) == image).all()
 
 
@@ -144,12 +144,9 @@ def test_data_set_itself_is_never_changed(moving):
 
 def test_task_that_varies_nothing_gets_its_own_data_set_back():
     rows = [1, 2, 3]
-    assert augmented(rows, Tagging(), 0, 0) is rows
-
-
-def test_without_augmentation_samples_stay_as_they_are(tmp_path):
-    task = of_idx(write_idx(tmp_path))
-    assert (Augmented(task.datasets()["train"], task, 0, 0)[3]["image"] == IMAGES[3][..., None]).all()
+    for task in (Tagging(), ImageClassification(), ImageClassification(augmentation={})):
+        assert augmented(rows, task, 0, 0) is rows
+    assert isinstance(augmented(rows, ImageClassification(augmentation={"shift": 2}), 0, 0), Augmented)
 
 
 @pytest.mark.parametrize(
