@@ -75,22 +75,30 @@ def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: what check_hardware refuses, fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder
-            that cannot be written.
+        ConfigError: as ``check_hardware``; and no dashboard, an output folder that cannot be written.
     """
-    precision = recipe.train.mixed_precision
-    if precision == "fp16" and on_cpu():
-        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
-    check_hardware()
-    on_cuda = torch.cuda.is_available() and not on_cpu()
-    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+    check_hardware(recipe)
     if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
         check_trackers(recipe)
         check_writable(Path(recipe.output_dir))
 
 
-def check_hardware() -> None:
+def check_hardware(recipe: Recipe) -> None:
+    """Refuse what cannot be computed here.
+
+    Raises:
+        ConfigError: fp16 without a GPU, bf16 on a GPU without it; or what ``check_launch`` refuses.
+    """
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and on_cpu():
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    check_launch()
+    on_cuda = torch.cuda.is_available() and not on_cpu()
+    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+
+
+def check_launch() -> None:
     """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
 
     Raises:
