@@ -18,12 +18,12 @@ from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
 from hftune.heartbeat import Heartbeat
 from hftune.inference import load_export
-from hftune.joining import check_hardware, leave_group, start_accelerator
+from hftune.joining import check_hardware, check_launcher, leave_group, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.sections import TrackConfig
 from hftune.strategies.base import Strategy
-from hftune.training import build_model, check_agreement, load_datasets
+from hftune.training import build_model, check_agreement, choose_strategy, load_datasets
 
 
 @dataclass
