@@ -268,6 +268,9 @@ class TitleGeneration(Task):
         auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
         return load_model(auto, str(directory), load_config(str(directory), {}))
 
+    def example_inputs(self) -> list[str]:
+        return self._rows["eval"][:2][self.source_column]
+
     def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Write each text's title, as ``generated``."""
         from hftune.data.text import check_inputs, to_ids

@@ -32,7 +32,9 @@ MAY_IMPORT = {
     "ledger": {"batch_plan", "strategies", "jsonl", "errors"},
     "resume": {"checkpoint", "config", "messages", "errors"},
     "console": set(),
-    "tracking": {"config", "console", "jsonl", "errors"},
+    "mlflow_run": {"config", "console", "mlflow_model", "errors"},
+    "mlflow_model": {"inference", "config", "task"},
+    "tracking": {"mlflow_run", "config", "console", "jsonl", "errors"},
     "evaluation": {"strategies", "batch_plan", "task", "errors"},
     "loop": {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
