@@ -1,4 +1,4 @@
-"""A finished run as a model of MLflow's, which answers raw inputs through ``mlflow.pyfunc``. Needs mlflow; knows no training."""
+"""A finished run as an MLflow model, which answers raw inputs through ``mlflow.pyfunc``. Needs mlflow; knows no training."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Answers(mlflow.pyfunc.PythonModel):
     def load_context(self, context: Any) -> None:
         self.trained = load_model(context.artifacts["model"])
 
-    def predict(self, context, model_input, params=None):  # MLflow would take type hints for a schema of its own
-        """Return one row for each raw input: a list, an array, or the first column of a data frame."""
+    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Return one row for each raw input: in a data frame's first column, or in an array, for which MLflow has no hint."""
         inputs = model_input.iloc[:, 0] if isinstance(model_input, pd.DataFrame) else model_input
         return pd.DataFrame(self.trained.predict(list(inputs)))
 

@@ -6,6 +6,7 @@ go on with a run whose recipe has changed.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -36,6 +37,7 @@ def prepare_mlflow() -> None:
     """Set what MLflow reads when it is imported: nothing is reported home, and only errors are told."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each attempt; see _forgiven
 
 
 def tracking_uri() -> str:
@@ -230,8 +232,8 @@ class MlflowRun(GeneralTracker):
             with self._forgiven(is_brief=False):  # a model takes its time
                 log_model(self.recipe, self.run_id, self.uri)
                 self.client.set_terminated(self.run_id, "FINISHED")
-                shown_by = f": mlflow ui --backend-store-uri {self.uri}" if self.uri.startswith("sqlite") else ""
-                print(f"  mlflow    run {self.run_id}{shown_by}", flush=True)
+                shown_by = f" `mlflow ui --backend-store-uri {self.uri}` shows it." if self.uri.startswith("sqlite") else ""
+                print(f"MLflow has it as run {self.run_id}.{shown_by}", flush=True)
         if self._is_lost:
             print(
                 f"MLflow lacks {len(self._unsent)} values of run {self.run_id} and perhaps files; all of them are in "
@@ -296,4 +298,4 @@ def _reason(error: BaseException) -> str:
         root = cause
     if isinstance(root, OSError):
         return root.strerror or str(root)
-    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")

@@ -106,7 +106,7 @@ class Task(ABC):
         return model
 
     def pipeline(self) -> dict[str, Any] | None:
-        """Return the arguments of the transformers pipeline that loads what ``save`` wrote, such as ``{"task": ...}``, if any."""
+        """Return the arguments of the transformers pipeline that loads what ``save`` wrote, or None."""
         return None
 
     def example_inputs(self) -> list:
