@@ -37,6 +37,7 @@ def prepare_mlflow() -> None:
     """Set what MLflow reads when it is imported: nothing is reported home, and only errors are told."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each attempt; see _forgiven
 
 
