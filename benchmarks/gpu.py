@@ -35,10 +35,11 @@ from contest import print_table, take_turns
 from torch import Tensor
 
 from hftune.config import Recipe
+from hftune.joining import on_cpu, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import SequenceClassification
-from hftune.training import build_model, load_datasets, on_cpu, plan_batches, start_accelerator
+from hftune.training import build_model, load_datasets, plan_batches
 
 PEAK_TFLOPS = {"H200": 989, "H100 80GB HBM3": 989, "A100": 312}
 WORDS = (("no", "bf16"), ("eager", "compiled"), ("stored", "recomputed"), ("padded", "plan"))

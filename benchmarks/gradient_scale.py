@@ -92,9 +92,10 @@ def measure(options: argparse.Namespace) -> None:
 
 def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     """Return loss and gradient norm of hftune's first step. Collective."""
+    from hftune.joining import start_accelerator
     from hftune.optim import build_optimizer
     from hftune.strategies.data_parallel import DataParallel
-    from hftune.training import build_model, plan_batches, start_accelerator
+    from hftune.training import build_model, plan_batches
 
     model = build_model(recipe)
     strategy = DataParallel(start_accelerator(recipe), recipe.task)

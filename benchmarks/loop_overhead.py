@@ -32,11 +32,12 @@ from torch.utils.data import DataLoader
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.console import Console
+from hftune.joining import start_accelerator
 from hftune.loop import Run, fit, total_steps
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tracking import Tracker
-from hftune.training import build_model, load_datasets, plan_batches, start_accelerator
+from hftune.training import build_model, load_datasets, plan_batches
 
 WARMUP_STEPS = 5
 GOAL_MS = 2.0

@@ -14,6 +14,7 @@ __all__ = [
     "TrainResult",
     "TrainedModel",
     "TrainingError",
+    "launch",
     "load_model",
     "train",
 ]
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from hftune.config import Recipe
     from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
     from hftune.inference import TrainedModel, load_model
+    from hftune.launchers.local import launch
     from hftune.task import Task
     from hftune.training import TrainResult, train
 
@@ -34,6 +36,7 @@ _HOME = {
     "TrainResult": "hftune.training",
     "TrainedModel": "hftune.inference",
     "TrainingError": "hftune.errors",
+    "launch": "hftune.launchers.local",
     "load_model": "hftune.inference",
     "train": "hftune.training",
 }

@@ -1,11 +1,12 @@
 """The ``hftune`` command: what is done around training. Thin: each command reads its arguments and calls one function.
 
-Exit codes: 0 done; 1 an audit or the doctor found something; 2 it cannot be done as asked.
+Exit codes: 0 done; 1 an audit, a plan or the doctor found something; 2 it cannot be done as asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,12 +18,24 @@ from hftune.errors import ConfigError, DataError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = parser().parse_args(argv)
+    options = parse(argv)
     try:
         return options.command(options)
     except (ConfigError, DataError) as error:
         print(f"hftune: {error}", file=sys.stderr)
         return 2
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the arguments; options may stand between the words of a recipe, which argparse alone refuses."""
+    root = parser()
+    options, more = root.parse_known_args(argv)
+    takes_words = hasattr(options, "words")
+    if unknown := [word for word in more if word.startswith("-") or not takes_words]:
+        root.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_words:
+        options.words += more
+    return options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +46,14 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hftune {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("plan", help="what a run would do, and the memory and disk it would take; trains nothing")
+    command.set_defaults(command=plan)
+    command.add_argument("words", nargs="*", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
+    command.add_argument("--processes", type=int, default=1, help="that would train, on all machines (default %(default)s)")
+    command.add_argument("--gpus-per-machine", type=int, help="processes of one machine (default: all of them)")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="to estimate memory for (default: what this machine has)")
+    command.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md lists its keys")
 
     command = commands.add_parser("predict", help="answer texts or images with a trained model, such as a title for an article")
     command.set_defaults(command=predict)
@@ -54,6 +75,25 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--checkpoint", type=Path, help="evaluate this checkpoint instead of the model")
     command.add_argument("--output", type=Path, help="write the metrics into this file, as JSON")
 
+    command = commands.add_parser("configs", help="list, print or copy launch configurations for accelerate launch")
+    command.set_defaults(command=configs)
+    command.add_argument("name", nargs="?", help="print this one, such as 4gpu")
+    command.add_argument("--copy", nargs="?", const=Path(), type=Path, metavar="PATH", help="copy it (default ./NAME.yaml)")
+    command.add_argument("--force", action="store_true", help="let the copy overwrite a file")
+
+    command = commands.add_parser("slurm", help="write the batch script that trains a recipe on nodes of a SLURM cluster")
+    command.set_defaults(command=slurm)
+    command.add_argument("words", nargs="*", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
+    command.add_argument("--nodes", type=int, required=True, help="machines")
+    command.add_argument("--gpus", type=int, required=True, help="GPUs, and so processes, on each of them")
+    command.add_argument("--time", default="24:00:00", help="after which the job is requeued and goes on (default %(default)s)")
+    command.add_argument("--partition", help="of the cluster")
+    command.add_argument("--account", help="that pays")
+    command.add_argument("--job-name", dest="name", help="default: the recipe's name")
+    command.add_argument("--config", help="launch configuration, such as fsdp_2node or a .yaml file (default: plain DDP)")
+    command.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
+    command.add_argument("--grace-s", type=int, default=120, help="seconds to finish a step and save (default %(default)s)")
+
     command = commands.add_parser("audit", help="prove that every sample was used exactly once an epoch")
     command.set_defaults(command=audit)
     command.add_argument("folder", help="output folder of a run, such as outputs/yelp")
@@ -69,6 +109,22 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--size", type=int, default=40_000, help="most tokens (default %(default)s)")
     command.add_argument("--output", required=True, type=Path, help="folder to write; task.vocabulary takes it")
     return root
+
+
+def plan(options: argparse.Namespace) -> int:
+    """``hftune plan``: exit code 1 where training would refuse the model."""
+    sys.path.insert(0, "")  # as python -m does: the task may be the user's own
+    from hftune.config import Recipe
+
+    recipe = Recipe.from_argv(options.words)
+    from hftune.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
+    from hftune.plan_text import plan_text
+    from hftune.planning import make_plan
+
+    hide_progress_bars()
+    found = make_plan(recipe, options.processes, options.gpus_per_machine, options.device)
+    print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.json else plan_text(found))
+    return 1 if found.unused_parameters else 0
 
 
 def predict(options: argparse.Namespace) -> int:
@@ -161,6 +217,34 @@ def read_text(path: str) -> str:
         raise ConfigError(f"--text-file {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text-file {path} is not UTF-8: {error}. Convert it.") from error
+
+
+def configs(options: argparse.Namespace) -> int:
+    """``hftune configs``: list the shipped launch configurations, print one, or copy one."""
+    from hftune.console import table
+    from hftune.resources import config_names, config_path, copy_config
+
+    if options.name is None:
+        if options.copy is not None:
+            raise ConfigError(f"--copy what? Name a launch configuration: {', '.join(config_names())}.")
+        summaries = {name: config_path(name).read_text(encoding="utf-8").partition("\n")[0] for name in config_names()}
+        print(table({name: line.removeprefix("# ") for name, line in summaries.items()}))
+    elif options.copy is None:
+        print(config_path(options.name).read_text(encoding="utf-8"), end="")
+    else:
+        target = copy_config(options.name, options.copy, options.force)
+        print(f"Edit {target}, then: accelerate launch --config_file {target} -m hftune.run recipe=NAME")
+    return 0
+
+
+def slurm(options: argparse.Namespace) -> int:
+    """``hftune slurm``: print a batch script."""
+    sys.path.insert(0, "")  # as python -m does: the recipe's task may be the user's own
+    from hftune.launchers.slurm import Job, batch_script
+
+    asked = {item.name: getattr(options, item.name) for item in dataclasses.fields(Job)}
+    print(batch_script(options.words, Job(**asked)), end="")
+    return 0
 
 
 def audit(options: argparse.Namespace) -> int:

@@ -75,6 +75,15 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def data_size(num_bytes: float) -> str:
+    """Format a number of bytes for reading: 512 B, 3.1 MiB, 1.25 TiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.3g} TiB"
+
+
 def one_line(text: str, width: int = 88) -> str:
     """Fit a text into ``width`` columns of a terminal, in which Chinese characters take two."""
     text = " ".join(text.split())

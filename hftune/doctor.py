@@ -29,12 +29,13 @@ from hftune.agreement import facts
 from hftune.config import Recipe
 from hftune.console import hide_progress_bars
 from hftune.heartbeat import Heartbeat
+from hftune.joining import check_launch, check_machine, start_accelerator
 from hftune.machines import PORT, owner_of
 from hftune.network import interfaces, own_addresses
 from hftune.progress import Progress
 from hftune.run import fail, leave
 from hftune.strategies.data_parallel import DataParallel
-from hftune.training import check_facts, check_launch, check_machine, data_digest, load_datasets, start_accelerator
+from hftune.training import check_facts, data_digest, load_datasets
 
 GIB = 2**30
 OK, REMARK, FAULT = "ok", "note", "FAULT"

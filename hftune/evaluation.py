@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from torch import nn
 
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.errors import DataError, TrainingError
@@ -55,9 +54,8 @@ def evaluate(
     task = strategy.task
     lengths = task.lengths(dataset)
     plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False)
-    model = strategy.unwrap()
     scored = [
-        _score(strategy, model, micro_batch, batch)
+        _score(strategy, micro_batch, batch)
         for micro_batch, batch in takewhile(
             lambda _: not should_stop(), strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
         )
@@ -79,13 +77,13 @@ def evaluate(
     return Evaluation(strategy.on_main(summarise), rows)
 
 
-def _score(strategy: Strategy, model: nn.Module, micro_batch: MicroBatch, batch: dict[str, torch.Tensor]) -> _Scored:
+def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor]) -> _Scored:
     task, samples = strategy.task, micro_batch.samples.tolist()
     try:
         outputs, target = strategy.forward(batch), task.target(batch)
         with torch.no_grad():
             loss_sum = float(task.loss(outputs, target))
-            rows = task.predict(outputs, model, batch)
+            rows = task.predict(outputs, strategy.model, batch)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not should_reduce_batch_size(error):
             raise

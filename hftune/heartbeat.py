@@ -63,6 +63,8 @@ class Report:
     """Nothing has ended, so every process shows its stack first."""
     is_spoken_here: bool = True
     """This process prints it."""
+    kind: str = "TrainingError"
+    """The exception of hftune.errors that says the same."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,10 @@ class Heartbeat:
     def _describe(self, error: BaseException) -> Report:
         if isinstance(error, KeyboardInterrupt):
             who = self.here.name() if self.here.num_processes > 1 else "Training"
-            return Report(
-                f"hftune: {who} was interrupted from the keyboard in {self.progress.doing}.", INTERRUPTED, self.here.rank
-            )
+            text = f"hftune: {who} was interrupted from the keyboard in {self.progress.doing}."
+            return Report(text, INTERRUPTED, self.here.rank, kind="KeyboardInterrupt")
         if is_known(error):
-            return Report(f"hftune: {error}", exit_code(error), self.here.rank)
+            return Report(f"hftune: {error}", exit_code(error), self.here.rank, kind=type(error).__name__)
         who = f"process {self.here.rank} of {self.here.num_processes} on host {self.here.host}, "
         where = f"[{who if self.here.num_processes > 1 else ''}{self.progress.place()}]"
         return Report(f"{where}\n{''.join(traceback.format_exception(error)).rstrip()}", 1, self.here.rank)
@@ -459,7 +460,7 @@ class _Watch:
         self.close_all()
         if self.here.speaks(report):
             self._heard.wait(HEARD_S)
-            say_last(report.text)
+            say_last(report.text, report.kind)
         else:
             until = time.monotonic() + PATIENCE_S
             while time.monotonic() < until and not self._is_terminated:
@@ -530,13 +531,16 @@ def _with_report(error: BaseException, report: Report) -> BaseException:
     return error
 
 
-def say_last(text: str) -> None:
-    """Print what ends this process, and leave it to torchrun, which repeats it below its own table of failures."""
+def say_last(text: str, kind: str) -> None:
+    """Print what ends this process, and leave it to torchrun, which repeats it below its own table of failures.
+
+    ``kind`` names the exception, for ``hftune.launch`` to raise it again.
+    """
     if sys.stderr.isatty():
         text = f"\n{text}"  # there may be a progress bar
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        message = {"message": text, "extraInfo": {"timestamp": int(time.time()), "kind": kind}}
         Path(path).write_text(json.dumps({"message": message}))
 
 

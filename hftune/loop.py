@@ -140,22 +140,15 @@ def stop(run: Run) -> NoReturn:
 
 def evaluation_is_due(run: Run) -> bool:
     """Say whether ``eval.every`` asks for an evaluation after this step, and it has not been made yet."""
-    config, state, steps_per_epoch = run.recipe.eval, run.state, run.plan.num_steps
-    if state.evaluated_step == state.step:
-        return False
-    if state.step == run.num_steps:
-        return True
-    if config.every_epochs is None:
-        return state.step % config.every == 0
-    return state.step_in_epoch == steps_per_epoch and (state.epoch + 1) % config.every_epochs == 0
+    state = run.state
+    return state.evaluated_step != state.step and run.recipe.eval.falls_on(state.step, run.num_steps, run.plan.num_steps)
 
 
 def checkpoint_is_due(run: Run) -> bool:
     """Say whether to write a checkpoint after this step; see CheckpointConfig."""
-    every, state = run.recipe.checkpoint.every, run.state
-    at_end = state.step == run.num_steps or state.step_in_epoch == run.plan.num_steps
+    state = run.state
     is_best = state.best_step == state.step  # so that the best model's checkpoint is one of those that are kept
-    return at_end or is_best or (every is not None and state.step % every == 0)
+    return is_best or run.recipe.checkpoint.falls_on(state.step, run.num_steps, run.plan.num_steps)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -214,7 +207,7 @@ def evaluate_and_keep(run: Run) -> None:
         is_best = state.best is None or (score > state.best if config.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
-        model = run.strategy.unwrap()
+        model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
             write_predictions(output_dir / "predictions.jsonl", evaluation.rows)

@@ -34,13 +34,18 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     return kind(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
 
 
+def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
+    """Return in how many steps the learning rate rises; the one after them is the first at its peak."""
+    return math.ceil(config.warmup_ratio * num_steps)
+
+
 def lr_at(step: int, num_steps: int, config: TrainConfig) -> float:
     """Return the learning rate of optimizer step ``step`` (0-based) out of ``num_steps``.
 
     A function, not an object: nothing to save, nothing that can be stepped once too often.
     Source: transformers.optimization.get_{linear,cosine,constant}_schedule_with_warmup, to which tests compare it.
     """
-    num_warmup = math.ceil(config.warmup_ratio * num_steps)
+    num_warmup = num_warmup_steps(num_steps, config)
     if step < num_warmup:
         return config.lr * step / num_warmup
     progress = (step - num_warmup) / max(1, num_steps - num_warmup)

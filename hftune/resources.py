@@ -38,3 +38,40 @@ def recipe_path(source: str | Path, key: str = "recipe") -> Path:
         f"{key}={source}: there is no such recipe.{hint} Shipped: {', '.join(recipe_names())}. "
         "For a file of your own give its path, ending in .yaml."
     )
+
+
+def config_names() -> list[str]:
+    """List the shipped launch configurations, sorted."""
+    return sorted(path.stem for path in resource_dir("accelerate_configs").glob("*.yaml"))
+
+
+def config_path(name: str) -> Path:
+    """Return the file of a shipped launch configuration; its name may be given with folder and ending, too.
+
+    Raises:
+        ConfigError: no such configuration; the message lists them.
+    """
+    stem, names = Path(name).name.removesuffix(".yaml"), config_names()
+    if stem not in names:
+        raise ConfigError(
+            f"{name}: there is no such launch configuration.{did_you_mean(stem, names)} Shipped: {', '.join(names)}."
+        )
+    return resource_dir("accelerate_configs") / f"{stem}.yaml"
+
+
+def copy_config(name: str, target: Path, overwrite: bool) -> Path:
+    """Copy a shipped launch configuration to ``target``: a file, or an existing folder.
+
+    Raises:
+        ConfigError: the file exists and ``overwrite`` was not asked for, or it cannot be written.
+    """
+    source = config_path(name)
+    target = target / source.name if target.is_dir() else target
+    try:
+        with target.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise ConfigError(f"{target} exists. Name another file, --copy PATH, or overwrite it with --force.") from error
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
+    return target

@@ -78,9 +78,10 @@ def fail(error: BaseException) -> int:
     if report is None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()
-        report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error))
+        kind = type(error).__name__
+        report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error), kind=kind)
     if report.is_spoken_here:
-        say_last(report.text)
+        say_last(report.text, report.kind)
     elif report.code not in (INTERRUPTED, STOPPED):  # which end all by themselves
         time.sleep(PATIENCE_S)  # a launcher ends the whole group as soon as any process ends: the one that speaks
     return report.code

@@ -18,12 +18,12 @@ from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
 from hftune.heartbeat import Heartbeat
 from hftune.inference import load_export
+from hftune.joining import check_hardware, check_launcher, leave_group, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.sections import TrackConfig
 from hftune.strategies.base import Strategy
-from hftune.strategies.data_parallel import DataParallel
-from hftune.training import build_model, check_agreement, check_hardware, leave_group, load_datasets, start_accelerator
+from hftune.training import build_model, check_agreement, choose_strategy, load_datasets
 
 
 @dataclass
@@ -56,6 +56,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None) -> Score:
     with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat:
         if (store := heartbeat.open_store()) is not None:
             check_early(store, heartbeat.here.rank, facts(recipe))
+        check_launcher(recipe)
         check_hardware(recipe)
         progress.at("loading data and model")
         if checkpoint is None and not model.is_dir():
@@ -72,7 +73,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None) -> Score:
         accelerator = start_accelerator(recipe)
         heartbeat.join()
         atexit.register(leave_group)
-        strategy = DataParallel(accelerator, recipe.task, progress)
+        strategy = choose_strategy(accelerator, recipe.task, progress)
         digests = check_agreement(strategy, recipe, datasets)
         strategy.prepare(built, build_optimizer(built, recipe.train))
         if checkpoint is not None:

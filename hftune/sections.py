@@ -145,6 +145,11 @@ class EvalConfig(Section):
         """Epochs between two evaluations, where ``every`` is given in epochs."""
         return None if isinstance(self.every, int) else int(self.every.split()[0].replace("epoch", "1"))
 
+    def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
+        """Say whether an evaluation follows optimizer step ``step`` (from 1) of a run of ``num_steps``."""
+        interval = self.every if self.every_epochs is None else self.every_epochs * steps_per_epoch
+        return step == num_steps or step % interval == 0
+
 
 @dataclass
 class CheckpointConfig(Section):
@@ -160,6 +165,10 @@ class CheckpointConfig(Section):
         for name in ("every", "keep"):
             if (value := getattr(self, name)) is not None and value < 1:
                 yield f"checkpoint.{name}={value} must be at least 1."
+
+    def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
+        """Say whether a checkpoint follows optimizer step ``step`` (from 1), whatever the evaluations find."""
+        return step == num_steps or step % steps_per_epoch == 0 or (self.every is not None and step % self.every == 0)
 
 
 @dataclass

@@ -6,19 +6,15 @@ Not ``train.py``: a module and a function cannot share the name ``hftune.train``
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import pickle
 import platform
 import shutil
-import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, GradScalerKwargs, InitProcessGroupKwargs
-from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
-from accelerate.utils.environment import parse_flag_from_env
+from accelerate import (
+    Accelerator,
+    DistributedType,
+)
 from torch import nn
 
 from hftune import __version__
@@ -43,19 +39,18 @@ from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
+from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
 from hftune.ledger import Ledger
 from hftune.loop import Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
-from hftune.network import check_interfaces, choose_interface
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
-from hftune.rendezvous import init_method
 from hftune.resume import ANEW, Start, find_start
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import Task
-from hftune.tracking import Tracker, check_trackers
+from hftune.tracking import Tracker
 
 
 @dataclass
@@ -74,6 +69,12 @@ class TrainResult:
     output_dir: Path
     model_dir: Path
     """The best model by ``eval.metric``; the last one lies beside it in model_last."""
+
+    @classmethod
+    def read(cls, output_dir: Path) -> TrainResult:
+        """Return what a finished run came to, from its folder."""
+        values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+        return cls(**values, output_dir=output_dir, model_dir=output_dir / "model")
 
 
 def train(recipe: Recipe) -> TrainResult:
@@ -98,6 +99,7 @@ def train(recipe: Recipe) -> TrainResult:
 def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: ExitStack) -> TrainResult:
     """Build, wire, run and save; what ``held`` takes is given back at the end, whatever happens."""
     progress.at("preparing the data")
+    check_launcher(recipe)
     check_machine(recipe)
     start = claim_folder(recipe, held)
     datasets = load_datasets(recipe)
@@ -109,12 +111,13 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     accelerator = start_accelerator(recipe)
     heartbeat.join()
     atexit.register(leave_group)
-    strategy = DataParallel(accelerator, recipe.task, progress)
+    strategy = choose_strategy(accelerator, recipe.task, progress)
     progress.at("comparing recipe and data with the others")
     digests = check_agreement(strategy, recipe, datasets)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
+    remarks += strategy.remarks()
     state, run_ids, found = load_checkpoint(strategy, start, digests)
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
@@ -139,6 +142,15 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
     return train_and_save(run)
+
+
+def choose_strategy(accelerator: Accelerator, task: Task, progress: Progress) -> Strategy:
+    """Return the strategy that the launcher's configuration asks for."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return DataParallel(accelerator, task, progress)
+    from hftune.strategies.fully_sharded import FullySharded  # with its imports, a second that others need not wait
+
+    return FullySharded(accelerator, task, progress)
 
 
 def claim_folder(recipe: Recipe, held: ExitStack) -> Start:
@@ -215,10 +227,8 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
     Raises:
         ConfigError: not even one sample fits.
     """
-    size = -(-plan.batch_size // strategy.num_processes)
+    size = largest_micro_batch_size(plan, strategy.num_processes)
     longest = np.argsort(-plan.lengths, kind="stable") if plan.lengths is not None else np.arange(plan.num_samples)
-    if plan.micro_batch_tokens is not None:
-        size = min(size, plan.micro_batch_tokens // int(plan.lengths[longest[0]]))
     while not strategy.fits(dataset, longest[:size]):
         if size == 1:
             raise ConfigError(
@@ -227,6 +237,12 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
             )
         size = -(-size // 2)
     return size
+
+
+def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
+    """Return a process's share of the global batch, or fewer where ``train.micro_batch_tokens`` bounds the longest samples."""
+    share = -(-plan.batch_size // num_processes)
+    return share if plan.micro_batch_tokens is None else min(share, plan.micro_batch_tokens // int(plan.lengths.max()))
 
 
 def load_checkpoint(
@@ -274,13 +290,13 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     output_dir = Path(recipe.output_dir)
     if not (output_dir / "result.json").is_file() or not (output_dir / "model").is_dir():
         return None
-    values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+    result = TrainResult.read(output_dir)
     print(
-        f"{output_dir} is finished: {values['steps']} steps, {values['best']['metric']} {short(values['best']['value'])}. "
+        f"{output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
         "Nothing was trained. To go on, raise train.epochs; to train anew, set resume=never or another output_dir.",
         flush=True,
     )
-    return TrainResult(**values, output_dir=output_dir, model_dir=output_dir / "model")
+    return result
 
 
 def best_model_is_here(recipe: Recipe, state: TrainState) -> bool:
@@ -321,82 +337,6 @@ def how_to_go_on(run: Run) -> str:
         return f"Its checkpoint could not be written: {checkpointer.failure}. resume=auto goes on from an earlier one."
     how = "The same command" if run.recipe.resume == "auto" else "resume=auto"
     return f"{how} goes on from {path_of(checkpointer.folder, run.state.step)}."
-
-
-def check_machine(recipe: Recipe) -> None:
-    """Refuse what this machine cannot do, before anything is loaded.
-
-    Raises:
-        ConfigError: as ``check_hardware``; and no dashboard, an output folder that cannot be written.
-    """
-    check_hardware(recipe)
-    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
-        check_trackers(recipe)
-        check_writable(Path(recipe.output_dir))
-
-
-def check_hardware(recipe: Recipe) -> None:
-    """Refuse what cannot be computed here.
-
-    Raises:
-        ConfigError: fp16 without a GPU, bf16 on a GPU without it; or what ``check_launch`` refuses.
-    """
-    precision = recipe.train.mixed_precision
-    if precision == "fp16" and on_cpu():
-        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
-    check_launch()
-    on_cuda = torch.cuda.is_available() and not on_cpu()
-    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
-
-
-def check_launch() -> None:
-    """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
-
-    Raises:
-        ConfigError: no such network interface, no way to the main machine, more processes than GPUs.
-    """
-    num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    if num_processes > 1:
-        check_interfaces()
-    if num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)):
-        choose_interface(os.environ["MASTER_ADDR"])
-    check_gpus()
-
-
-def check_gpus() -> None:
-    """Refuse more processes than GPUs, and GPUs that were asked for and are not there, or raise ConfigError."""
-    asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
-    if parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return
-    if asked not in ("", "-1") and here == 0 and not torch.accelerator.is_available():
-        built = "finds none: is the driver running, and are these their numbers (nvidia-smi)?"
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, and PyTorch {torch.__version__} "
-            f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
-            "ACCELERATE_USE_CPU=true trains on CPUs."
-        )
-    started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < here < started:
-        raise ConfigError(
-            f"{started} processes were started on {socket.gethostname()}, which has {here} GPU{'s' if here > 1 else ''}. "
-            "Set num_processes (over all machines) to one a GPU."
-        )
-
-
-def on_cpu() -> bool:
-    """Say whether to compute on the CPU: no GPU is there, or the launcher was told not to use it."""
-    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-
-
-def check_writable(folder: Path) -> None:
-    """Try to write in the output folder, or raise ConfigError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
@@ -447,44 +387,6 @@ def build_model(recipe: Recipe) -> nn.Module:
     if recipe.train.compile:
         model.compile(dynamic=True)
     return model
-
-
-def start_accelerator(recipe: Recipe) -> Accelerator:
-    """Join the other processes of the job.
-
-    Raises:
-        ConfigError: another number of processes joined than the launcher announced, or it asks for FSDP or DeepSpeed.
-    """
-    AcceleratorState._reset_state()  # a notebook may train twice, with another precision
-    expected = int(os.environ.get("WORLD_SIZE", 1))
-    accelerator = Accelerator(
-        cpu=on_cpu(),
-        mixed_precision=recipe.train.mixed_precision,
-        log_with=recipe.track.with_ or None,
-        project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / "tensorboard")),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
-            GradScalerKwargs(init_scale=2.0**16 / expected),
-            # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
-            InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1)),
-        ],
-        # The recipe decides these two. Left out, an environment variable of the launcher would.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),
-        step_scheduler_with_optimizer=False,
-    )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ConfigError(
-            f"The launcher asks for {accelerator.distributed_type.value}, which hftune does not have. "
-            "Use a config of accelerate_configs/, with distributed_type MULTI_GPU."
-        )
-    if accelerator.num_processes != expected:
-        raise ConfigError(
-            f"The launcher announced {expected} processes, but {accelerator.num_processes} joined. On machines without "
-            "GPUs start them with accelerate_configs/2cpu.yaml or torchrun."
-        )
-    return accelerator
 
 
 def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> dict[str, str]:
@@ -564,16 +466,6 @@ def finish(run: Run) -> TrainResult:
 
     run.strategy.on_main(save)
     return result
-
-
-def leave_group() -> None:
-    """Close the process group at the interpreter's end: Gloo may abort, and NCCL complains, where it is left open.
-
-    Not at the end of ``train``, which may be called again.
-    """
-    gc.collect()  # DDP's reducers, in cycles with their modules, hold the group, too
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def versions() -> dict[str, str]:

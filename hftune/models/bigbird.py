@@ -335,8 +335,8 @@ def build_encoder_decoder(
     decoder_fields = _common_fields(config, BertConfig) | as_decoder | decoder
     decoder_config = make_config(BertConfig, decoder_fields, f"{SECTION}.decoder")
     halves = {
-        "encoder": load_model(BlockSparseBigBirdModel if model else AutoModel, model, encoder_config),
-        "decoder": load_model(BertLMHeadModel if model else AutoModelForCausalLM, model, decoder_config),
+        "encoder": load_model(BlockSparseBigBirdModel, model, encoder_config),
+        "decoder": load_model(BertLMHeadModel, model, decoder_config),
     }
     joined_config = EncoderDecoderConfig(
         **{name: half.config.to_dict() for name, half in halves.items()},

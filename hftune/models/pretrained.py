@@ -58,14 +58,14 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or draw them where ``model`` is None.
 
     Parameters that the checkpoint lacks, or has in another size, such as the head for other classes, are drawn from torch's
-    global generator.
+    global generator. Under ``torch.device("meta")``, where tensors have shapes and no values (``hftune plan``), none are read.
 
     Raises:
         ConfigError: no such model, or one whose body, not only its head, has other sizes or fewer layers.
     """
-    if model is None:
+    if model is None or torch.get_default_device().type == "meta":
         try:
-            return auto_class.from_config(config)
+            return _draw(auto_class, config, None if model is None else torch.float32)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     verbosity = logging.get_verbosity()
@@ -84,6 +84,11 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
     if body:
         raise ConfigError(f"task.model_config gives {body[0]} another size than task.model={model} has.")
     return loaded
+
+
+def _draw(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    from_config = getattr(auto_class, "from_config", None) or auto_class._from_config  # what the former calls
+    return from_config(config) if dtype is None else from_config(config, dtype=dtype)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,14 @@ from hftune.task import Task
 
 @dataclass
 class StepBatch:
-    """What one process computes of one optimizer step.
-
-    ``weight`` is 1, or 0 where the step has fewer micro-batches than there are processes: this process then computes a
-    sample of another one's and counts it not at all, because every process has to take part in the gradient's all-reduce.
-    """
+    """What one process computes of one optimizer step."""
 
     plan: list[MicroBatch]  # of the whole step, the same on every process
     mine: list[MicroBatch]
-    batches: list[dict[str, Tensor]]  # one a micro-batch of mine, on the CPU
-    weight: int = 1
+    weights: list[int]
+    """1 for a micro-batch of mine, or 0 for a stand-in: a sample that another process computes, too, and counts. It is there
+    because every process has to take part where they communicate."""
+    batches: list[dict[str, Tensor]] = field(default_factory=list)  # one a micro-batch of mine, on the CPU
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,16 @@ class Strategy(ABC):
     device: torch.device
     progress: Progress
     """Told of each micro-batch before it is loaded, and before it is computed."""
+    model: nn.Module
+    """For ``task.predict`` to call while ``evaluation_batches`` are taken: whole, and its forward waits for no process."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
+
+    def remarks(self) -> list[str]:
+        """Return what a user should know of how the work is spread; one sentence each, said once. Not collective."""
+        return []
 
     @abstractmethod
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
@@ -123,7 +127,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def unwrap(self) -> nn.Module:
-        """Return the plain, whole model with its current weights."""
+        """Return the plain, whole model with its current weights on the main process; elsewhere it may have none."""
 
     @abstractmethod
     def gather_to_main(self, rows: list) -> list | None:

@@ -149,7 +149,7 @@ class TitleGeneration(Task):
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
-            model = load_model(PrefixLM, self.model, config) if self.model is not None else PrefixLM(config)
+            model = load_model(PrefixLM, self.model, config)
         else:
             special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
             model = build_encoder_decoder(self.model, base, **special, pad_token_id=ids["pad_token_id"], **self.model_config)

@@ -47,11 +47,18 @@ def test_own_task_trains_the_same_on_one_and_on_two_processes(tmp_path):
 
 
 def test_python_example_runs(tmp_path):
-    said = python("-c", block("python", "from hftune"), folder=tmp_path)
+    said = python("-c", block("python", "from hftune import Recipe, train"), folder=tmp_path)
     assert said.returncode == 0, said.stderr
     accuracy, steps, folder = said.stdout.splitlines()[-1].split()
     assert 0 <= float(accuracy) <= 1 and (steps, folder) == ("20", "outputs/from_python/model")
     assert (tmp_path / folder / "model.safetensors").is_file()
+
+
+def test_python_example_of_several_processes_runs(tmp_path):
+    code = block("python", "from hftune import Recipe, launch") + "\nprint(result.steps, result.world_size, result.model_dir)"
+    said = python("-c", code, folder=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.splitlines()[-1] == "20 2 outputs/launched/model"
 
 
 def test_own_recipe_loads(tmp_path):
@@ -82,10 +89,10 @@ def test_overrides_shown_are_keys_that_exist():
 
 
 def test_commands_of_the_hftune_command_are_understood():
-    commands = [line.split("#")[0].split() for line in README.splitlines() if line.startswith("    hftune ")]
-    assert {command[1] for command in commands} == {"predict", "vocab"}
+    commands = [re.split("[#>]", line)[0].split() for line in README.splitlines() if line.startswith("    hftune ")]
+    assert {command[1] for command in commands} == {"configs", "doctor", "plan", "predict", "slurm", "vocab"}
     for command in commands:
-        assert callable(cli.parser().parse_args(command[1:]).command)
+        assert callable(cli.parse(command[1:]).command)
 
 
 def test_files_named_exist():

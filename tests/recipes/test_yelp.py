@@ -53,7 +53,8 @@ def test_demo_accuracy_rises_clearly_above_chance(demo):
 
 def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_out(demo):
     run, said = demo
-    lines = said.splitlines()
+    # On a busy machine the second process may have waited for the data, and said so.
+    lines = [line for line in said.splitlines() if not line.startswith("Another process prepares the same data")]
     assert lines[0].split("  ") == [
         f"hftune {__version__}",
         "yelp_demo",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ DATA = ("task.max_train_samples=100", "task.max_eval_samples=37")
 SMALL = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.lr=5e-5", "train.micro_batch_tokens=null")
 """100 samples in batches of 16: six whole steps and a last one of 4, an epoch. The learning rate is that of yelp."""
 NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0.0", "task.model_config.attention_probs_dropout_prob=0.0")
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+"""What ``accelerate launch --config_file accelerate_configs/fsdp.yaml`` puts into the environment, as far as it matters."""
 
 
 @dataclass
@@ -55,15 +58,26 @@ def train_on(
     folder: Path,
     recipe: str = "yelp_demo",
     stops: dict[str, tuple[int, int]] | None = None,
+    sharded: Collection[str] = (),
 ) -> dict[str, Run]:
     """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
 
-    Overrides may name their own output_dir. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
+    Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
+    ``sharded``: the jobs that train under FSDP.
     """
-    named = {name: [word.split("=", 1)[1] for word in words if word.startswith("output_dir=")] for name, words in jobs.items()}
-    folders = {name: Path(own[-1]) if own else folder / f"{name}-on-{world_size}" for name, own in named.items()}
+
+    def given(name: str, key: str, default: Any) -> Any:
+        return ([word.split("=", 1)[1] for word in jobs[name] if word.startswith(f"{key}=")] or [default])[-1]
+
+    folders = {name: Path(given(name, "output_dir", folder / f"{name}-on-{world_size}")) for name in jobs}
     listed = [
-        [recipe, [*overrides, f"output_dir={folders[name]}"], (stops or {}).get(name)] for name, overrides in jobs.items()
+        [
+            given(name, "recipe", recipe),
+            [*(word for word in overrides if not word.startswith("recipe=")), f"output_dir={folders[name]}"],
+            (stops or {}).get(name),
+            FSDP if name in sharded else {},
+        ]
+        for name, overrides in jobs.items()
     ]
     (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)] if world_size > 1 else []

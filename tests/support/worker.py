@@ -4,22 +4,50 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from hftune import Interrupted, Recipe, train
 from hftune.strategies.data_parallel import DataParallel
 
 
 def main() -> None:
-    for source, overrides, stop in json.loads(Path(sys.argv[1]).read_text()):
+    before = dict(os.environ)
+    for source, overrides, stop, environment in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ.clear()  # accelerate writes there, too
+        os.environ.update({**before, **environment})
         recipe = Recipe.load(source, *overrides)
-        if stop is None:
-            train(recipe)
-        else:
-            with terminated_after(*stop), suppress(Interrupted):
+        with weighed(Path(recipe.output_dir)) if environment else nullcontext():
+            if stop is None:
                 train(recipe)
+            else:
+                with terminated_after(*stop), suppress(Interrupted):
+                    train(recipe)
+
+
+@contextmanager
+def weighed(folder: Path) -> Iterator[None]:
+    """Write down how many bytes of weights, gradient and moments each process has: bytes-0.json, bytes-1.json, ..."""
+    original = DataParallel.optimizer_step
+
+    def own(tensors: Iterable[Any]) -> int:
+        parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+        return sum(part.numel() * part.element_size() for part in parts if part.ndim)
+
+    def optimizer_step(self: DataParallel, lr: float) -> None:
+        parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
+        found = {"weights": own(parameters), "gradient": own(value.grad for value in parameters)}
+        original(self, lr)
+        found["moments"] = own(value for state in self.optimizer.optimizer.state.values() for value in state.values())
+        (folder / f"bytes-{self.process_index}.json").write_text(json.dumps(found))
+
+    DataParallel.optimizer_step = optimizer_step
+    try:
+        yield
+    finally:
+        DataParallel.optimizer_step = original
 
 
 @contextmanager

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from hftune import __version__, cli
+from hftune.launchers.slurm import time_s
 from tests.support.runs import environment
+
+CONFIGS = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
 
 
 def refused(capsys, *arguments):
@@ -106,3 +109,101 @@ def test_vocabulary_that_loading_would_refuse_is_not_written(capsys, tmp_path):
     said = refused(capsys, "vocab", tmp_path / "corpus.txt", "--size", "60", "--output", tmp_path / "words")
     assert said.startswith("60 tokens are too few for these texts, or they are not Chinese. The vocabulary of ")
     assert not (tmp_path / "words").exists()
+
+
+def test_configs_are_listed_with_their_first_line_and_printed_whole(capsys):
+    assert cli.main(["configs"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed.keys() == {path.stem for path in CONFIGS}
+    assert listed["2cpu"] == "Two processes on the CPUs of one machine, over Gloo."
+    for path in CONFIGS:
+        assert cli.main(["configs", path.stem]) == 0
+        assert capsys.readouterr().out == path.read_text()
+
+
+def test_config_is_copied_and_overwrites_nothing_unasked(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["configs", "2cpu", "--copy"]) == 0
+    assert capsys.readouterr().out == (
+        "Edit 2cpu.yaml, then: accelerate launch --config_file 2cpu.yaml -m hftune.run recipe=NAME\n"
+    )
+    whole = Path("2cpu.yaml").read_text()
+    Path("2cpu.yaml").write_text("mine")
+    assert refused(capsys, "configs", "2cpu", "--copy") == (
+        "2cpu.yaml exists. Name another file, --copy PATH, or overwrite it with --force."
+    )
+    assert Path("2cpu.yaml").read_text() == "mine"
+    for arguments in (["--copy", "--force"], ["--copy", "other.yaml"]):
+        assert cli.main(["configs", "2cpu", *arguments]) == 0
+    assert Path("2cpu.yaml").read_text() == Path("other.yaml").read_text() == whole
+    capsys.readouterr()
+    assert refused(capsys, "configs", "2cpu", "--copy", "none/2cpu.yaml") == (
+        "none/2cpu.yaml cannot be written: No such file or directory."
+    )
+
+
+def test_config_that_is_not_there_names_the_nearest(capsys):
+    shipped = ", ".join(sorted(path.stem for path in CONFIGS))
+    assert refused(capsys, "configs", "4gpus") == (
+        f"4gpus: there is no such launch configuration. Did you mean '4gpu'? Shipped: {shipped}."
+    )
+    assert refused(capsys, "configs", "--copy") == f"--copy what? Name a launch configuration: {shipped}."
+
+
+SLURM = ("slurm", "recipe=yelp", "--nodes", "2", "--gpus", "2")
+
+
+def test_job_that_cannot_be_asked_of_slurm_is_refused(capsys):
+    assert refused(capsys, *SLURM, "--nodes", "0", "--cpus-per-gpu", "0", "--job-name", "a b", "--grace-s", "10") == (
+        "--nodes 0 must be at least 1.\n"
+        "  --cpus-per-gpu 0 must be at least 1.\n"
+        "  --grace-s 10 must be at least 40.\n"
+        "  --job-name 'a b' has characters that SLURM's names do not: it goes into an #SBATCH line."
+    )
+    assert refused(capsys, *SLURM, "--time", "2") == (
+        "--time 2 is 120 s, and --grace-s 120 stops training so many seconds before its end: at once. A bare number means "
+        "minutes; 2 hours are 2:00:00."
+    )
+    assert refused(capsys, *SLURM, "--time", "2h") == (
+        "--time '2h' is not a time as SLURM writes it: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
+    )
+    assert refused(capsys, *SLURM, "--gpus", "1", "--nodes", "1", "--config", "4gpu") == (
+        "--config 4gpu is for several processes, and --nodes 1 --gpus 1 are one."
+    )
+    assert refused(capsys, *SLURM, "--config", "cpu") == (
+        "--config cpu has distributed_type NO: accelerate launch would start one process on each node."
+    )
+
+
+def test_mistyped_key_or_recipe_that_does_not_resume_never_reaches_the_queue(capsys):
+    assert refused(capsys, *SLURM, "train.lrr=1") == "train.lrr is not a key of a recipe. Did you mean 'train.lr'?"
+    assert refused(capsys, *SLURM, "resume=never") == (
+        "resume=never would begin there again each time that the job is requeued. Leave it out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("2-12", 216_000), ("1-0:30", 88_200), ("1-00:00:01", 86_401), ("1h", None)],
+)
+def test_times_are_read_as_slurm_reads_them(text, seconds):
+    assert time_s(text) == seconds
+
+
+def test_batch_script_takes_any_words_as_they_are_and_asks_for_what_was_asked(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["track.with=[wandb]", "task.label_names=[a, 'b \"c\"']", "output_dir=$HOME/`it's` here;exit"]
+    assert cli.main([*SLURM, words[0], "--cpus-per-gpu", "8", *words[1:], "--partition", "long", "--config", "4gpu"]) == 0
+    script = capsys.readouterr().out
+    head = script.split("\n\n")[0].splitlines()
+    for line in ("--job-name=yelp", "--nodes=2", "--gpus-per-node=2", "--partition=long", "--cpus-per-task=16"):
+        assert f"#SBATCH {line}" in head
+    assert f"--config_file {CONFIGS[0].parent / '4gpu.yaml'}" in script
+    before_srun = script.split("# One launcher on each node")[0]
+    said = subprocess.run(
+        ["bash", "-c", f'scontrol() {{ echo node1; }}\n{before_srun}\nprintf "%s\\n" "${{words[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert said.splitlines() == ["recipe=yelp", *words]

@@ -19,4 +19,6 @@ def test_wheel_holds_the_recipes_and_finds_them(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True, text=True
     ).stdout
     assert said.split() == [str(tmp_path / "site" / "hftune" / "__init__.py"), "128"]
-    assert (tmp_path / "site" / "hftune" / "accelerate_configs" / "2cpu.yaml").is_file()
+    command = [sys.executable, "-m", "hftune.cli", "configs", "2cpu"]
+    said = subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+    assert said == (ROOT / "accelerate_configs" / "2cpu.yaml").read_text()

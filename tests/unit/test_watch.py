@@ -144,7 +144,7 @@ def test_known_errors_are_messages_with_their_exit_code(monkeypatch):
     for error, code in ((ConfigError("train.lr=1"), 2), (TrainingError("nan"), 1)):
         with pytest.raises(type(error)) as caught, Heartbeat(Progress(), 60, 1800):
             raise error
-        assert caught.value.report == Report(f"hftune: {error}", code)
+        assert caught.value.report == Report(f"hftune: {error}", code, kind=type(error).__name__)
 
 
 @pytest.mark.parametrize(

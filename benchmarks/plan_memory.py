@@ -1,0 +1,167 @@
+"""Compare the peak memory that ``hftune plan`` estimates with what training takes, for three models.
+
+    python benchmarks/plan_memory.py [--only bert prefix_lm encoder_decoder] [--processes 1 2]
+
+estimate: ``hftune.planning.make_plan``: no weights, no values; the heaviest micro-batches of the first epoch are counted.
+measured: a fresh process (two, talking over Gloo, where --processes says 2) trains the steps with these micro-batches through
+hftune's DataParallel: forward, backward, clipping, optimizer. The step before them makes the optimizer's state.
+
+On a CPU that is the highest resident memory the system counted (VmHWM, set back through /proc/self/clear_refs) minus the
+resident memory before the model is built. A tiny model of the same kind is trained before that, so that libraries, kernels
+and threads, which are loaded at first use, do not count as the model's. glibc is told to give every block of 64 KiB and more
+back to the system when it is freed (MALLOC_MMAP_THRESHOLD_, MALLOC_ARENA_MAX=1): only so is resident memory that of the
+tensors. The last column is the same without this: what glibc keeps for later, and the holes in its heap, come on top.
+
+On an NVIDIA GPU it is ``torch.cuda.max_memory_allocated``, after ``reset_peak_memory_stats`` before the model is built: tensors
+alone, without the CUDA context and what the allocator keeps for later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from contest import print_table
+
+from hftune.batch_plan import BatchPlan, MicroBatch
+from hftune.config import Recipe
+from hftune.console import hide_progress_bars
+from hftune.joining import on_cpu, start_accelerator
+from hftune.optim import build_optimizer
+from hftune.planning import make_plan, survey
+from hftune.strategies.data_parallel import DataParallel
+from hftune.training import build_model, load_datasets, plan_batches
+
+CONFIG = (
+    "hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads}, intermediate_size: {inner}, "
+    "max_position_embeddings: 640{more}}}"
+)
+COMMON = ("train.batch_size=32", "train.micro_batch_tokens=2048")
+MODELS = {  # shipped recipe, its task.model_config, what that says beside the sizes, overrides
+    "bert": ("yelp_demo", "task.model_config={{model_type: bert, " + CONFIG, "", *COMMON),
+    "prefix_lm": ("bigbird_demo", "task.model_config={{" + CONFIG, "", *COMMON),
+    "encoder_decoder": (
+        *("bigbird_demo", "task.model_config={{" + CONFIG, ", block_size: 16"),
+        *(*COMMON, "task.architecture=encoder_decoder"),
+    ),
+}
+SIZES = {
+    "bert": {"width": 768, "layers": 8, "heads": 12, "inner": 3072},
+    "prefix_lm": {"width": 512, "layers": 6, "heads": 8, "inner": 2048},
+    "encoder_decoder": {"width": 512, "layers": 6, "heads": 8, "inner": 2048},
+}
+TINY = {"width": 32, "layers": 2, "heads": 2, "inner": 64}
+TAMED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+TOLERANCE = 0.15
+
+
+def main() -> int:
+    options = parse()
+    if options.measure:
+        (options.into / os.environ.get("RANK", "0")).write_text(str(measure(options.measure)))
+        return 0
+    rows, worst = [], 0.0
+    device = "cpu" if on_cpu() else "cuda"
+    hide_progress_bars()
+    for name in options.only:
+        for count in options.processes:
+            plan = make_plan(recipe_of(name, SIZES[name]), count, device=device)
+            measured = run(name, count, TAMED)
+            untamed = run(name, count, {}) if device == "cpu" else None
+            ratio = plan.memory.peak_bytes / measured
+            worst = max(worst, abs(ratio - 1))
+            size = f"{plan.parameters / 1e6:.1f} M"
+            batch = f"{plan.memory.samples} x {plan.memory.longest}"
+            sizes = [f"{value / 2**20:.0f}" for value in (plan.memory.peak_bytes, measured)]
+            rows.append((name, size, count, batch, *sizes, f"{ratio:.3f}", f"{untamed / 2**20:.0f}" if untamed else ""))
+    title = f"Peak memory of a process on {device} in MiB (goal: within {TOLERANCE:.0%})"
+    heads = ("model", "parameters", "processes", "micro-batch", "estimate", "measured", "ratio", "with glibc's defaults")
+    print_table(title, heads, rows)
+    return int(worst > TOLERANCE)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--measure", choices=list(MODELS), help=argparse.SUPPRESS)  # for the processes that it starts
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def recipe_of(name: str, size: dict[str, int]) -> Recipe:
+    """Return the recipe of a model of this size."""
+    source, config, more, *words = MODELS[name]
+    return Recipe.load(source, config.format(**size, more=more), *words)
+
+
+def run(name: str, num_processes: int, environment: dict[str, str]) -> int:
+    """Train in fresh processes; return the peak of the one with the most, in bytes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *(launcher if num_processes > 1 else []), __file__, "--measure", name, "--into", folder]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        return max(int(path.read_text()) for path in Path(folder).iterdir())
+
+
+def measure(name: str) -> int:
+    """Train a tiny model and then the real one; return the bytes that the second took at most."""
+    hide_progress_bars()
+    tiny, recipe = recipe_of(name, TINY), recipe_of(name, SIZES[name])
+    datasets = {id(one): load_datasets(one)["train"] for one in (tiny, recipe)}
+    accelerator = start_accelerator(recipe)
+    batches = plan_batches(recipe, datasets[id(recipe)])
+    steps = heavy_steps(batches, accelerator.num_processes)
+    for one in (tiny, recipe):
+        gc.collect()
+        before = reset_peak()
+        strategy = DataParallel(accelerator, one.task)
+        model = build_model(one)
+        strategy.prepare(model, build_optimizer(model, one.train))
+        strategy.rehearse(datasets[id(one)], steps[0][0])
+        for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, 0, num_workers=0)):
+            strategy.forward_backward(batch, one.seed, step)
+            strategy.clip_grad_norm(1.0)
+            strategy.optimizer_step(1e-5)
+        peak = read_peak() - before
+        del strategy, model, batch
+        accelerator.free_memory()
+    return peak
+
+
+def heavy_steps(batches: BatchPlan, num_processes: int) -> list[list[MicroBatch]]:
+    """Return the first step of the epoch, and the steps with the micro-batches that the plan takes for the heaviest."""
+    order = batches.epoch(0)
+    first = {int(found.micro_batch.samples[0]) for found in survey(batches, batches.num_steps, num_processes).heaviest}
+    return [order[0], *(step for step in order if first & {int(micro_batch.samples[0]) for micro_batch in step})]
+
+
+def reset_peak() -> int:
+    """Begin to look for the peak; return the bytes taken now."""
+    if not on_cpu():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def read_peak() -> int:
+    """Return the most bytes that were taken at once since ``reset_peak``."""
+    return resident("VmHWM") if on_cpu() else torch.cuda.max_memory_allocated()
+
+
+def resident(what: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""From what a launcher asks for to an Accelerator: refuses what this machine or hftune cannot do. Knows no task and no data."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    PartialState,
+)
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils.environment import parse_flag_from_env
+
+from hftune.config import Recipe
+from hftune.errors import ConfigError
+from hftune.launched import check_num_processes
+from hftune.network import check_interfaces, choose_interface
+from hftune.rendezvous import init_method
+from hftune.tracking import check_trackers
+
+
+def check_launcher(recipe: Recipe) -> None:
+    """Refuse what the launcher asks for and hftune does not do, before anything is loaded.
+
+    Raises:
+        ConfigError: DeepSpeed or Megatron-LM; version 1 of FSDP, or what does not work under it.
+    """
+    for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
+        if parse_flag_from_env(variable):
+            raise ConfigError(
+                f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and "
+                "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
+            )
+    if not asks_for_fsdp():
+        return
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise ConfigError(
+            f"The launcher asks for version {version} of FSDP, and hftune has version 2. "
+            "Set fsdp_version: 2 in its config, as accelerate_configs/fsdp.yaml does."
+        )
+    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise ConfigError("The launcher's fsdp_offload_params: true is not supported. Set it to false.")
+    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise ConfigError(
+            "The launcher's fsdp_activation_checkpointing: true would draw another dropout when it computes anew. "
+            "Set it to false, and train.gradient_checkpointing=true in the recipe."
+        )
+    if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
+        raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
+    if recipe.train.micro_batch_size == "auto":
+        raise ConfigError(
+            "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
+            "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
+
+
+def asks_for_fsdp() -> bool:
+    """Say whether the launcher's config has distributed_type: FSDP."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def check_machine(recipe: Recipe) -> None:
+    """Refuse what this machine cannot do, before anything is loaded.
+
+    Raises:
+        ConfigError: as ``check_hardware``; and no dashboard, an output folder that cannot be written.
+    """
+    check_hardware(recipe)
+    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
+        check_trackers(recipe)
+        check_writable(Path(recipe.output_dir))
+
+
+def check_hardware(recipe: Recipe) -> None:
+    """Refuse what cannot be computed here.
+
+    Raises:
+        ConfigError: fp16 without a GPU, bf16 on a GPU without it; or what ``check_launch`` refuses.
+    """
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and on_cpu():
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    check_launch()
+    on_cuda = torch.cuda.is_available() and not on_cpu()
+    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+
+
+def check_launch() -> None:
+    """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
+
+    Raises:
+        ConfigError: another number of processes than it was asked for, no such network interface, no way to the main
+            machine, more processes than GPUs.
+    """
+    check_num_processes()
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes > 1:
+        check_interfaces()
+    if num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)):
+        choose_interface(os.environ["MASTER_ADDR"])
+    check_gpus()
+
+
+def check_gpus() -> None:
+    """Refuse more processes than GPUs, and GPUs that were asked for and are not there, or raise ConfigError."""
+    asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return
+    if asked not in ("", "-1") and here == 0 and not torch.accelerator.is_available():
+        built = "finds none: is the driver running, and are these their numbers (nvidia-smi)?"
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, and PyTorch {torch.__version__} "
+            f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
+            "ACCELERATE_USE_CPU=true trains on CPUs."
+        )
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < here < started:
+        raise ConfigError(
+            f"{started} processes were started on {socket.gethostname()}, which has {here} GPU{'s' if here > 1 else ''}. "
+            "Set num_processes (over all machines) to one a GPU."
+        )
+
+
+def on_cpu() -> bool:
+    """Say whether to compute on the CPU: no GPU is there, or the launcher was told not to use it."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def check_writable(folder: Path) -> None:
+    """Try to write in the output folder, or raise ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
+
+
+def start_accelerator(recipe: Recipe) -> Accelerator:
+    """Join the other processes of the job.
+
+    Raises:
+        ConfigError: another number of processes joined than the launcher announced, or they cannot do FSDP as it asks.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with another precision
+    expected = int(os.environ.get("WORLD_SIZE", 1))
+    # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
+    group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
+    state = PartialState(cpu=on_cpu(), **group.to_kwargs())
+    if asks_for_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate 1.15 knows FSDP on GPUs only, and makes plain DDP of it on CPUs, without a word: AcceleratorState.__init__
+        # looks at a list of kinds. FSDP itself works over Gloo. Needless once that list has MULTI_CPU.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    accelerator = Accelerator(
+        cpu=on_cpu(),
+        mixed_precision=recipe.train.mixed_precision,
+        log_with=recipe.track.with_ or None,
+        project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / "tensorboard")),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
+            GradScalerKwargs(init_scale=2.0**16 / expected),
+            group,
+        ],
+        fsdp_plugin=fsdp_plugin(),
+        # The recipe decides these two. Left out, an environment variable of the launcher would.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),
+        step_scheduler_with_optimizer=False,
+    )
+    if asks_for_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
+        raise ConfigError(
+            f"FSDP is asked for, and Accelerate came up with {accelerator.distributed_type.value}: nothing would be sharded. "
+            "Start the processes with accelerate launch --config_file accelerate_configs/fsdp.yaml."
+        )
+    if accelerator.num_processes != expected:
+        raise ConfigError(
+            f"The launcher announced {expected} processes, but {accelerator.num_processes} joined. On machines without "
+            "GPUs start them with accelerate_configs/2cpu.yaml or torchrun."
+        )
+    return accelerator
+
+
+def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
+    """Return the launcher's settings of FSDP, but for those that the recipe decides; None where it does not ask for FSDP."""
+    if not asks_for_fsdp():
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # with its imports, a second that others need not wait
+
+    return FullyShardedDataParallelPlugin(
+        mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as under DDP: see FullySharded
+        cpu_ram_efficient_loading=False,  # the launcher's default is true; FullySharded sends the main process's weights
+    )
+
+
+def leave_group() -> None:
+    """Close the process group at the interpreter's end: Gloo may abort, and NCCL complains, where it is left open.
+
+    Not at the end of ``train``, which may be called again.
+    """
+    gc.collect()  # DDP's reducers, in cycles with their modules, hold the group, too
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

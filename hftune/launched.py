@@ -1,0 +1,70 @@
+"""How many processes the `accelerate launch` that started this one was asked for. Knows no training.
+
+A process cannot see this in its environment: `accelerate launch --cpu --num_processes 2` starts ONE and says nothing, and so it
+does for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But in these cases, as in all others, the launcher is
+the parent process, and its command line still says what was asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from hftune.errors import ConfigError
+
+LAUNCHERS = (
+    ["accelerate", "launch"],
+    ["accelerate-launch"],
+    ["accelerate.commands.launch"],
+    ["accelerate.commands.accelerate_cli", "launch"],
+)
+"""The words that start it, the first as a program in some folder or after ``python -m``."""
+
+
+def check_num_processes() -> None:
+    """Refuse to train on fewer or more processes than the launcher was asked for.
+
+    Not noticed: a launcher with a shell script or another program between itself and this process.
+
+    Raises:
+        ConfigError: naming both numbers, and what to use instead.
+    """
+    try:
+        command = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):  # it has ended, or this user may not look
+        return
+    asked, started = num_processes_asked(command), int(os.environ.get("WORLD_SIZE", 1))
+    if asked is None or asked == started:
+        return
+    if started == 1:
+        raise ConfigError(
+            f"accelerate launch was asked for {asked} processes and started only this one: with --cpu, without --multi_gpu, or "
+            "with distributed_type NO or MULTI_CPU it does so whatever num_processes says. Use --config_file "
+            f"accelerate_configs/2cpu.yaml --num_processes {asked}, or torchrun --nproc_per_node {asked}."
+        )
+    raise ConfigError(
+        f"accelerate launch was asked for {asked} processes, and {started} were started: num_processes counts those of all "
+        "machines, and has to be a multiple of num_machines."
+    )
+
+
+def num_processes_asked(command: Sequence[str]) -> int | None:
+    """Return the processes, on all machines, that a command line asks of `accelerate launch`.
+
+    None where it is another command, or leaves the number to the launcher. Read with accelerate's own parser, as the options
+    may be spelled in several ways and default to a file.
+    """
+    words = [Path(word).name for word in command[:5]]
+    ends = [i + len(name) for name in LAUNCHERS for i in range(len(words)) if words[i : i + len(name)] == name]
+    if not ends:
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    options = launch_command_parser().parse_args(list(command[min(ends) :]))
+    if options.num_processes is None and (options.config_file or (Path(default_config_file).is_file() and not options.cpu)):
+        options.num_processes = load_config_from_file(options.config_file).num_processes
+    return options.num_processes or None

@@ -1,0 +1,134 @@
+"""``launch(recipe, num_processes=2)``: train on several processes of this machine, from a program or a notebook cell.
+
+The processes are new interpreters that torchrun starts, as it does on the command line: nothing is forked after CUDA was
+touched, nothing is pickled, and a process that crashes does not take the notebook along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import torch
+
+from hftune.config import Recipe, type_name
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.joining import on_cpu
+from hftune.training import TrainResult
+
+KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
+
+
+def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
+    """Train a recipe on ``num_processes`` processes of this machine and wait for the end. Shows what they print.
+
+    None means one for each GPU, or one where there is none. SIGTERM and Ctrl-C (interrupting the cell) finish the step and
+    write a checkpoint, and the same call goes on from it; a second Ctrl-C ends all at once.
+
+    Raises:
+        ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. What
+            else a task raises comes as a TrainingError with that process's traceback.
+    """
+    recipe.check()
+    if type(recipe.task).__module__ == "__main__":
+        name = type(recipe.task).__qualname__
+        raise ConfigError(
+            f"task.type={type_name(type(recipe.task))} is defined in this notebook or script itself, where other processes "
+            f"cannot import it from. Put it into a file, such as {name.lower()}.py, and import {name} from there."
+        )
+    count = count_processes(num_processes)
+    with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "--log-dir", folder]
+        command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
+        last_word = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
+        code, is_stopped = run_and_show(command, {**environment(), **last_word})
+        if code != 0:
+            raise failure(Path(folder), code, is_stopped)
+    return TrainResult.read(Path(recipe.output_dir))
+
+
+def count_processes(asked: int | None) -> int:
+    """Return how many processes to start.
+
+    Raises:
+        ConfigError: there are fewer GPUs, or a launcher has started several processes already.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            "hftune.launch starts processes itself, and this is one of several that a launcher has started: call train(recipe)."
+        )
+    num_gpus = 0 if on_cpu() else torch.accelerator.device_count()
+    if asked is None:
+        return max(num_gpus, 1)
+    if asked < 1:
+        raise ConfigError(f"num_processes={asked} must be at least 1.")
+    if 0 < num_gpus < asked:
+        raise ConfigError(
+            f"num_processes={asked} is more than the GPUs of this machine, {num_gpus}: each process takes one. Lower it; "
+            "train.batch_size and the result stay the same."
+        )
+    return asked
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the processes: modules are found where the caller finds them, and output comes at once."""
+    modules = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    return {**os.environ, "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+
+
+def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
+    """Run a command and print what it prints; return its exit code, and whether it was asked to stop.
+
+    SIGTERM and the first SIGINT are passed on, where this is the main thread; elsewhere Python hears no signals.
+
+    Raises:
+        KeyboardInterrupt: there was a second SIGINT, and all processes have been killed.
+    """
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+    # A session of its own: a terminal, and Jupyter, would send Ctrl-C to torchrun, too, which would then hear it twice.
+    process = subprocess.Popen(command, env=env, start_new_session=True, **output)
+    passed_on: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in passed_on:
+            raise KeyboardInterrupt
+        passed_on.append(number)
+        process.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    try:
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        return process.wait(), bool(passed_on)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if process.poll() is None:
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:
+    """Return the exception that the first process to fail ended with, from its last word in ``folder``."""
+    words = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")]
+    if words:
+        first = min(words, key=lambda word: word["extraInfo"]["timestamp"])
+        return KINDS.get(first["extraInfo"]["kind"], TrainingError)(first["message"].removeprefix("hftune: "))
+    if is_stopped:
+        return Interrupted("Training was asked to stop, and ended before it could write a checkpoint.")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return TrainingError(f"Training {how} without a word; what it printed stands above.")

@@ -1,0 +1,145 @@
+"""What a training step takes of memory, found out without taking it. Knows no recipe and no process.
+
+In torch's FakeTensorMode tensors have shape, type and device and no values: the forward and backward pass of a model of a
+terabyte takes milliseconds, and can be counted tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What is raised where code asks a tensor without values for one of them, as ``tensor.item()`` does."""
+
+
+@dataclass
+class StepMemory:
+    """Bytes of tensors on the device at the fullest moment of a step. What the kernels need for themselves is not in it."""
+
+    peak_bytes: int
+    """All of the following together."""
+    weights_bytes: int
+    """Parameters and buffers."""
+    gradients_bytes: int
+    """That are there at that moment."""
+    optimizer_bytes: int
+    """What the optimizer keeps for each parameter."""
+    activations_bytes: int
+    """The rest: the batch, what the forward pass keeps for the backward pass, and intermediate results."""
+
+
+def as_fake(model: nn.Module, device: torch.device) -> None:
+    """Put a model from the meta device on ``device``, in FakeTensorMode; shared tensors stay shared.
+
+    Not built in FakeTensorMode: modules there cannot change their type, as ``model.double()`` does (torch 2.13).
+    """
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
+            if value not in made:
+                made[value] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
+            setattr(module, name, made[value])
+        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
+            if value not in made:
+                made[value] = torch.empty_like(value, device=device)
+            setattr(module, name, made[value])
+
+
+class TensorBytes(TorchDispatchMode):
+    """Count the bytes of all tensors that come about inside, as long as they live, and the most there were at once.
+
+    torch.distributed._tools.mem_tracker counts the same bytes, ten times as slowly: at each operation it goes through all
+    modules (torch 2.13, a BERT of 12 layers: 14 s and 1.5 s).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.gradients, self.gradients_at_peak = 0, 0, 0, 0
+        self._known: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def add_all(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors; return how many bytes they added."""
+        before = self.live
+        for tensor in tensors:
+            self.add(tensor)
+        return self.live - before
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor, unless it shares the storage of one that was counted."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        finalize(storage, self._forget, size)
+        self.live += size
+        if self.live > self.peak:
+            self.peak, self.gradients_at_peak = self.live, self.gradients
+
+    def _forget(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.add(value)
+        return result
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer take a step, after which it has all that it keeps. The gradients are gone then."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, forward_backward: Callable[[], None], has_gradients: bool
+) -> StepMemory:
+    """Count one forward and backward pass of a model with an optimizer that has its state; the gradients are left behind.
+
+    Args:
+        has_gradients: room for all gradients is taken before the pass, by those of an earlier one or by DDP's buckets.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = {parameter: torch.empty_like(parameter) for parameter in trainable} if has_gradients else {}
+    moments = [value for value in tree_leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
+    counter = TensorBytes()
+    weights_bytes = counter.add_all([*model.parameters(), *model.buffers()])
+    optimizer_bytes = counter.add_all(moments)
+    counter.gradients = counter.add_all(held.values())
+
+    def came(parameter: Tensor) -> None:
+        if held.pop(parameter, None) is None:  # else the new one takes the place of one that was there
+            counter.gradients += parameter.grad.nbytes
+
+    hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in trainable]
+    optimizer.zero_grad()
+    with counter:
+        forward_backward()
+    for hook in hooks:
+        hook.remove()
+    rest = counter.peak - weights_bytes - optimizer_bytes - counter.gradients_at_peak
+    return StepMemory(counter.peak, weights_bytes, counter.gradients_at_peak, optimizer_bytes, rest)

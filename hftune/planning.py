@@ -1,0 +1,392 @@
+"""``make_plan(recipe)``: what a training run would do and take, before it starts. Reads the data and never the weights.
+
+Whatever the loop computes is computed here by the loop's own functions; only what is counted is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hftune.batch_plan import BatchPlan, MicroBatch, balance
+from hftune.config import Recipe
+from hftune.errors import ConfigError
+from hftune.joining import on_cpu
+from hftune.loop import total_steps
+from hftune.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
+from hftune.optim import build_optimizer, lr_at, num_warmup_steps
+from hftune.sections import CheckpointConfig, EvalConfig
+from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
+from hftune.training import build_model, largest_micro_batch_size, load_datasets, plan_batches
+
+
+@dataclass
+class Data:
+    """The samples. Tokens are those of the first epoch, or of its part that ``train.max_steps`` leaves."""
+
+    train_samples: int
+    eval_samples: int
+    tokens: int | None
+    """Without padding; null where the task's samples have no lengths."""
+    padded_tokens: int | None
+    """That the forward passes compute."""
+    padding_share: float | None
+    """1 - tokens / padded_tokens, as perf/padding_share in metrics.jsonl."""
+    longest: int | None
+    """Tokens of the longest sample."""
+
+
+@dataclass
+class Steps:
+    """The optimizer steps."""
+
+    total: int
+    per_epoch: int
+    epochs: float
+    """total / per_epoch."""
+    batch_size: int
+    """Samples of one step over all processes."""
+
+
+@dataclass
+class Work:
+    """How the steps of the first epoch are computed: gradients are accumulated over micro-batches, dealt to the processes."""
+
+    micro_batches: int
+    """Of all these steps."""
+    fewest_per_step: int
+    most_per_step: int
+    most_per_process: int
+    """Micro-batches that one process computes in one step: its accumulation."""
+    evenness: float
+    """What a process computes on average over what the busiest one of each step computes, from 0 to 1."""
+    idle_steps: int
+    """Steps with fewer micro-batches than processes: some process has nothing to do."""
+
+
+@dataclass
+class Rate:
+    """The learning rate of one optimizer step."""
+
+    step: int
+    """From 1, as in metrics.jsonl."""
+    lr: float
+    when: str
+
+
+@dataclass
+class Memory(StepMemory):
+    """Of each process at its fullest moment, in bytes of tensors. Neither torch itself nor its kernels' own needs are in it."""
+
+    ddp_buckets_bytes: int
+    """Part of the peak: DDP's buckets, which keep their size. The gradients of a step's last micro-batch lie in them, those of
+    the ones before beside them."""
+    device: str
+    """What it was estimated for: cpu or cuda."""
+    samples: int
+    """Rows of the micro-batch that takes the most."""
+    longest: int | None
+    """And its longest sample in tokens."""
+    host_copy_bytes: int
+    """On the main process, in host memory, beside the peak: the copy that checkpoints are written from."""
+
+
+@dataclass
+class Disk:
+    """What the output folder holds at most, in bytes."""
+
+    checkpoint_bytes: int
+    """Of one."""
+    checkpoints: int
+    """That may lie there at once: the newest, that of the best evaluation, and the one being written."""
+    model_bytes: int
+    """Of one finished model."""
+    models: int
+    """That may lie there at once: model, model_last, and the one being written."""
+    total_bytes: int
+
+
+@dataclass
+class Plan:
+    """What a run would do. Its fields are the keys of ``hftune plan --json``; they may become more, and keep their meaning."""
+
+    recipe: str
+    processes: int
+    machines: int
+    data: Data
+    steps: Steps
+    work: Work
+    learning_rate: list[Rate]
+    """A few telling steps."""
+    evaluations: list[int]
+    """Steps that an evaluation follows."""
+    checkpoints: list[int]
+    """Steps that a checkpoint follows. One more follows each evaluation that is the best so far."""
+    parameters: int | None = None
+    """null where the model cannot be built without values; and so for what follows."""
+    trainable_parameters: int | None = None
+    unused_parameters: list[str] | None = None
+    """Names of the trainable parameters that get no gradient. Where there are any, training stops after its first backward."""
+    memory: Memory | None = None
+    disk: Disk | None = None
+    remarks: list[str] = field(default_factory=list)
+    """What a user should know, one sentence each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | None = None, device: str | None = None) -> Plan:
+    """Plan a run of a recipe: its data are prepared, as they would be anyway, and its model is built without weights.
+
+    Args:
+        num_processes: that would train, on all machines.
+        gpus_per_machine: processes of one machine. None: all of them.
+        device: "cpu" or "cuda", to estimate the memory for. None: what this machine would train on.
+
+    Raises:
+        ConfigError, DataError: as ``train`` does, and for numbers of processes that do not fit together.
+    """
+    num_machines = count_machines(num_processes, gpus_per_machine)
+    recipe.check()
+    datasets = load_datasets(recipe)
+    batches = plan_batches(recipe, datasets["train"])
+    if is_auto := recipe.train.micro_batch_size == "auto":
+        batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
+    num_steps = total_steps(recipe.train, batches)
+    found = survey(batches, num_steps, num_processes)
+    plan = Plan(
+        recipe.recipe,
+        num_processes,
+        num_machines,
+        count_data(batches, len(datasets["eval"]), found),
+        Steps(num_steps, batches.num_steps, num_steps / batches.num_steps, batches.batch_size),
+        found.work,
+        learning_rates(recipe, num_steps),
+        falls_on(recipe.eval, num_steps, batches.num_steps),
+        falls_on(recipe.checkpoint, num_steps, batches.num_steps),
+    )
+    if is_auto:
+        plan.remarks.append(
+            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the most that training would try."
+        )
+    if found.work.idle_steps:
+        plan.remarks.append(
+            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some process has nothing to do: "
+            "there are fewer micro-batches than processes. Lower train.micro_batch_size or train.micro_batch_tokens, or "
+            "raise train.batch_size."
+        )
+    add_model(plan, recipe, datasets, found.heaviest, target_device(device, plan.remarks))
+    return plan
+
+
+def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
+    """Return how many machines hold so many processes, or raise ConfigError."""
+    for name, value in (("--processes", num_processes), ("--gpus-per-machine", gpus_per_machine)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1.")
+    if gpus_per_machine is None:
+        return 1
+    if num_processes % gpus_per_machine:
+        below = num_processes // gpus_per_machine * gpus_per_machine
+        near = f"{below} or {below + gpus_per_machine}" if below else str(gpus_per_machine)
+        raise ConfigError(
+            f"--processes {num_processes} is not a multiple of --gpus-per-machine {gpus_per_machine}: each machine runs one "
+            f"process on each of its GPUs. Say --processes {near}."
+        )
+    return num_processes // gpus_per_machine
+
+
+def count_data(batches: BatchPlan, eval_samples: int, found: Survey) -> Data:
+    """Count samples and tokens."""
+    if found.tokens is None:
+        return Data(batches.num_samples, eval_samples, None, None, None, None)
+    share, longest = 1 - found.tokens / found.cost, int(batches.lengths.max())
+    return Data(batches.num_samples, eval_samples, found.tokens, found.cost, share, longest)
+
+
+@dataclass
+class Candidate:
+    """A micro-batch that may take the most memory."""
+
+    size: int
+    micro_batch: MicroBatch
+    is_first: bool
+    """Of those that the process computes in the step."""
+    is_only: bool
+
+
+@dataclass
+class Survey:
+    """What one walk through the first epoch found."""
+
+    tokens: int | None
+    cost: int
+    """Of all micro-batches: padded tokens, or samples where they have no lengths."""
+    work: Work
+    heaviest: list[Candidate]
+    """Without repetition."""
+
+
+def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
+    """Walk through the first epoch, or the part of it that is trained, as the processes would."""
+    order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
+    counts, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0
+    heaviest: dict[tuple[str, bool, bool], Candidate] = {}
+    for index in range(num_steps):
+        step = order[index]
+        costs = [micro_batch.cost for micro_batch in step]
+        dealt = balance(costs, num_processes)
+        counts[index] = len(step)
+        cost += sum(costs)
+        busiest += max(sum(costs[place] for place in places) for places in dealt)
+        most = max(most, max(map(len, dealt)))
+        idle += len(step) < num_processes
+        for places in dealt:
+            for turn, place in enumerate(places):
+                weigh(heaviest, step[place], is_first=turn == 0, is_only=len(places) == 1)
+    work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
+    tokens = None
+    if batches.lengths is not None:
+        tokens = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
+    different = {id(item.micro_batch): item for item in heaviest.values()}
+    return Survey(tokens, cost, work, [*different.values()])
+
+
+def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroBatch, is_first: bool, is_only: bool) -> None:
+    """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
+    rows, cost = len(micro_batch.samples), micro_batch.cost
+    for kind, size in (("tokens", cost), ("pairs", cost * (cost // rows)), ("rows", rows)):
+        known = heaviest.get((kind, is_first, is_only))
+        if known is None or size > known.size:
+            heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
+
+
+def learning_rates(recipe: Recipe, num_steps: int) -> list[Rate]:
+    """Return the learning rates of a few telling steps."""
+    warmup = num_warmup_steps(num_steps, recipe.train)
+    told = {1: "first"}
+    if 0 < warmup < num_steps:
+        told.setdefault(warmup + 1, "peak, after the warmup")
+    told.setdefault(num_steps, "last")
+    for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
+        told.setdefault(max(1, num_steps * quarter // 4), name)
+    return [Rate(step, lr_at(step - 1, num_steps, recipe.train), told[step]) for step in sorted(told)]
+
+
+def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
+    """List the steps that an evaluation, or a checkpoint, follows."""
+    return [step for step in range(1, num_steps + 1) if config.falls_on(step, num_steps, steps_per_epoch)]
+
+
+def target_device(wanted: str | None, remarks: list[str]) -> torch.device:
+    """Return the device to estimate memory for; say so where it is not the one that is wanted."""
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() and not on_cpu() else "cpu"
+    if wanted == "cuda" and not torch.backends.cuda.is_built():
+        remarks.append(
+            "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot follow a step there. Weights, "
+            "gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
+        )
+        wanted = "cpu"
+    return torch.device(wanted)
+
+
+def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest: list[Candidate], device: torch.device) -> None:
+    """Build the model without weights, and add to the plan what it says."""
+    task, dataset = recipe.task, datasets["train"]
+    batches = [task.collate([dataset[sample] for sample in item.micro_batch.samples.tolist()]) for item in heaviest]
+    model = build_on_meta(recipe, plan.remarks)
+    if model is None:
+        return
+    plan.parameters = sum(parameter.numel() for parameter in model.parameters())
+    plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    plan.remarks += task.remarks(datasets, model)
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        as_fake(model, device)
+        optimizer = build_optimizer(model.train(), recipe.train)
+        make_optimizer_state(optimizer)
+        tensors = checkpoint_tensors(model, optimizer)
+        plan.disk = disk(
+            recipe, plan, *(sum(value.nbytes for value in tensors[name].values()) for name in ("model", "optimizer"))
+        )
+        try:
+            for item, batch in zip(heaviest, batches, strict=True):
+                found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
+                if plan.unused_parameters is None:
+                    plan.unused_parameters = without_gradient(model)
+        except NEEDS_VALUES as error:
+            plan.remarks.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
+            return
+    plan.memory = max(found, key=lambda memory: memory.peak_bytes)
+
+
+def candidate_memory(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, item: Candidate, forward_backward: Callable[[], None]
+) -> Memory:
+    """Count what a process holds while it computes one micro-batch.
+
+    DDP's buckets take the gradients of a step's last micro-batch, and keep their size. Those of the ones before come about
+    beside them: under ``no_sync`` DDP does not look at them, and ``zero_grad`` took them out of the buckets.
+    """
+    many, samples = plan.processes > 1, len(item.micro_batch.samples)
+    step = step_memory(model, optimizer, forward_backward, has_gradients=not item.is_first or (many and item.is_only))
+    buckets = sum(value.nbytes for value in model.parameters() if value.requires_grad) if many else 0
+    if many and item.is_only:
+        step.gradients_bytes = 0  # those that were counted are the buckets
+    else:
+        step.peak_bytes += buckets
+    return Memory(
+        **asdict(step),
+        ddp_buckets_bytes=buckets,
+        device=next(model.parameters()).device.type,
+        samples=samples,
+        longest=None if plan.data.longest is None else item.micro_batch.cost // samples,
+        host_copy_bytes=plan.disk.checkpoint_bytes,
+    )
+
+
+def build_on_meta(recipe: Recipe, remarks: list[str]) -> nn.Module | None:
+    """Build the model on the meta device; None, and a remark, where that needs values."""
+    try:
+        with torch.device("meta"):
+            return build_model(replace(recipe, train=replace(recipe.train, compile=False)))
+    except RuntimeError as error:  # torch has no kind of its own for this
+        if "meta" not in str(error):
+            raise
+        remarks.append(f"The model cannot be planned: build_model() {needs_values(error)}")
+        return None
+
+
+def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Do to a model without values what a process does to a micro-batch."""
+    task, device = recipe.task, next(model.parameters()).device
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.mixed_precision)
+    forward: Callable[..., Any] = model
+    if precision is not None:  # as Accelerate does
+        forward = convert_outputs_to_fp32(torch.autocast(device.type, precision)(model.forward))
+    inputs = {name: torch.empty_like(value, device=device) for name, value in batch.items()}
+    task.loss(forward(**task.inputs(inputs)), task.target(inputs)).backward()
+
+
+def needs_values(error: Exception) -> str:
+    """Say that something failed because a plan has no values."""
+    return f"needs values, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
+
+
+def disk(recipe: Recipe, plan: Plan, model_bytes: int, optimizer_bytes: int) -> Disk:
+    """Say what the output folder holds at most."""
+    written = len({*plan.evaluations, *plan.checkpoints})
+    checkpoint_bytes, checkpoints, models = model_bytes + optimizer_bytes, min(recipe.checkpoint.keep + 2, written), 3
+    total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
+    return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)
