@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -70,7 +71,7 @@ def launch(
     recipe = replace(recipe, output_dir=str(Path(recipe.output_dir).resolve()))
     with shared_folder(recipe) as folder:
         problem = run(distributor, folder, environment(recipe, use_gpu))
-        return read_result(folder, distributor.num_processes, problem)
+        return read_result(folder, distributor, problem)
 
 
 def check_installed() -> None:
@@ -213,7 +214,7 @@ def begin(folder: Path) -> Path:
     return own
 
 
-def read_result(folder: Path, num_processes: int, problem: Exception | None) -> TrainResult:
+def read_result(folder: Path, distributor: TorchDistributor, problem: Exception | None) -> TrainResult:
     """Return what the main process came to, once all have come to their end.
 
     Raises:
@@ -223,21 +224,35 @@ def read_result(folder: Path, num_processes: int, problem: Exception | None) -> 
     from hftune.launchers.local import read_failure
     from hftune.training import TrainResult
 
+    num_processes = distributor.num_processes
+    own = [folder / str(rank) for rank in range(num_processes)]
+    silent = [path for path in own if not (path / "error.json").is_file() and not (path / "result.json").is_file()]
+    one_each = distributor.num_tasks == num_processes  # then a task's number is its process's rank
+    if one_each and (killed := folder / str(first_task(problem))) in silent and killed.exists():  # Spark ended the others
+        raise TrainingError(f"{name_of(killed)} ended without a word: it was killed, or crashed.") from problem
     if (failure := read_failure(folder)) is not None:
         raise failure from problem
-    own = [folder / str(rank) for rank in range(num_processes)]
     said = f" Spark says: {first_line(problem)}" if problem is not None else ""
     if not any(map(Path.exists, own)):
         place = f"Is output_dir={folder.parent} on a file system that they and the driver share, and hftune installed there?"
         raise TrainingError(f"None of the {num_processes} processes began. {place}{said}") from problem
-    if missing := [path for path in own if not (path / "result.json").is_file()]:
-        who = [(path / "who").read_text(encoding="utf-8") if path.exists() else f"Process {path.name}" for path in missing]
-        text = f"{', '.join(who)} ended without a word: killed, crashed, or never begun. What was printed stands above.{said}"
-        raise TrainingError(text) from problem
+    if silent:
+        raise TrainingError(f"{', '.join(map(name_of, silent))} ended without a word, or never began.{said}") from problem
     if problem is not None:
         raise TrainingError(f"All processes trained to the end, and Spark failed after that.{said}") from problem
     values: dict[str, Any] = json.loads((own[0] / "result.json").read_text(encoding="utf-8"))
     return TrainResult(**{**values, "output_dir": Path(values["output_dir"]), "model_dir": Path(values["model_dir"])})
+
+
+def name_of(own: Path) -> str:
+    """Return who left, or would have left, this folder."""
+    return (own / "who").read_text(encoding="utf-8") if own.exists() else f"Process {own.name}"
+
+
+def first_task(problem: Exception | None) -> str | None:
+    """Return the number of the Spark task that failed first, where Spark says it."""
+    found = re.search(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully", str(problem))
+    return found and found[1]
 
 
 def first_line(error: Exception) -> str:

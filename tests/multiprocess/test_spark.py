@@ -20,6 +20,7 @@ from tests.support.runs import Run, environment, train_on
 ROOT = Path(__file__).parents[2]
 TAGGING, FAULTY = ROOT / "tests" / "support" / "tagging.yaml", ROOT / "tests" / "support" / "faulty.yaml"
 WORDS = ("task.dropout=0.2", "train.epochs=2")
+HAS_MLFLOW = importlib.util.find_spec("mlflow") is not None
 MISSING = [name for name in ("pyspark", "pandas", "pyarrow") if importlib.util.find_spec(name) is None]
 
 pytestmark = [
@@ -63,8 +64,12 @@ def runs(cluster, tmp_path_factory):
     """The same recipe, by five routes."""
     folder = tmp_path_factory.mktemp("routes")
     made = {f"python on {count}": train_on(count, {"plain": WORDS}, folder, str(TAGGING))["plain"] for count in (1, 2)}
-    for name, local_mode in (("local mode", True), ("executors", False)):
-        result = spark.launch(Recipe.load(TAGGING, *WORDS, f"output_dir={folder / name}"), 2, local_mode)
+    for name, local_mode, tracked in (("local mode", True, ""), ("executors", False, "mlflow" * HAS_MLFLOW)):
+        words = (*WORDS, f"track.with=[{tracked}]", f"output_dir={folder / name}")
+        with pytest.MonkeyPatch.context() as patch:  # after the executors have started, which therefore cannot see it
+            patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+            patch.setenv("MLFLOW_EXPERIMENT_NAME", "from the driver")
+            result = spark.launch(Recipe.load(TAGGING, *words), 2, local_mode)
         assert (result.world_size, result.steps, result.output_dir) == (2, 10, folder / name)
         made[name] = Run(result.output_dir)
         assert made[name].result["metrics"] == result.metrics and made[name].result["seconds"] == result.seconds
@@ -87,6 +92,16 @@ def test_each_route_leaves_the_same_files(runs):
     assert {"result.json", "model/model.safetensors", "ledger.jsonl"} <= files["python on 1"]
     for name in runs:
         assert files[name] == files["python on 1"]
+
+
+@pytest.mark.skipif(not HAS_MLFLOW, reason="needs mlflow")
+def test_dashboards_of_the_driver_are_those_of_the_executors(runs):
+    import mlflow
+
+    folder = runs["executors"].folder
+    client = mlflow.MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("from the driver").experiment_id])
+    assert (run.info.status, run.data.metrics["eval/loss"]) == ("FINISHED", runs["executors"].result["metrics"]["loss"])
 
 
 def test_exception_on_an_executor_comes_with_its_traceback_rank_and_host(cluster, tmp_path):
@@ -112,18 +127,8 @@ def test_killed_process_is_told_of(cluster, tmp_path):
     recipe = Recipe.load(FAULTY, "task.fault=kill", "task.sample=17", "train.dead_after_s=3", f"output_dir={tmp_path}/out")
     with pytest.raises(TrainingError) as caught:
         spark.launch(recipe, 2)
-    assert re.match(rf"Process 1 \(host {socket.gethostname()}, pid \d+\) ", str(caught.value))
-
-
-def test_dashboards_of_the_driver_are_those_of_the_executors(cluster, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from the driver")
-    result = spark.launch(Recipe.load(TAGGING, "train.max_steps=2", "track.with=[mlflow]", f"output_dir={tmp_path}/out"), 2)
-    client = mlflow.MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("from the driver").experiment_id])
-    assert (run.info.status, run.data.metrics["eval/loss"]) == ("FINISHED", result.metrics["loss"])
+    who = rf"Process 1 \(host {socket.gethostname()}, pid \d+\)"
+    assert re.fullmatch(rf"{who} ended without a word: it was killed, or crashed\.", str(caught.value))
 
 
 def refused(recipe=TAGGING, num_processes=2, **options):
