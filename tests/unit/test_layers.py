@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "inference": {"export", "config", "task", "errors"},
     "launchers": {"training", "joining", "config", "resources", "errors"},
     "scoring": {
+        "export",
         *("training", "joining", "inference", "evaluation", "strategies", "checkpoint", "agreement", "optim", "heartbeat"),
         *("progress", "config", "sections", "errors"),
     },
