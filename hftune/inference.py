@@ -40,8 +40,13 @@ class TrainedModel:
                 with torch.no_grad():
                     rows += self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
             except DataError as error:  # which counts from the beginning of the batch
-                raise DataError(re.sub(r"^Input (\d+)", lambda place: f"Input {start + int(place[1])}", str(error))) from error
+                raise DataError(count_from(start, str(error))) from error
         return rows
+
+
+def count_from(start: int, message: str) -> str:
+    """Let the number of an input in a message count from the first of all inputs."""
+    return re.sub(r"^Input (\d+)", lambda place: f"Input {start + int(place[1])}", message)
 
 
 def load_model(directory: str | Path, device: str | torch.device | None = None) -> TrainedModel:

@@ -42,6 +42,11 @@ def test_a_recipe_that_cannot_be_trained_on_is_refused(capsys):
     assert "train.lr=-1.0 must be above 0." in capsys.readouterr().err
 
 
+def test_a_recipe_that_cannot_be_trained_on_here_is_refused(capsys):
+    assert main(["recipe=yelp_demo", "train.mixed_precision=fp16"]) == 2
+    assert "train.mixed_precision=fp16 needs a GPU" in capsys.readouterr().err
+
+
 def test_a_package_that_is_too_old_is_named_with_what_to_install(monkeypatch):
     real = doctor.version
     monkeypatch.setattr(doctor, "version", lambda name: "1.2.0" if name == "accelerate" else real(name))

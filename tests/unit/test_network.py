@@ -69,7 +69,24 @@ def test_a_main_machine_whose_name_means_its_loopback_is_asked_for_its_address(p
 def test_with_one_network_only_there_is_nothing_to_ask(present, monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
     assert choose_interface("node1") == Route("eth0", "10.1.0.5")
-    assert choose_interface("127.0.0.1").interface == "ib0"  # the stand-in's; a literal loopback is taken as it is
+
+
+def test_a_route_over_no_known_interface_is_not_handed_to_the_backends(present, monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
+    with pytest.raises(ConfigError) as caught:
+        choose_interface("10.2.0.1")
+    assert str(caught.value) == (
+        "No interface of this machine has 10.2.0.5. It has 10.1.0.5 (eth0), 127.0.0.1 (lo). Set GLOO_SOCKET_IFNAME."
+    )
+
+
+def test_an_alias_of_an_interface_is_up_as_that_is(monkeypatch):
+    import psutil
+
+    address = psutil._ntuples.snicaddr(socket.AF_INET, "10.9.9.9", None, None, None)
+    known = psutil.net_if_addrs()
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known | {"lo:1": [address], "gone0": [address]})
+    assert network.interfaces()["lo:1"] == ["10.9.9.9"] and "gone0" not in network.interfaces()
 
 
 def test_no_way_to_another_network_is_said_at_once(monkeypatch):
