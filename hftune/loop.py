@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
@@ -98,7 +99,8 @@ def fit(run: Run) -> None:
     while state.step < run.num_steps:
         strategy.progress.at(f"step {state.step + 1}")
         steps = run.plan.epoch(state.epoch)
-        for batch in strategy.batches(run.datasets["train"], steps, state.step_in_epoch, config.num_workers):
+        dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
+        for batch in strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers):
             lr = lr_at(state.step, run.num_steps, config)
             report = strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop))
             grad_norm = strategy.clip_grad_norm(config.clip_norm)

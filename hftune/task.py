@@ -50,10 +50,19 @@ class Task(ABC):
         """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
         return None
 
+    def augment(self, example: Any, draw: np.random.RandomState) -> Any:
+        """Return a training sample with what is random in it drawn anew, such as a shift, a crop or some damage.
+
+        Called for each sample in each epoch, before ``collate``; never for evaluation. ``draw`` is seeded by (seed, epoch,
+        sample): take every random number from it, and the samples do not depend on who loads them. Do not change ``example``
+        in place, which is the data set's own, nor its length.
+        """
+        return example
+
     def collate(self, examples: list) -> Batch:
         """Stack the samples of one micro-batch into tensors (CPU), first dimension = samples.
 
-        Draw nothing at random here or in the data set: only the model's forward is keyed.
+        Draw nothing at random here or in the data set: only ``augment`` and the model's forward are keyed.
         """
         from torch.utils.data import default_collate
 

@@ -7,12 +7,13 @@ can time out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 
@@ -71,6 +72,29 @@ def cached_map(
         num_proc=processes if processes > 1 else None,
         desc=note,
     )
+
+
+def cached_bytes(key: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> np.ndarray:
+    """Put an array of uint8 on disk once, under a hash of ``key``, and map it into memory from there, read-only.
+
+    What is mapped is the system's own cache of the file, which the processes of a machine share.
+
+    Args:
+        chunks: the array's parts along its first dimension, one after the other; not touched where the file is there.
+    """
+    path = cache_dir() / f"{Hasher.hash([key, shape, __version__])}.npy"
+    if not path.exists():
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        try:
+            with unfinished.open("wb") as file:  # writing into a mapped file would kill the process where the disk is full
+                header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for chunk in chunks:
+                    file.write(np.ascontiguousarray(chunk, dtype=np.uint8).data)
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return np.load(path, mmap_mode="r")
 
 
 def idle_cores(num_rows: int, rows_each: int = 1000) -> int:

@@ -8,8 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hftune.data import idx
+
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """datasets' builders that read ``task.data_files``."""
+
+
+FOLDER_FORMATS = ("idx", "imagefolder")
+"""What reads ``task.data_dir``."""
 
 
 def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None) -> Iterator[str]:
@@ -32,6 +38,28 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None) -> It
         for pattern in paths:
             if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
                 yield f"task.data_files.{part}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
+
+
+def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong with ``task.data_dir``, and with the splits (by their keys) that its idx files must have."""
+    if dataset not in FOLDER_FORMATS:
+        if data_dir is not None:
+            yield f"task.data_dir={data_dir} is for task.dataset={' and '.join(FOLDER_FORMATS)}, not for {dataset}."
+        return
+    if data_dir is None:
+        yield f"task.dataset={dataset} reads a folder: set task.data_dir=..."
+        return
+    if not (folder := Path(data_dir).expanduser()).is_dir():
+        yield f"task.data_dir={data_dir}: there is no such folder.{_nearest_file(Path(data_dir))}"
+    elif dataset == "idx":
+        for key, split in splits.items():
+            if split not in idx.PREFIXES:
+                yield f"{key}={split}: idx files have the splits {' and '.join(idx.PREFIXES)}."
+                continue
+            missing = [name for kind, name in idx.NAMES.items() if idx.find(folder, split, kind) is None]
+            yield from (
+                f"task.data_dir={data_dir} holds no {idx.PREFIXES[split]}-{name}, with .gz or without." for name in missing
+            )
 
 
 def model_folder_problems(model: str | None, model_config: Mapping[str, Any]) -> Iterator[str]:

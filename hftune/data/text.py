@@ -19,14 +19,25 @@ from hftune.messages import did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor
 
+INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
+"""What to name where the Hub cannot be reached."""
 
-def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, part: str) -> datasets.Dataset:
+
+def load_split(
+    dataset: str,
+    split: str,
+    data_files: Mapping[str, Any] | None,
+    part: str,
+    data_dir: str | None = None,
+    instead: str = INSTEAD,
+) -> datasets.Dataset:
     """Load the rows of one part ("train" or "eval") of a data set.
 
     Args:
-        dataset: a name on the Hub; one of FILE_FORMATS, with ``data_files={"train": path, "eval": path}``; or
-            ``module:function``, called with the part's name, which returns the rows as dictionaries.
-        split: of the Hub's data set, such as "train", "test" or "train[:10%]".
+        dataset: a name on the Hub; one of FILE_FORMATS, with ``data_files={"train": path, "eval": path}``; imagefolder, with
+            ``data_dir``; or ``module:function``, called with the part's name, which returns the rows as dictionaries.
+        split: of the Hub's data set or the folder, such as "train", "test" or "train[:10%]".
+        instead: what to name where the Hub cannot be reached.
 
     Raises:
         DataError: it cannot be loaded, or has no rows.
@@ -37,8 +48,11 @@ def load_split(dataset: str, split: str, data_files: Mapping[str, Any] | None, p
         patterns = [data_files[part]] if isinstance(data_files[part], str) else data_files[part]
         paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
         rows = load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: paths}, split=part)
+    elif data_dir:
+        said = f"task.data_dir={data_dir}"
+        rows = load(dataset, said, instead, split=split, data_dir=str(Path(data_dir).expanduser()))
     else:
-        rows = load(dataset, f"task.dataset={dataset}", split=split)
+        rows = load(dataset, f"task.dataset={dataset}", instead, split=split)
     if len(rows) == 0:
         raise DataError(f"The {part} split of {dataset} has no rows{_of(data_files, part)}.")
     return rows
@@ -85,8 +99,8 @@ def _from_function(name: str, part: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(list(function(part)))
 
 
-def load(dataset: str, said: str, **kwargs: Any) -> datasets.Dataset:
-    """Call ``datasets.load_dataset``; where that fails, say so in words that begin with ``said``.
+def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:
+    """Call ``datasets.load_dataset``; where that fails, say so in words that begin with ``said``, and what to name instead.
 
     Raises:
         DataError: it cannot be loaded.
@@ -99,20 +113,21 @@ def load(dataset: str, said: str, **kwargs: Any) -> datasets.Dataset:
         reason = str(error.__cause__ or error).strip().rstrip(".")
         raise DataError(f"{said} cannot be read as {dataset}: {reason}.") from error
     except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
-        files = ", ".join(FILE_FORMATS)
-        raise DataError(
-            f"{said} cannot be loaded: {error} Without the Hub, name files: "
-            f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({files})."
-        ) from error
+        raise DataError(f"{said} cannot be loaded: {error} Without the Hub, name files: {instead}.") from error
     except ValueError as error:  # datasets' word for an unknown split or configuration
         raise DataError(f"{said} cannot be loaded: {error}") from error
 
 
 def draw(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Dataset:
     """Keep ``count`` rows drawn at random, in their order; all where there are no more, or ``count`` is None."""
-    if count is None or count >= len(rows):
-        return rows
-    return rows.select(np.sort(np.random.RandomState(seed).permutation(len(rows))[:count]))
+    return rows if count is None or count >= len(rows) else rows.select(drawn(len(rows), count, seed))
+
+
+def drawn(num_rows: int, count: int | None, seed: int) -> np.ndarray:
+    """Return the numbers of the rows that ``draw`` keeps."""
+    if count is None or count >= num_rows:
+        return np.arange(num_rows)
+    return np.sort(np.random.RandomState(seed).permutation(num_rows)[:count])
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:

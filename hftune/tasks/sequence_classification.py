@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -89,16 +89,14 @@ class SequenceClassification(Task):
     @cached_property
     def labels(self) -> list[str]:
         """Names of the classes, in the order of their numbers."""
+        from hftune.data.labels import class_names
+
         if self.label_names:
             return list(self.label_names)
         feature = self._rows["train"].features[self.label_column]
         if names := getattr(feature, "names", None):
             return list(names)
-        distinct = set(self._rows["train"][self.label_column])
-        if all(isinstance(label, str) for label in distinct):
-            return sorted(distinct)
-        numbers = [label for label in distinct if isinstance(label, int)]
-        return [str(number) for number in range(max(numbers, default=0) + 1)]
+        return class_names(self._rows["train"][self.label_column])
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -135,26 +133,11 @@ class SequenceClassification(Task):
         return cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
 
     def _label_numbers(self, rows: datasets.Dataset, part: str) -> list[int]:
+        from hftune.data.labels import class_numbers, read_labels
         from hftune.data.text import row_numbers
 
-        count = len(self.labels)
-        if count < 2:
-            raise DataError(f"All texts have the label {self.labels[0]!r}: there is nothing to tell apart.")
-        numbers = {name: number for number, name in enumerate(self.labels)}
-        kind = rows.features[self.label_column]
-        if not str(getattr(kind, "dtype", kind)).removeprefix("u").startswith(("int", "string", "large_string", "null")):
-            said = getattr(kind, "dtype", kind)
-            raise DataError(f"Column {self.label_column!r} of the {part} split holds {said}, not whole numbers or names.")
-        raw = rows[self.label_column]
-        found = [numbers.get(label) if isinstance(label, str) else label for label in raw]
-        for place, number in enumerate(found):
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-                names = ", ".join(self.labels[:10])
-                raise DataError(
-                    f"Row {row_numbers(rows, [place])[0]} of the {part} split has the label {raw[place]!r}; "
-                    f"there are {count} labels, 0 to {count - 1} ({names}). Correct the row, or set task.label_names."
-                )
-        return found
+        raw = read_labels(rows, self.label_column, part)
+        return class_numbers(raw, self.labels, part, row_of=lambda place: row_numbers(rows, [place])[0])
 
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, with label names in its config."""

@@ -13,10 +13,11 @@ MAY_IMPORT = {
     "signals": set(),
     "batch_plan": {"errors"},
     "task": set(),
+    "augmentation": {"task"},
     "data": {"errors", "messages"},
     "models": {"errors", "messages"},
     "metrics": set(),
-    "tasks": {"task", "data", "models", "metrics", "errors"},
+    "tasks": {"task", "data", "models", "metrics", "errors", "messages"},
     "sections": {"errors", "messages"},
     "config": {"sections", "task", "resources", "errors", "messages"},
     "progress": set(),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "evaluation": {"strategies", "batch_plan", "task", "errors"},
     "loop": {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
-        *("batch_plan", "config", "sections", "errors"),
+        *("batch_plan", "config", "sections", "errors", "augmentation"),
     },
     "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "errors"},
     "training": {
@@ -63,7 +64,7 @@ MAY_IMPORT = {
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},
 }
-KNOW_NO_RANK = {"task", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
+KNOW_NO_RANK = {"task", "augmentation", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 
 
 def imports(path):

@@ -1,0 +1,226 @@
+"""An image in, one of several classes out: MNIST's digits, or any images of one size, by a small convolutional network.
+
+torch, datasets and Pillow are imported inside the methods, so that a mistyped recipe is refused before they load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.errors import ConfigError
+from hftune.messages import did_you_mean
+from hftune.task import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from hftune.data.images import Images, Layout, Source
+    from hftune.models.convnet import ConvNet
+    from hftune.task import Batch
+
+MOST = {"shift": None, "rotate": 180}
+"""Largest values of ``augmentation``'s keys; a shift is bounded by the size of the images."""
+
+
+@dataclass
+class ImageClassification(Task):
+    """Classify images with a ConvNet. The loss is cross-entropy, log-softmax and negative log-likelihood; an item is an image."""
+
+    width: int = 1
+    """Multiplies the network's 10 and 20 channels and its 50 features."""
+    dropout: float = 0.5
+    """Share of the second convolution's channels, and of the features, that are dropped in training."""
+    dataset: str = "mnist"
+    """Name on the Hub; imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with data_files; or
+    module:function that returns rows."""
+    data_dir: str | None = None
+    """Folder of imagefolder or idx."""
+    data_files: dict[str, Any] | None = None
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    train_split: str = "train"
+    """Split of the data set to train on."""
+    eval_split: str = "test"
+    """Split of the data set to evaluate on."""
+    image_column: str = "image"
+    """Column of the images."""
+    label_column: str = "label"
+    """Column of the classes: numbers from 0, or names."""
+    label_names: list[str] | None = None
+    """Names of the classes, in order. null: the data set's own, or the distinct labels of the training split."""
+    image_size: int = 28
+    """Pixels a side; at least 16."""
+    resize: bool = False
+    """Scale the shorter side of images to image_size and cut the longer one, instead of refusing those of another size."""
+    mean: list[float] = field(default_factory=lambda: [0.1307])
+    """Subtracted from pixels in [0, 1]: one number for grey images, three for colour (red, green, blue)."""
+    std: list[float] = field(default_factory=lambda: [0.3081])
+    """Divides them then."""
+    augmentation: dict[str, Any] = field(default_factory=dict)
+    """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees)."""
+    max_train_samples: int | None = None
+    """Train on this many images, drawn at random once. null: all."""
+    max_eval_samples: int | None = None
+    """Evaluate on this many images, drawn at random once. null: all."""
+
+    metric_names = ("accuracy",)
+
+    def problems(self) -> list[str]:
+        from hftune.data.files import data_file_problems, image_folder_problems
+
+        splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
+        least = {"width": 1, "image_size": 16, "max_train_samples": 1, "max_eval_samples": 1}
+        return [
+            *data_file_problems(self.dataset, self.data_files),
+            *image_folder_problems(self.dataset, self.data_dir, splits),
+            *[
+                f"task.{name}={value} must be at least {bound}."
+                for name, bound in least.items()
+                if (value := getattr(self, name)) is not None and value < bound
+            ],
+            *self._value_problems(),
+        ]
+
+    def _value_problems(self) -> Iterator[str]:
+        if not 0 <= self.dropout < 1:
+            yield f"task.dropout={self.dropout} must lie in [0, 1)."
+        if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean):
+            yield f"task.mean={self.mean} and task.std={self.std} must both hold one number, for grey, or three, for colour."
+        if not all(std > 0 for std in self.std):
+            yield f"task.std={self.std} must be above 0."
+        for name, value in self.augmentation.items():
+            if name not in MOST:
+                yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MOST)}.{did_you_mean(name, MOST)}"
+                continue
+            most = MOST[name] or self.image_size
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+                yield f"task.augmentation.{name}={value} must be a number from 0 to {most}."
+
+    @property
+    def layout(self) -> Layout:
+        """What images look like to the model."""
+        from hftune.data.images import Layout
+
+        return Layout(self.image_size, len(self.mean), self.resize)
+
+    @cached_property
+    def _sources(self) -> dict[str, Source]:
+        return {
+            "train": self._source("train", self.train_split, self.max_train_samples),
+            "eval": self._source("eval", self.eval_split, self.max_eval_samples),
+        }
+
+    def _source(self, part: str, split: str, count: int | None) -> Source:
+        from hftune.data.images import load_idx, load_rows
+
+        if self.dataset == "idx":
+            return load_idx(self.data_dir, split, count, self.layout)
+        columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
+        return load_rows(self.dataset, self.data_dir, self.data_files, split, part, count, columns, self.layout)
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """Names of the classes, in the order of their numbers."""
+        from hftune.data.labels import class_names
+
+        train = self.label_names or self._sources["train"].label_names
+        return list(train or class_names(self._sources["train"].images.labels))
+
+    def datasets(self) -> dict[str, Images]:
+        """Return both parts: each sample has an image (H, W, C) uint8 and a label, its class number."""
+        from hftune.data.images import Images
+        from hftune.data.labels import class_numbers
+
+        return {
+            part: Images(source.images.pixels_NHWC, class_numbers(source.images.labels, self.labels, part, source.row_of))
+            for part, source in self._sources.items()
+        }
+
+    def build_model(self) -> ConvNet:
+        from hftune.models.convnet import ConvNet
+
+        return ConvNet(**self._model_arguments(len(self.labels)))
+
+    def _model_arguments(self, num_classes: int) -> dict[str, Any]:
+        sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
+        return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
+
+    def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
+        """Turn the image by up to ``rotate`` degrees to either side, and shift it by up to ``shift`` pixels each way."""
+        from hftune.data.images import move
+
+        if not self.augmentation:
+            return example
+        angle, right, down = draw.uniform(-1, 1, size=3).tolist()
+        rotate, shift = self.augmentation.get("rotate", 0), self.augmentation.get("shift", 0)
+        return {**example, "image": move(example["image"], angle * rotate, right * shift, down * shift)}
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Stack and normalise: image (N, C, H, W) float32, labels (N,) int64."""
+        import numpy as np
+        import torch
+
+        pixels_NHWC = torch.from_numpy(np.stack([example["image"] for example in examples]))
+        # A copy, although grey images lie so in memory already: with strides of their own, DDP would warn of the gradients'.
+        pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        labels_N = torch.tensor([example["label"] for example in examples])
+        return {"image": (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": labels_N}
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.float(), target, reduction="sum")
+
+    def predict(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """Rows of label and prediction (class numbers) and the prediction's probability."""
+        probability_N, prediction_N = outputs.float().softmax(-1).max(-1)
+        return [
+            {"label": label, "prediction": prediction, "probability": round(probability, 6)}
+            for label, prediction, probability in zip(
+                batch["labels"].tolist(), prediction_N.tolist(), probability_N.tolist(), strict=True
+            )
+        ]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.classification import Accuracy, ConfusionMatrix
+
+        said = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
+        return {**Accuracy().compute(**said), **ConfusionMatrix().compute(**said, num_labels=len(self.labels))}
+
+    def save(self, model: nn.Module, directory: Path) -> None:
+        """Write model.safetensors, and config.json with all that it takes to build the network and to feed it."""
+        super().save(model, directory)
+        config = {
+            "model": self._model_arguments(len(self.labels)),
+            "label_names": self.labels,
+            "mean": self.mean,
+            "std": self.std,
+        }
+        (directory / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def load(self, directory: Path) -> nn.Module:
+        """Build the network of config.json, and take the names of the classes from there."""
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if (own := self._model_arguments(len(config["label_names"]))) != config["model"]:
+            other = {name: value for name, value in config["model"].items() if own[name] != value}
+            raise ConfigError(f"{directory} has a network with {other}, and the recipe says otherwise.")
+        self.label_names = config["label_names"]
+        return super().load(directory)
+
+    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+        """Return the most probable label, by name, and its probability for each path, Pillow image or array of bytes."""
+        from hftune.data.images import read_input
+
+        images = [read_input(value, place, self.layout) for place, value in enumerate(inputs)]
+        batch = self.collate([{"image": image, "label": 0} for image in images])
+        probability_N, label_N = model(batch["image"].to(model.conv1.weight.device)).float().softmax(-1).max(-1)
+        return [
+            {"label": self.labels[label], "probability": round(probability, 6)}
+            for label, probability in zip(label_N.tolist(), probability_N.tolist(), strict=True)
+        ]
