@@ -170,10 +170,12 @@ def read_input(value: Any, place: int, layout: Layout) -> np.ndarray:
     return to_pixels(value, said, layout)
 
 
-def open_image(file: Any, said: str) -> Image.Image:
-    """Decode a file, or raise DataError with a sentence that begins with ``said``."""
+def open_image(file: Any, said: str, decode: bool = True) -> Image.Image:
+    """Decode a file (or, for its size alone, only open it), or raise DataError with a sentence that begins with ``said``."""
     try:
         image = Image.open(file)
+        if not decode:
+            return image
         image.load()
     except FileNotFoundError as error:
         raise DataError(f"{said}: there is no such file.") from error

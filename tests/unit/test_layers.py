@@ -10,6 +10,7 @@ MAY_IMPORT = {
     "resources": {"errors", "messages"},
     "disk": {"errors"},
     "jsonl": {"disk"},
+    "pictures": {"disk"},
     "signals": set(),
     "batch_plan": {"errors"},
     "task": set(),
@@ -38,13 +39,13 @@ MAY_IMPORT = {
     "evaluation": {"strategies", "batch_plan", "task", "errors"},
     "loop": {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
-        *("batch_plan", "config", "sections", "errors", "augmentation"),
+        *("batch_plan", "config", "sections", "errors", "augmentation", "pictures"),
     },
-    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "errors"},
+    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "sections", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "agreement", "joining"),
+        *("heartbeat", "progress", "agreement", "joining", "augmentation"),
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
