@@ -19,7 +19,7 @@ def draw_mask(height: int, width: int, draw: np.random.RandomState) -> np.ndarra
     kinds = [known[place] for place in draw.permutation(len(known))[: draw.randint(1, 3)]]
     area = height / side * (width / side)  # in squares of the shorter side: a long image gets more
     for kind in kinds:
-        for _ in range(max(1, round(area * draw.randint(2, 5) / len(kinds)))):
+        for _ in range(max(1, round(area * draw.randint(3, 8) / len(kinds)))):
             kind(pen, width, height, side, draw)
     return np.asarray(canvas) > 0
 
@@ -41,7 +41,7 @@ def _strokes(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, draw:
 
 def _rectangles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, draw: np.random.RandomState) -> None:
     """A hole with straight edges."""
-    right, down = np.maximum(2, side * draw.uniform(0.1, 0.3, size=2)).round()
+    right, down = np.maximum(2, side * draw.uniform(0.08, 0.22, size=2)).round()
     left, top = draw.uniform(0, width - right), draw.uniform(0, height - down)
     pen.rectangle((left, top, left + right - 1, top + down - 1), fill=255)
 

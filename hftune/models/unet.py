@@ -16,24 +16,31 @@ GROUPS = 8
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions, each with GroupNorm and SiLU."""
+    """Adds to its input what two 3x3 convolutions make of it, each after GroupNorm and SiLU.
+
+    The sum keeps what the norms take away: how bright an image is, and how strong its contrasts are.
+    Source: He et al. 2016, "Identity Mappings in Deep Residual Networks".
+    """
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
+        self.norm1 = nn.GroupNorm(GROUPS, in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
-        self.norm1 = nn.GroupNorm(GROUPS, out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
         self.norm2 = nn.GroupNorm(GROUPS, out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
+        self.direct = nn.Conv2d(in_channels, out_channels, kernel_size=1) if in_channels != out_channels else nn.Identity()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        x_NCHW = silu(self.norm1(self.conv1(x_NCHW)))
-        return silu(self.norm2(self.conv2(x_NCHW)))
+        h_NCHW = self.conv1(silu(self.norm1(x_NCHW)))
+        return self.direct(x_NCHW) + self.conv2(silu(self.norm2(h_NCHW)))
 
 
 class UNet(nn.Module):
     """Image and mask in, the repaired image out: what is learned is the difference to the damaged image.
 
-    Source: Ronneberger, Fischer, Brox 2015, "U-Net", with GroupNorm and SiLU, and strided convolutions to go down.
+    It is learned twice, for the inside and for the outside of the mask, because there it is large and here next to nothing: a
+    network that has to tell them apart by itself spends its first hundreds of steps on that.
+    Source: Ronneberger, Fischer, Brox 2015, "U-Net", with residual blocks, and strided convolutions to go down.
 
     Args:
         width: channels at full resolution, a multiple of 8; doubled at each halving.
@@ -45,12 +52,13 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(depth + 1)]
         self.multiple = 2**depth
         """Height and width must be multiples of it."""
-        self.first = Block(4, width)
-        self.shrink = nn.ModuleList(nn.Conv2d(n, n, kernel_size=3, stride=2, padding=1) for n in widths[:-1])
-        self.down = nn.ModuleList(Block(n, 2 * n) for n in widths[:-1])
+        self.first = nn.Conv2d(4, width, kernel_size=3, padding=1)
+        self.down = nn.ModuleList(Block(n, n) for n in widths[:-1])
+        self.shrink = nn.ModuleList(nn.Conv2d(n, 2 * n, kernel_size=3, stride=2, padding=1) for n in widths[:-1])
+        self.middle = Block(widths[-1], widths[-1])
         self.grow = nn.ModuleList(nn.Conv2d(2 * n, n, kernel_size=1) for n in reversed(widths[:-1]))
         self.up = nn.ModuleList(Block(2 * n, n) for n in reversed(widths[:-1]))
-        self.last = nn.Conv2d(width, 3, kernel_size=1)
+        self.last = nn.Conv2d(width, 6, kernel_size=3, padding=1)
         nn.init.zeros_(self.last.weight)  # training begins at the damaged image itself
         nn.init.zeros_(self.last.bias)
 
@@ -59,13 +67,15 @@ class UNet(nn.Module):
         # From [-1, 1], around 0, as the convolutions' weights are drawn for.
         x_NCHW = self.first(torch.cat([2 * image_N3HW - 1, mask_N1HW], dim=1))
         kept = []
-        for shrink, block in zip(self.shrink, self.down, strict=True):
-            kept.append(x_NCHW)
-            x_NCHW = block(shrink(x_NCHW))
+        for block, shrink in zip(self.down, self.shrink, strict=True):
+            kept.append(block(x_NCHW))
+            x_NCHW = shrink(kept[-1])
+        x_NCHW = self.middle(x_NCHW)
         for grow, block in zip(self.grow, self.up, strict=True):
             wide_NCHW = grow(x_NCHW).repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
             x_NCHW = block(torch.cat([wide_NCHW, kept.pop()], dim=1))
-        return image_N3HW + self.last(x_NCHW)
+        inside_N3HW, outside_N3HW = self.last(silu(x_NCHW)).chunk(2, dim=1)
+        return image_N3HW + torch.where(mask_N1HW > 0, inside_N3HW, outside_N3HW)
 
 
 class AnySize(nn.Module):
