@@ -27,7 +27,7 @@ from hftune.errors import ConfigError
 from hftune.messages import spell
 from hftune.task import Task
 
-PACKAGES = ("accelerate", "datasets", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers")
 SHOWN = 3
 """Differences to spell out; the rest are counted."""
 EARLY_S = 20.0

@@ -12,7 +12,7 @@ from hftune.task import Task
 
 def augmented(dataset: Any, task: Task, seed: int, epoch: int) -> Any:
     """Return the training data of one epoch, as the task varies them; the data set itself where it varies nothing."""
-    return dataset if type(task).augment is Task.augment else Augmented(dataset, task, seed, epoch)
+    return Augmented(dataset, task, seed, epoch) if task.augments else dataset
 
 
 class Augmented:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from hftune import __version__
 from hftune.errors import ConfigError, DataError
@@ -54,13 +55,27 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--device", choices=("cpu", "cuda"), help="to estimate memory for (default: what this machine has)")
     command.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md lists its keys")
 
-    command = commands.add_parser("predict", help="answer texts with a trained model, such as a title for an article")
+    command = commands.add_parser("predict", help="answer texts or images with a trained model, such as a title for an article")
     command.set_defaults(command=predict)
     command.add_argument("folder", help="output folder of a run, such as outputs/bigbird, or a model in it")
     command.add_argument("--text", action="append", default=[], help="a text; may be given several times")
     command.add_argument("--text-file", action="append", default=[], help="a UTF-8 file that is one text; - reads the input")
-    command.add_argument("--batch-size", type=int, default=8, help="texts at a time (default %(default)s)")
-    command.add_argument("--json", action="store_true", help="print one JSON object a text")
+    command.add_argument("--input", nargs="+", action="extend", default=[], type=Path, help="images, or folders of them")
+    command.add_argument("--masks", type=Path, help="of the images to restore: a folder, by the images' names (or a file)")
+    command.add_argument("--output", type=Path, help="folder for the pictures that come out")
+    command.add_argument("--batch-size", type=int, default=8, help="inputs at a time (default %(default)s)")
+    command.add_argument("--json", action="store_true", help="print one JSON object an input")
+
+    command = commands.add_parser(
+        "evaluate",
+        help="evaluate a run's model again",
+        description="Evaluate a run's model on its recipe's evaluation data; any key can be overridden. Many processes share "
+        "the work as they share training: accelerate launch -m hftune.cli evaluate recipe=...",
+    )
+    command.set_defaults(command=evaluate)
+    command.add_argument("words", nargs="+", metavar="recipe=PATH", help="outputs/NAME/recipe.yaml, and section.key=value")
+    command.add_argument("--checkpoint", type=Path, help="evaluate this checkpoint instead of the model")
+    command.add_argument("--output", type=Path, help="write the metrics into this file, as JSON")
 
     command = commands.add_parser("configs", help="list, print or copy launch configurations for accelerate launch")
     command.set_defaults(command=configs)
@@ -115,20 +130,108 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def predict(options: argparse.Namespace) -> int:
-    """``hftune predict``: print one line for each text."""
-    texts = [*options.text, *map(read_text, options.text_file)]
-    if not texts:
-        raise ConfigError("Nothing to answer: give --text or --text-file.")
+    """``hftune predict``: print one line for each text or image; images after their paths."""
+    inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
+    if not inputs:
+        raise ConfigError("Nothing to answer: give --text, --text-file or --input.")
     if options.batch_size < 1:
         raise ConfigError(f"--batch-size {options.batch_size} must be at least 1.")
     sys.path.insert(0, "")  # as python -m does: the run's task may be the user's own
+    from hftune.answers import keep_pictures, named, output_names
     from hftune.console import hide_progress_bars
     from hftune.inference import load_model
 
     hide_progress_bars()
-    for row in load_model(options.folder).predict(texts, options.batch_size):
-        print(json.dumps(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())))
+    model, names = load_model(options.folder), output_names(inputs, options.output)
+    for start in range(0, len(inputs), options.batch_size):
+        batch = inputs[start : start + options.batch_size]
+        rows = model.predict(batch, options.batch_size)
+        for value, name, row in zip(batch, names[start : start + len(batch)], rows, strict=True):
+            said = {**named(value), **keep_pictures(row, name)}
+            print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
     return 0
+
+
+def image_inputs(inputs: list[Path], masks: Path | None) -> list[Any]:
+    """Return image files; or pairs of image and mask, together by name: with ``masks``, or of folders that hold image/ and mask/.
+
+    Raises:
+        ConfigError: there is no such path, or the folder is empty. DataError: an image or a mask has no partner.
+    """
+    folders = [folder for folder in inputs if (folder / "image").is_dir() and (folder / "mask").is_dir()]
+    if masks is None and not folders:
+        return [file for path in inputs for file in files_of(path)]
+    from hftune.data.pictures import paired
+
+    pairs = []
+    for path in inputs:
+        image, mask = (path, masks) if masks is not None else (path / "image", path / "mask")
+        if not image.exists() or not mask.exists():
+            missing = f"--masks {mask}" if image.exists() else f"--input {image}"
+            raise ConfigError(f"{missing}: there is no such file or folder.")
+        if image.is_dir():
+            found = paired({"image": image, "mask": mask}, f"--input {path}")
+            pairs += zip(found["image"], found["mask"], strict=True)
+        else:
+            pairs.append((image, mask))
+    return pairs
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return a file itself, and of a folder the files in it and below, in the order of their names; hidden ones left out.
+
+    Raises:
+        ConfigError: there is no such path, or the folder is empty.
+    """
+    if not path.exists():
+        raise ConfigError(f"--input {path}: there is no such file or folder.")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    if not files:
+        raise ConfigError(f"--input {path} is an empty folder.")
+    return files
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """``hftune evaluate``: print a table of the metrics. Under a launcher every process calls it."""
+    from hftune.run import fail
+
+    sys.path.insert(0, "")
+    try:
+        from hftune.config import Recipe
+
+        recipe = Recipe.from_argv(options.words)
+        recipe.check()
+        from hftune.console import hide_progress_bars, is_number, short, table
+        from hftune.scoring import score
+
+        hide_progress_bars()
+        found = score(recipe, model_of(options.words, recipe.output_dir), options.checkpoint)
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
+    if found.is_main:
+        rows = {name: short(value) for name, value in found.metrics.items() if is_number(value)}
+        print(table({**rows, "samples": f"{found.num_samples:,}", "model": found.model}), flush=True)
+        if options.output is not None:
+            values = {name: getattr(found, name) for name in ("metrics", "model", "num_samples", "world_size")}
+            write_output(options.output, values)
+    return 0
+
+
+def write_output(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON into a file, or raise ConfigError."""
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
+
+
+def model_of(words: list[str], output_dir: str) -> Path:
+    """Return where a run's model lies: beside the recipe that it wrote, wherever that is now; else in its output folder."""
+    source = next(word for word in words if word.startswith("recipe=")).partition("=")[2]
+    beside = Path(source).expanduser().with_name("model")
+    return beside if source.endswith(".yaml") and beside.is_dir() else Path(output_dir) / "model"
 
 
 def read_text(path: str) -> str:
@@ -213,4 +316,6 @@ def vocab(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from hftune.run import leave
+
+    leave(main())

@@ -29,7 +29,7 @@ from hftune.agreement import facts
 from hftune.config import Recipe
 from hftune.console import hide_progress_bars
 from hftune.heartbeat import Heartbeat
-from hftune.joining import check_hardware, check_machine, start_accelerator
+from hftune.joining import check_launch, check_machine, start_accelerator
 from hftune.machines import PORT, owner_of
 from hftune.network import interfaces, own_addresses
 from hftune.progress import Progress
@@ -341,7 +341,7 @@ def _join(recipe: Recipe | None, found: list[Finding]) -> int:
     progress = Progress()
     with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat:
         progress.at("the examination of this machine")
-        check_hardware() if recipe is None else check_machine(recipe)
+        check_launch() if recipe is None else check_machine(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
         progress.at("joining the others")
         strategy = DataParallel(start_accelerator(recipe or Recipe.load("yelp_demo")), recipe and recipe.task, progress)

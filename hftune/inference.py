@@ -25,12 +25,13 @@ class TrainedModel:
     model: nn.Module
 
     def predict(self, inputs: Sequence[Any], batch_size: int = 8) -> list[dict[str, Any]]:
-        """Answer raw inputs, such as texts, in their order: one row each, with the fields that ``Task.answer`` says.
+        """Answer raw inputs in their order: one row each, with the fields that ``Task.answer`` says.
 
-        ``generated`` from titles, ``label`` and ``probability`` from classes.
+        Texts are strings; images are paths, Pillow images or arrays of uint8; what is to be restored are pairs of image and
+        mask. ``generated`` comes from titles, ``label`` and ``probability`` from classes, ``image`` from restoring.
 
         Raises:
-            DataError: an input that cannot be answered, such as an empty text.
+            DataError: an input that cannot be answered, such as an empty text or a file that is no image.
         """
         rows: list[dict[str, Any]] = []
         for start in range(0, len(inputs), batch_size):
@@ -63,10 +64,15 @@ def load_model(directory: str | Path, device: str | torch.device | None = None) 
     recipe = Recipe.load(run / "recipe.yaml")
     if type(recipe.task).answer is Task.answer:
         raise ConfigError(f"{type_name(type(recipe.task))} does not answer inputs. Give it a method answer(model, inputs).")
-    try:
-        model = recipe.task.load(folder)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error
+    model = load_export(recipe.task, folder)
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return TrainedModel(recipe, model.to(device).eval())
+
+
+def load_export(task: Task, folder: Path) -> nn.Module:
+    """Load a finished model on the CPU, or raise ConfigError where the folder holds none."""
+    try:
+        return task.load(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error

@@ -22,7 +22,6 @@ from accelerate import (
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hftune.config import Recipe
 from hftune.errors import ConfigError
@@ -30,7 +29,6 @@ from hftune.launched import check_num_processes
 from hftune.network import check_interfaces, choose_interface
 from hftune.rendezvous import init_method
 from hftune.sections import TrainConfig
-from hftune.strategies.fully_sharded import NO_AUTO
 from hftune.tracking import check_trackers
 
 
@@ -63,7 +61,10 @@ def check_launcher(recipe: Recipe) -> None:
     if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
         raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
     if recipe.train.micro_batch_size == "auto":
-        raise ConfigError(NO_AUTO)
+        raise ConfigError(
+            "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
+            "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
 
 
 def asks_for_fsdp() -> bool:
@@ -75,22 +76,30 @@ def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: what check_hardware refuses, fp16 without a GPU, bf16 on a GPU without it, no dashboard, an output folder
-            that cannot be written.
+        ConfigError: as ``check_hardware``; and no dashboard, an output folder that cannot be written.
     """
-    precision = recipe.train.mixed_precision
-    if precision == "fp16" and on_cpu():
-        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
-    check_hardware()
-    on_cuda = torch.cuda.is_available() and not on_cpu()
-    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+    check_hardware(recipe)
     if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
         check_trackers(recipe)
         check_writable(Path(recipe.output_dir))
 
 
-def check_hardware() -> None:
+def check_hardware(recipe: Recipe) -> None:
+    """Refuse what cannot be computed here.
+
+    Raises:
+        ConfigError: fp16 without a GPU, bf16 on a GPU without it; or what ``check_launch`` refuses.
+    """
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and on_cpu():
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    check_launch()
+    on_cuda = torch.cuda.is_available() and not on_cpu()
+    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+
+
+def check_launch() -> None:
     """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
 
     Raises:
@@ -197,6 +206,8 @@ def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
     """Return the launcher's settings of FSDP, but for those that the recipe decides; None where it does not ask for FSDP."""
     if not asks_for_fsdp():
         return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # with its imports, a second that others need not wait
+
     return FullyShardedDataParallelPlugin(
         mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as under DDP: see FullySharded
         cpu_ram_efficient_loading=False,  # the launcher's default is true; FullySharded sends the main process's weights

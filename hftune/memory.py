@@ -40,7 +40,7 @@ class StepMemory:
     weights_bytes: int
     """Parameters and buffers."""
     gradients_bytes: int
-    """That are there at that moment. On many processes they lie in DDP's buckets, which are always there."""
+    """That are there at that moment."""
     optimizer_bytes: int
     """What the optimizer keeps for each parameter."""
     activations_bytes: int
@@ -121,7 +121,7 @@ def step_memory(
     """Count one forward and backward pass of a model with an optimizer that has its state; the gradients are left behind.
 
     Args:
-        has_gradients: gradients are there before the pass, too, from an earlier micro-batch or in DDP's buckets.
+        has_gradients: room for all gradients is taken before the pass, by those of an earlier one or by DDP's buckets.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     held = {parameter: torch.empty_like(parameter) for parameter in trainable} if has_gradients else {}

@@ -85,15 +85,16 @@ def memory(found: Memory) -> Iterator[str]:
     longest = "" if found.longest is None else f" of at most {found.longest:,} tokens"
     samples = f"{found.samples:,} sample{'s' if found.samples > 1 else ''}{longest}"
     yield f"{data_size(found.peak_bytes)} on each process ({found.device}), in a micro-batch of {samples}"
-    buckets = ", in DDP's buckets" if found.in_ddp_buckets else ""
     parts = {
         "weights": found.weights_bytes,
-        f"gradients{buckets}": found.gradients_bytes,
+        "gradients": found.gradients_bytes,
+        "DDP's buckets of gradients": found.ddp_buckets_bytes,
         "optimizer": found.optimizer_bytes,
         "activations": found.activations_bytes,
     }
     for name, size in parts.items():
-        yield f"  {data_size(size):>8}  {bar(size, found.peak_bytes)} {name}"
+        if size:
+            yield f"  {data_size(size):>8}  {bar(size, found.peak_bytes)} {name}"
     yield f"and {data_size(found.host_copy_bytes)} in the main process's host memory, from which checkpoints are written"
 
 

@@ -86,10 +86,11 @@ class Rate:
 class Memory(StepMemory):
     """Of each process at its fullest moment, in bytes of tensors. Neither torch itself nor its kernels' own needs are in it."""
 
+    ddp_buckets_bytes: int
+    """Part of the peak: DDP's buckets, which keep their size. The gradients of a step's last micro-batch lie in them, those of
+    the ones before beside them."""
     device: str
     """What it was estimated for: cpu or cuda."""
-    in_ddp_buckets: bool
-    """Whether the gradients lie in DDP's buckets, which are never given back."""
     samples: int
     """Rows of the micro-batch that takes the most."""
     longest: int | None
@@ -219,8 +220,9 @@ class Candidate:
 
     size: int
     micro_batch: MicroBatch
-    has_gradients: bool
-    """Whether the process has gradients before it: of an earlier micro-batch, or in DDP's buckets."""
+    is_first: bool
+    """Of those that the process computes in the step."""
+    is_only: bool
 
 
 @dataclass
@@ -239,7 +241,7 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     """Walk through the first epoch, or the part of it that is trained, as the processes would."""
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
     counts, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0
-    heaviest: dict[tuple[str, bool], Candidate] = {}
+    heaviest: dict[tuple[str, bool, bool], Candidate] = {}
     for index in range(num_steps):
         step = order[index]
         costs = [micro_batch.cost for micro_batch in step]
@@ -251,22 +253,22 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
         idle += len(step) < num_processes
         for places in dealt:
             for turn, place in enumerate(places):
-                weigh(heaviest, step[place], has_gradients=turn > 0 or num_processes > 1)
+                weigh(heaviest, step[place], is_first=turn == 0, is_only=len(places) == 1)
     work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
     tokens = None
     if batches.lengths is not None:
         tokens = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
-    different = {(id(item.micro_batch), item.has_gradients): item for item in heaviest.values()}
+    different = {id(item.micro_batch): item for item in heaviest.values()}
     return Survey(tokens, cost, work, [*different.values()])
 
 
-def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, has_gradients: bool) -> None:
+def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroBatch, is_first: bool, is_only: bool) -> None:
     """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
     rows, cost = len(micro_batch.samples), micro_batch.cost
     for kind, size in (("tokens", cost), ("pairs", cost * (cost // rows)), ("rows", rows)):
-        known = heaviest.get((kind, has_gradients))
+        known = heaviest.get((kind, is_first, is_only))
         if known is None or size > known.size:
-            heaviest[kind, has_gradients] = Candidate(size, micro_batch, has_gradients)
+            heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
 
 
 def learning_rates(recipe: Recipe, num_steps: int) -> list[Rate]:
@@ -309,7 +311,7 @@ def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest:
     plan.parameters = sum(parameter.numel() for parameter in model.parameters())
     plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     plan.remarks += task.remarks(datasets, model)
-    steps = []
+    found = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         as_fake(model, device)
         optimizer = build_optimizer(model.train(), recipe.train)
@@ -320,20 +322,36 @@ def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest:
         )
         try:
             for item, batch in zip(heaviest, batches, strict=True):
-                steps.append(step_memory(model, optimizer, partial(forward_backward, recipe, model, batch), item.has_gradients))
+                found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
                 if plan.unused_parameters is None:
                     plan.unused_parameters = without_gradient(model)
         except NEEDS_VALUES as error:
             plan.remarks.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
             return
-    peak = max(range(len(steps)), key=lambda place: steps[place].peak_bytes)
-    samples = len(heaviest[peak].micro_batch.samples)
-    plan.memory = Memory(
-        **asdict(steps[peak]),
-        device=device.type,
-        in_ddp_buckets=plan.processes > 1,
+    plan.memory = max(found, key=lambda memory: memory.peak_bytes)
+
+
+def candidate_memory(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, item: Candidate, forward_backward: Callable[[], None]
+) -> Memory:
+    """Count what a process holds while it computes one micro-batch.
+
+    DDP's buckets take the gradients of a step's last micro-batch, and keep their size. Those of the ones before come about
+    beside them: under ``no_sync`` DDP does not look at them, and ``zero_grad`` took them out of the buckets.
+    """
+    many, samples = plan.processes > 1, len(item.micro_batch.samples)
+    step = step_memory(model, optimizer, forward_backward, has_gradients=not item.is_first or (many and item.is_only))
+    buckets = sum(value.nbytes for value in model.parameters() if value.requires_grad) if many else 0
+    if many and item.is_only:
+        step.gradients_bytes = 0  # those that were counted are the buckets
+    else:
+        step.peak_bytes += buckets
+    return Memory(
+        **asdict(step),
+        ddp_buckets_bytes=buckets,
+        device=next(model.parameters()).device.type,
         samples=samples,
-        longest=None if plan.data.longest is None else heaviest[peak].micro_batch.cost // samples,
+        longest=None if plan.data.longest is None else item.micro_batch.cost // samples,
         host_copy_bytes=plan.disk.checkpoint_bytes,
     )
 

@@ -50,6 +50,11 @@ class Task(ABC):
         """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
         return None
 
+    @property
+    def augments(self) -> bool:
+        """Whether training samples go through ``augment``: where it is written, unless this says otherwise."""
+        return type(self).augment is not Task.augment
+
     def augment(self, example: Any, draw: np.random.RandomState) -> Any:
         """Return a training sample with what is random in it drawn anew, such as a shift, a crop or some damage.
 
@@ -122,7 +127,9 @@ class Task(ABC):
         return model
 
     def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return one JSON-able row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
+        """Return one row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
+
+        Its values are JSON-able, or Pillow images, which ``hftune predict`` writes into its --output folder.
 
         Raises:
             DataError: an input that cannot be answered, named by its place.

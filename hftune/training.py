@@ -50,7 +50,6 @@ from hftune.resume import ANEW, Start, find_start
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.fully_sharded import FullySharded
 from hftune.task import Task
 from hftune.tracking import Tracker
 
@@ -113,8 +112,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     accelerator = start_accelerator(recipe)
     heartbeat.join()
     atexit.register(leave_group)
-    kind = FullySharded if accelerator.distributed_type == DistributedType.FSDP else DataParallel
-    strategy = kind(accelerator, recipe.task, progress)
+    strategy = choose_strategy(accelerator, recipe.task, progress)
     progress.at("comparing recipe and data with the others")
     digests = check_agreement(strategy, recipe, datasets)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
@@ -146,6 +144,15 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
     return train_and_save(run)
+
+
+def choose_strategy(accelerator: Accelerator, task: Task, progress: Progress) -> Strategy:
+    """Return the strategy that the launcher's configuration asks for."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return DataParallel(accelerator, task, progress)
+    from hftune.strategies.fully_sharded import FullySharded  # with its imports, a second that others need not wait
+
+    return FullySharded(accelerator, task, progress)
 
 
 def claim_folder(recipe: Recipe, held: ExitStack) -> Start:

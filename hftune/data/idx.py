@@ -57,7 +57,8 @@ def read(path: Path, num_dimensions: int) -> np.ndarray:
     header = struct.calcsize(f">4B{num_dimensions}I")
     if raw[:4] != (magic := bytes([0, 0, 8, num_dimensions])):
         kind = "images" if num_dimensions == 3 else "labels"
-        raise DataError(f"{path} begins with {raw[:4].hex(' ')} and not with {magic.hex(' ')}: it is no idx file of {kind}.")
+        found = raw[:4].hex(" ") or "nothing"
+        raise DataError(f"{path} begins with {found} and not with {magic.hex(' ')}: it is no idx file of {kind}.")
     if len(raw) < header:
         raise DataError(f"{path} is truncated: it ends within its first {header} bytes.")
     shape = struct.unpack(f">{num_dimensions}I", raw[4:header])

@@ -6,7 +6,7 @@ Shape suffixes: N images, H and W height and width, C channels (1 grey, 3 red, g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -66,8 +66,8 @@ class Source:
     images: Images
     label_names: list[str] | None
     """Of the classes, where the data set itself names them."""
-    row_of: Callable[[int], int]
-    """The 0-based row, in the whole split, of each image."""
+    rows: Sequence[int]
+    """Where each image stands in the whole split, from 0."""
 
 
 def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Source:
@@ -88,7 +88,7 @@ def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Sour
             to_pixels(Image.fromarray(image), f"{said} {row}", layout) for row, image in zip(kept_N, images_NHW, strict=True)
         ]
         pixels_NHWC = np.stack(pixels)
-    return Source(Images(pixels_NHWC, labels), None, row_of=lambda place: int(kept_N[place]))
+    return Source(Images(pixels_NHWC, labels), None, kept_N)
 
 
 def load_rows(
@@ -116,7 +116,7 @@ def load_rows(
     labels = read_labels(rows, label_column, part)
     names = getattr(rows.features[label_column], "names", None)
     pixels_NHWC = decode(rows, image_column, part, layout)
-    return Source(Images(pixels_NHWC, labels), names and list(names), row_of=lambda place: row_numbers(rows, [place])[0])
+    return Source(Images(pixels_NHWC, labels), names and list(names), row_numbers(rows, range(len(rows))))
 
 
 def decode(rows: datasets.Dataset, column: str, part: str, layout: Layout) -> np.ndarray:
@@ -157,7 +157,16 @@ def read_input(value: Any, place: int, layout: Layout) -> np.ndarray:
     Raises:
         DataError: it is none of these, cannot be read, or does not fit the layout.
     """
-    said = f"Input {place}"
+    image, said = read_image(value, f"Input {place}")
+    return to_pixels(image, said, layout)
+
+
+def read_image(value: Any, said: str) -> tuple[Image.Image, str]:
+    """Return a path, a Pillow image or an array (H, W) or (H, W, 3) as a Pillow image, with its name for messages.
+
+    Raises:
+        DataError: it is none of these, or cannot be read; the sentence begins with ``said``.
+    """
     if isinstance(value, str | Path):
         said += f" ({value})"
         value = open_image(Path(value).expanduser(), said)
@@ -167,7 +176,7 @@ def read_input(value: Any, place: int, layout: Layout) -> np.ndarray:
         value = Image.fromarray(value)
     if not isinstance(value, Image.Image):
         raise DataError(f"{said} is a {type(value).__name__}, not a path, a Pillow image or an array.")
-    return to_pixels(value, said, layout)
+    return value, said
 
 
 def open_image(file: Any, said: str, decode: bool = True) -> Image.Image:

@@ -6,6 +6,7 @@ Shape suffixes: H and W height and width, C channels (red, green, blue).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from PIL import ExifTags, Image
 
 from hftune.data.cache import idle_cores
 from hftune.data.damage import draw_mask
-from hftune.data.images import open_image
+from hftune.data.images import open_image, read_image
 from hftune.data.text import check_column, draw, load_split, row_numbers
 from hftune.errors import DataError
 
@@ -212,7 +213,7 @@ def check_marks(mask_HW: np.ndarray, said: str) -> None:
     if not mask_HW.any():
         raise DataError(
             f"{said} has a mask that is empty everywhere: nothing is to be restored. Paint white (at least half bright) what "
-            "is damaged, or remove the row."
+            "is damaged, or leave the image out."
         )
 
 
@@ -227,6 +228,24 @@ def _open(stored: Mapping[str, Any] | None, said: str, decode: bool = True) -> t
         raise DataError(f"{said} lacks an image. Remove such rows.")
     named = _named(stored, said)
     return open_image(BytesIO(stored["bytes"]) if stored["bytes"] is not None else stored["path"], named, decode), named
+
+
+def read_pair(value: Any, place: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return image (H, W, C) uint8 and mask (H, W) bool of what a model is to restore: a pair of paths, images or arrays.
+
+    Raises:
+        DataError: it is no pair, one of them cannot be read, their sizes differ, or the mask marks nothing.
+    """
+    said = f"Input {place}"
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise DataError(f"{said} is a {type(value).__name__}, not a pair of image and mask. `hftune predict` takes --masks.")
+    (image, image_said), (mask, mask_said) = (read_image(part, said) for part in value)
+    sizes = {"image": (image.height, image.width), "mask": (mask.height, mask.width)}
+    check_sizes(sizes, {"image": image_said, "mask": mask_said})
+    check_marks(mask_HW := to_mask(mask, mask_said), mask_said)
+    if image.mode != "RGB":
+        warnings.warn("Images that are grey, transparent or the like are made RGB.", stacklevel=2)  # which Python says once
+    return to_rgb(image, image_said), mask_HW
 
 
 def to_rgb(image: Image.Image, said: str) -> np.ndarray:

@@ -16,14 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hftune.batch_plan import MicroBatch
-from hftune.errors import ConfigError
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.strategies.data_parallel import DataParallel, stand_in
-
-NO_AUTO = (
-    "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others waiting "
-    "for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
-)
 
 
 class FullySharded(DataParallel):
@@ -80,7 +74,7 @@ class FullySharded(DataParallel):
         self._compute_in_vain(self._wrapped, dataset, micro_batch.samples)
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
-        raise ConfigError(NO_AUTO)
+        raise NotImplementedError("a process that fails here leaves the others waiting; check_launcher refuses auto under FSDP")
 
     def _deal(self, step: list[MicroBatch]) -> StepBatch:
         """Deal in rounds of like cost: the processes wait for each other in every block of every forward pass."""

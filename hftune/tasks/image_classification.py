@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.messages import did_you_mean
+from hftune.messages import did_you_mean, spell
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MOST = {"shift": None, "rotate": 180}
 
 @dataclass
 class ImageClassification(Task):
-    """Classify images with a ConvNet. The loss is cross-entropy, log-softmax and negative log-likelihood; an item is an image."""
+    """Classify images with a ConvNet. The loss is cross-entropy (of log-softmax), an item is an image."""
 
     width: int = 1
     """Multiplies the network's 10 and 20 channels and its 50 features."""
@@ -61,8 +61,8 @@ class ImageClassification(Task):
     """Subtracted from pixels in [0, 1]: one number for grey images, three for colour (red, green, blue)."""
     std: list[float] = field(default_factory=lambda: [0.3081])
     """Divides them then."""
-    augmentation: dict[str, Any] = field(default_factory=dict)
-    """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees)."""
+    augmentation: dict[str, Any] | None = None
+    """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees). null: not at all."""
     max_train_samples: int | None = None
     """Train on this many images, drawn at random once. null: all."""
     max_eval_samples: int | None = None
@@ -93,13 +93,13 @@ class ImageClassification(Task):
             yield f"task.mean={self.mean} and task.std={self.std} must both hold one number, for grey, or three, for colour."
         if not all(std > 0 for std in self.std):
             yield f"task.std={self.std} must be above 0."
-        for name, value in self.augmentation.items():
+        for name, value in (self.augmentation or {}).items():
             if name not in MOST:
                 yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MOST)}.{did_you_mean(name, MOST)}"
                 continue
             most = MOST[name] or self.image_size
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
-                yield f"task.augmentation.{name}={value} must be a number from 0 to {most}."
+                yield f"task.augmentation.{name}={spell(value)} must be a number from 0 to {most}."
 
     @property
     def layout(self) -> Layout:
@@ -137,7 +137,10 @@ class ImageClassification(Task):
         from hftune.data.labels import class_numbers
 
         return {
-            part: Images(source.images.pixels_NHWC, class_numbers(source.images.labels, self.labels, part, source.row_of))
+            part: Images(
+                source.images.pixels_NHWC,
+                class_numbers(source.images.labels, self.labels, part, row_of=source.rows.__getitem__),
+            )
             for part, source in self._sources.items()
         }
 
@@ -150,12 +153,14 @@ class ImageClassification(Task):
         sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
         return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
 
+    @property
+    def augments(self) -> bool:
+        return bool(self.augmentation)
+
     def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
         """Turn the image by up to ``rotate`` degrees to either side, and shift it by up to ``shift`` pixels each way."""
         from hftune.data.images import move
 
-        if not self.augmentation:
-            return example
         angle, right, down = draw.uniform(-1, 1, size=3).tolist()
         rotate, shift = self.augmentation.get("rotate", 0), self.augmentation.get("shift", 0)
         return {**example, "image": move(example["image"], angle * rotate, right * shift, down * shift)}
@@ -207,9 +212,11 @@ class ImageClassification(Task):
     def load(self, directory: Path) -> nn.Module:
         """Build the network of config.json, and take the names of the classes from there."""
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if (own := self._model_arguments(len(config["label_names"]))) != config["model"]:
-            other = {name: value for name, value in config["model"].items() if own[name] != value}
-            raise ConfigError(f"{directory} has a network with {other}, and the recipe says otherwise.")
+        for name, own in self._model_arguments(len(config["label_names"])).items():
+            if (saved := config["model"][name]) != own:
+                raise ConfigError(
+                    f"{directory} is of a network with task.{name}={saved}, and the recipe has task.{name}={own}."
+                )
         self.label_names = config["label_names"]
         return super().load(directory)
 

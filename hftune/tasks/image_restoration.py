@@ -235,6 +235,22 @@ class ImageRestoration(Task):
             raise ConfigError(f"{directory} has a network with {saved}, and the recipe says {self._network()}.")
         return super().load(directory)
 
+    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+        """Restore pairs of image and mask, each a path, a Pillow image or an array of bytes: a row has an ``image``, of Pillow.
+
+        Grey and transparent images become RGB, with a warning.
+        """
+        from PIL import Image
+
+        from hftune.data.pictures import read_pair
+
+        pairs = [read_pair(value, place) for place, value in enumerate(inputs)]
+        batch = self.collate([{"image": image_HWC, "mask": mask_HW, "target": image_HWC} for image_HWC, mask_HW in pairs])
+        device = next(model.parameters()).device
+        outputs = model(**{name: value.to(device) for name, value in self.inputs(batch).items()})
+        restored = [to_bytes(output_3HW) for _, _, output_3HW, _ in self._one_by_one(outputs, batch)]
+        return [{"image": Image.fromarray(pixels_HWC)} for pixels_HWC in restored]
+
 
 def to_bytes(image_3HW: Tensor) -> np.ndarray:
     """Return an image in [0, 1] as (H, W, 3) uint8; what lies beyond is cut off."""

@@ -266,7 +266,11 @@ class TitleGeneration(Task):
 
         self.tokenizer = JiebaTokenizer.from_pretrained(directory)
         auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
-        return load_model(auto, str(directory), load_config(str(directory), {}))
+        model = load_model(auto, str(directory), load_config(str(directory), {}))
+        model.generation_config.update(
+            max_new_tokens=self.max_target_length, **self.generation
+        )  # a recipe may search otherwise
+        return model
 
     def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Write each text's title, as ``generated``."""

@@ -28,7 +28,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     jobs = {1: JOBS, 2: JOBS, 4: {name: JOBS[name] for name in ("micro1", "micro2", "micro3", "micro6", "whole")}}
     return {
-        (name, size): run for size, some in jobs.items() for name, run in train_on(size, some, folder, "restoration_demo").items()
+        (name, size): run
+        for size, some in jobs.items()
+        for name, run in train_on(size, some, folder, "restoration_demo").items()
     }
 
 

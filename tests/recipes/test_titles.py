@@ -17,6 +17,7 @@ from hftune.data.demo import articles
 from hftune.data.vocabulary import train_vocabulary
 from hftune.errors import ConfigError
 from hftune.run import main
+from hftune.scoring import score
 from tests.support.runs import Run, train_on
 
 ARCHITECTURES = ("prefix_lm", "encoder_decoder")
@@ -60,6 +61,20 @@ def test_generated_titles_and_their_scores_do_not_depend_on_processes(runs, name
     metrics = [run.result["metrics"] for run in (one, two)]
     assert metrics[0].pop("loss") == pytest.approx(metrics[1].pop("loss"), rel=1e-5)
     assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_model_evaluated_again_gives_the_metrics_of_the_run_bit_for_bit(runs, name):
+    run = runs[name, 1]
+    found = score(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model_last").metrics
+    assert found == run.result["metrics"]
+
+
+def test_model_is_evaluated_as_the_recipe_says_now(runs):
+    run = runs["prefix_lm", 1]
+    recipe = Recipe.load(run.folder / "recipe.yaml", "task.max_target_length=2", "task.max_eval_samples=5")
+    found = score(recipe, run.folder / "model_last").metrics
+    assert 0 < found["mean_length"] < run.result["metrics"]["mean_length"]
 
 
 def test_predictions_hold_the_titles_as_they_stand_in_the_data(runs):

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hftune import DataError, Task
 from hftune.data.demo import reviews
+from hftune.data.demo_digits import digits
 from hftune.tasks import SequenceClassification
 
 
@@ -26,6 +27,12 @@ from hftune.tasks import SequenceClassification
 def few_reviews(part: str) -> list[dict[str, Any]]:
     """100 and 37 of the demo's reviews, made once a process: making all of them takes longer than a small run."""
     return list(reviews(part, {"train": 100, "eval": 37}[part]))
+
+
+@functools.cache
+def few_digits(part: str) -> list[dict[str, Any]]:
+    """300 and 101 of the demo's digits."""
+    return list(digits(part, {"train": 300, "eval": 101}[part]))
 
 
 def no_reviews(part: str) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def test_version_is_printed(capsys):
 
 
 def test_nothing_to_answer(capsys, tmp_path):
-    assert refused(capsys, "predict", tmp_path) == "Nothing to answer: give --text or --text-file."
+    assert refused(capsys, "predict", tmp_path) == "Nothing to answer: give --text, --text-file or --input."
 
 
 def test_file_that_is_not_there_or_not_utf8(capsys, tmp_path):

@@ -58,9 +58,14 @@ MAY_IMPORT = {
     "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
     "launchers": {"training", "joining", "config", "resources", "errors"},
+    "answers": {"errors"},
+    "scoring": {
+        *("training", "joining", "inference", "evaluation", "strategies", "checkpoint", "agreement", "optim", "heartbeat"),
+        *("progress", "config", "sections", "errors"),
+    },
     "cli": {
-        *("doctor", "planning", "plan_text", "launchers", "inference", "ledger", "config", "data", "console", "resources"),
-        *("errors",),
+        *("doctor", "planning", "plan_text", "launchers", "inference", "scoring", "run", "ledger", "config", "data", "console"),
+        *("answers", "resources", "errors"),
     },
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},

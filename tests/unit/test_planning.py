@@ -74,12 +74,17 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     assert part.tokens == lengths[seen].sum() and part.work.micro_batches == sum(map(len, whole[:5]))
 
 
-def test_without_accumulation_one_process_has_no_gradients_before_the_pass():
-    batches = BatchPlan(64, 8, micro_batch_size=8)
-    assert [item.has_gradients for item in survey(batches, 8, num_processes=1).heaviest] == [False]
-    assert [item.has_gradients for item in survey(batches, 8, num_processes=2).heaviest] == [True]  # DDP's buckets
-    accumulating = survey(BatchPlan(64, 8, micro_batch_size=4), 8, num_processes=1).heaviest
-    assert sorted(item.has_gradients for item in accumulating) == [False, True]
+@pytest.mark.parametrize(
+    ("processes", "micro_batch_size", "gradients", "buckets"),
+    [(1, 16, "some", 0), (1, 4, "all", 0), (2, 8, "none", 1), (2, 4, "all", 1)],
+)
+def test_gradients_are_there_once_and_twice_where_ddp_accumulates(tmp_path, processes, micro_batch_size, gradients, buckets):
+    recipe = own(tmp_path, "tests.support.tasks.Trapped", batch_size=16, micro_batch_size=micro_batch_size)
+    memory, size = make_plan(recipe, processes).memory, 8 * (4 * 8 + 8 + 8 * 2 + 2)
+    assert memory.ddp_buckets_bytes == buckets * size
+    assert memory.gradients_bytes in {"none": [0], "some": range(size), "all": [size]}[gradients]
+    parts = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes + memory.activations_bytes
+    assert memory.peak_bytes == parts + memory.ddp_buckets_bytes
 
 
 @dataclass
@@ -170,8 +175,8 @@ def test_bf16_and_gradient_checkpointing_take_less_memory():
 def test_titles_are_planned(architecture):
     words = ("task.max_train_samples=40", "task.max_eval_samples=10", "task.model_config.block_size=16")
     plan = make_plan(Recipe.load("bigbird_demo", f"task.architecture={architecture}", *words), num_processes=2)
-    assert plan.unused_parameters == [] and plan.memory.in_ddp_buckets
-    assert plan.memory.gradients_bytes == 4 * plan.parameters
+    assert plan.unused_parameters == []
+    assert plan.memory.ddp_buckets_bytes == 4 * plan.parameters
 
 
 @dataclass
@@ -305,7 +310,8 @@ own on 2 machines x 1 process, as planned; nothing is trained.
 
   memory         N KiB on each process (cpu), in a micro-batch of 4 samples of at most 19 tokens
                    N KiB  weights
-                   N KiB  gradients, in DDP's buckets
+                   N KiB  gradients
+                   N KiB  DDP's buckets of gradients
                    N KiB  optimizer
                    N KiB  activations
                  and N KiB in the main process's host memory, from which checkpoints are written
@@ -329,5 +335,5 @@ def test_the_text_can_be_read(capsys, tmp_path):
 
 def without_sizes(text):
     """Sizes depend on torch's version, and with them bars and columns."""
-    text = re.sub(r"[\d.]+ KiB", "N KiB", text)
+    text = re.sub(r"[\d.]+ (Ki)?B\b", "N KiB", text)
     return [re.sub(r"[ █]{2,}", "  ", line) if "N KiB" in line else line for line in text.splitlines()]

@@ -1,0 +1,246 @@
+"""Digits from the command line to a model that reads them, and the promises of the house with augmentation and dropout on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import hftune
+from hftune import Recipe, cli, train
+from hftune.data.demo_digits import digits
+from hftune.ledger import audit
+from tests.support.runs import Run, environment, train_on
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "task.dataset=tests.support.tasks:few_digits",
+    "task.augmentation={shift: 2, rotate: 10}",
+    *("train.batch_size=40", "train.micro_batch_size=8", "train.epochs=2", "train.log_every=1", "checkpoint.every=3"),
+    "eval.batch_size=7",
+)
+"""300 digits in batches of 40: seven whole steps and a last one of 20, an epoch; 101 to evaluate on."""
+STILL = ("train.lr=1e-12", "train.max_steps=1")
+JOBS = {
+    1: {
+        "digits": SMALL,
+        "workers": (*SMALL, "train.num_workers=2"),
+        "stopped": SMALL,
+        "moved": (*SMALL, *STILL),
+        "unmoved": (*SMALL, *STILL, "task.augmentation=null"),
+    },
+    2: {"digits": SMALL},
+    3: {"digits": SMALL},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    found = {}
+    for size, jobs in JOBS.items():
+        stopped = folder / f"stopped-on-{size}"
+        again = {"resumed": (*jobs["stopped"], f"output_dir={stopped}")} if "stopped" in jobs else {}
+        done = train_on(size, {**jobs, **again}, folder, "mnist_demo", stops={"stopped": (5, 0)})
+        found |= {(name, size): run for name, run in done.items()}
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_losses_do_not_depend_on_processes_with_dropout_and_augmentation_on(runs, size):
+    expected = runs["digits", 1].logged("train/loss")
+    assert len(expected) == 16 and expected[-1] < expected[0]
+    assert runs["digits", size].logged("train/loss") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_evaluation_counts_every_digit_once_on_any_number_of_processes(runs, size):
+    one, many = runs["digits", 1], runs["digits", size]
+    metrics, expected = many.result["metrics"], one.result["metrics"]
+    assert sum(map(sum, metrics["confusion_matrix"])) == 101 == len(many.predictions)
+    assert metrics.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-5)
+    assert metrics == expected
+    assert [row["label"] for row in many.predictions] == [row["label"] for row in digits("eval", 101)]
+    assert [row["prediction"] for row in many.predictions] == [row["prediction"] for row in one.predictions]
+
+
+def test_loading_in_workers_changes_nothing(runs):
+    assert runs["workers", 1].logged("train/loss") == runs["digits", 1].logged("train/loss")
+
+
+def test_run_that_was_stopped_in_mid_epoch_ends_bit_equal_with_augmentation_on(runs):
+    resumed, expected = runs["resumed", 1], runs["digits", 1]
+    one, two = (load_file(run.folder / "model_last" / "model.safetensors") for run in (resumed, expected))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert resumed.logged("train/loss") == expected.logged("train/loss")
+    found = audit(resumed.folder)
+    assert (found.problems, [start["after_step"] for start in found.starts]) == ([], [0, 6])
+
+
+def test_augmentation_moves_training_images_and_no_others(runs):
+    moved, unmoved = runs["moved", 1], runs["unmoved", 1]
+    assert moved.logged("train/loss") != pytest.approx(unmoved.logged("train/loss"), rel=1e-4)
+    assert moved.logged("eval/loss") == pytest.approx(unmoved.logged("eval/loss"), rel=1e-6)
+
+
+def test_demo_learns_its_digits(tmp_path):
+    """The demo's own command, on two processes."""
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
+    command = [*launch, "-m", "hftune.run", "recipe=mnist_demo", f"output_dir={tmp_path}/out"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert Run(tmp_path / "out").result["metrics"]["accuracy"] > 0.95
+    rows = list(digits("eval", 30))
+    told = hftune.load_model(tmp_path / "out", device="cpu").predict([row["image"] for row in rows])
+    assert sum(answer["label"] == str(row["label"]) for row, answer in zip(rows, told, strict=True)) >= 27
+
+
+# Evaluating again
+
+
+def evaluated(folder, capsys, *words):
+    """Run ``hftune evaluate`` in this process and return what it writes."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    output = folder.with_suffix(".json")
+    assert cli.main(["evaluate", f"recipe={folder}/recipe.yaml", *words, "--output", str(output)]) == 0
+    said = capsys.readouterr()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it wrote into the run's folder"
+    return json.loads(output.read_text()), said.out
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def lines(run):
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics_at(run, step):
+    """What the run itself logged of its evaluation after a step."""
+    (line,) = [line for line in lines(run) if line["step"] == step and "eval/loss" in line]
+    return {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
+
+
+def test_model_evaluated_again_gives_the_metrics_of_its_run_bit_for_bit(runs, capsys, on_cpu):
+    run = runs["digits", 1]
+    found, said = evaluated(run.folder, capsys)
+    assert found == {
+        "metrics": metrics_at(run, run.result["best"]["step"]),
+        "model": f"{run.folder}/model",
+        "num_samples": 101,
+        "world_size": 1,
+    }
+    assert [line.split()[0] for line in said.splitlines()] == ["loss", "accuracy", "samples", "model"]
+
+
+@pytest.mark.parametrize("step", [8, 16])
+def test_checkpoint_evaluated_again_gives_the_metrics_of_its_step(runs, capsys, on_cpu, step):
+    folder = runs["digits", 1].folder
+    checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+    found, _ = evaluated(folder, capsys, "--checkpoint", str(checkpoint))
+    assert (found["metrics"], found["model"]) == (metrics_at(runs["digits", 1], step), str(checkpoint))
+
+
+def test_two_processes_evaluate_to_the_same_metrics_and_print_them_once(runs, tmp_path):
+    run = runs["digits", 1]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hftune.cli", "evaluate"]
+    words = [f"recipe={run.folder}/recipe.yaml", "eval.batch_size=9", "--output", str(tmp_path / "out.json")]
+    done = subprocess.run([sys.executable, *command, *words], env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found, expected = json.loads((tmp_path / "out.json").read_text()), metrics_at(run, run.result["best"]["step"])
+    assert found["world_size"] == 2 and found["metrics"].pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-6)
+    assert found["metrics"] == expected
+    assert done.stdout.count("accuracy") == 1
+
+
+def test_other_data_are_evaluated_where_a_key_says_so(runs, capsys, on_cpu):
+    found, _ = evaluated(runs["digits", 1].folder, capsys, "task.max_eval_samples=40")
+    assert found["num_samples"] == 40 == sum(map(sum, found["metrics"]["confusion_matrix"]))
+
+
+def refused(capsys, *words):
+    assert cli.main(["evaluate", *map(str, words)]) == 2
+    return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
+
+
+def test_what_cannot_be_evaluated_is_refused(runs, capsys, on_cpu, tmp_path):
+    folder = runs["digits", 1].folder
+    recipe, checkpoint = f"recipe={folder}/recipe.yaml", folder / "checkpoints" / "step_00000016"
+    assert refused(capsys, "recipe=mnist_demo", f"output_dir={tmp_path}/none") == (
+        f"{tmp_path}/none/model: there is no model yet. Its run's first evaluation writes it; or name a --checkpoint."
+    )
+    assert refused(capsys, recipe, "--checkpoint", folder / "checkpoints" / "step_17") == (
+        f"--checkpoint {folder}/checkpoints/step_17: there is no such folder. Name one such as checkpoints/step_00000500 of a run."
+    )
+    assert refused(capsys, recipe, "--checkpoint", folder) == (
+        f"--checkpoint {folder} is no checkpoint that can be read: manifest.json is missing."
+    )
+    assert refused(capsys, recipe, "task.width=2", "--checkpoint", checkpoint) == (
+        f"--checkpoint {checkpoint} is of another model: conv1.bias is (10,) there and (20,) here."
+    )
+    assert refused(capsys, recipe, "task.max_train_samples=100", "--checkpoint", checkpoint) == (
+        f"--checkpoint {checkpoint} was trained on another train data. Give the recipe of its run."
+    )
+    assert refused(capsys, recipe, "task.widht=2") == "task.widht is not a key of a recipe. Did you mean 'task.width'?"
+
+
+# Answering
+
+
+def test_predict_names_each_file_of_a_folder_with_label_and_probability(runs, capsys, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    for place, row in enumerate(digits("eval", 3)):
+        row["image"].save(images / f"{place}.png")
+    folder = runs["digits", 1].folder
+    assert cli.main(["predict", str(folder), "--input", str(images), "--batch-size", "2"]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == [f"{images}/{place}.png" for place in range(3)]
+    assert all(row[1] in "0123456789" and 0.1 <= float(row[2]) <= 1 for row in rows)
+    assert cli.main(["predict", str(folder), "--json", "--input", f"{images}/0.png", f"{images}/1.png"]) == 0
+    assert [list(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [["input", "label", "probability"]] * 2
+
+
+def test_predict_gives_the_predictions_of_the_evaluation(runs):
+    rows = list(digits("eval", 101))
+    told = hftune.load_model(runs["digits", 1].folder / "model_last", device="cpu").predict(
+        [np.asarray(row["image"]) for row in rows]
+    )
+    assert [int(answer["label"]) for answer in told] == [row["prediction"] for row in runs["digits", 1].predictions]
+
+
+def test_input_that_cannot_be_answered_is_named(runs, capsys, tmp_path):
+    folder = str(runs["digits", 1].folder)
+
+    def said(*inputs):
+        assert cli.main(["predict", folder, "--input", *map(str, inputs)]) == 2
+        return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
+
+    assert said(tmp_path / "none") == f"--input {tmp_path}/none: there is no such file or folder."
+    (tmp_path / "empty").mkdir()
+    assert said(tmp_path / "empty") == f"--input {tmp_path}/empty is an empty folder."
+    (tmp_path / "notes.txt").write_text("no image")
+    assert said(tmp_path / "notes.txt") == f"Input 0 ({tmp_path}/notes.txt) is no image that can be read."
+    Image.new("L", (20, 10)).save(tmp_path / "wide.png")
+    assert said(tmp_path / "wide.png") == (
+        f"Input 0 ({tmp_path}/wide.png) is 20 x 10 pixels, and task.image_size=28. Give all images that size; or set "
+        "task.resize=true, which scales the shorter side to it and cuts the longer one."
+    )
+
+
+def test_shared_mnist_trains_from_its_own_files(tmp_path):
+    folder = Path(os.environ.get("HFTUNE_TEST_DATA", ROOT.parent / "shared" / "data")) / "mnist"
+    if not folder.is_dir():
+        pytest.skip("MNIST is not on this machine (set HFTUNE_TEST_DATA to the folder that holds mnist/)")
+    words = ["task.dataset=idx", f"task.data_dir={folder}", "task.max_eval_samples=2000", "train.max_steps=60"]
+    made = Run(train(Recipe.load("mnist_best", *words, f"output_dir={tmp_path}/out")).output_dir)
+    assert made.result["metrics"]["accuracy"] > 0.8

@@ -1,0 +1,444 @@
+"""Images: the network, the draws of augmentation, what is read from which source, and what is said of images that are none."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hftune import ConfigError, DataError, Recipe
+from hftune.augmentation import Augmented, augmented
+from hftune.data.demo_digits import NUM_DIGITS, digits
+from hftune.data.images import move
+from hftune.models.convnet import SMALLEST_IMAGE, ConvNet
+from hftune.tasks import ImageClassification
+from tests.support.tasks import Tagging
+
+NAMES = [str(number) for number in range(10)]
+IMAGES = np.random.RandomState(0).randint(0, 256, (12, 28, 28)).astype(np.uint8)
+LABELS = np.arange(12, dtype=np.uint8) % 10
+
+
+def idx_bytes(values: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+
+
+def write_idx(folder: Path, images: np.ndarray = IMAGES, labels: np.ndarray = LABELS, ending: str = "") -> Path:
+    """Write four idx files; both splits are the same."""
+    folder.mkdir(exist_ok=True)
+    for prefix in ("train", "t10k"):
+        for name, values in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
+            raw = idx_bytes(values)
+            (folder / f"{prefix}-{name}{ending}").write_bytes(gzip.compress(raw) if ending else raw)
+    return folder
+
+
+def of_idx(folder: Path, **fields: Any) -> ImageClassification:
+    return ImageClassification(**{"dataset": "idx", "data_dir": str(folder), "label_names": NAMES, **fields})
+
+
+def write_folder(folder: Path, size: tuple[int, int] = (28, 28), mode: str = "L") -> Path:
+    """Write a folder of images as imagefolder wants it: three classes, two images each, train and test."""
+    for split in ("train", "test"):
+        for number, name in enumerate(("cat", "dog", "emu")):
+            (folder / split / name).mkdir(parents=True)
+            for index in range(2):
+                image = Image.fromarray(IMAGES[number * 2 + index]).resize(size).convert(mode)
+                image.save(folder / split / name / f"{index}.png")
+    return folder
+
+
+def of_folder(folder: Path, **fields: Any) -> ImageClassification:
+    return ImageClassification(**{"dataset": "imagefolder", "data_dir": str(folder), **fields})
+
+
+def refused(task: ImageClassification) -> str:
+    assert task.problems() == []
+    with pytest.raises(DataError) as caught:
+        task.datasets()
+    return str(caught.value)
+
+
+# The network
+
+
+def test_network_has_the_published_number_of_parameters():
+    model = ConvNet()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 21_840
+    assert [tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1] == [
+        (10, 1, 5, 5),
+        (20, 10, 5, 5),
+        (50, 320),
+        (10, 50),
+    ]
+
+
+@pytest.mark.parametrize("size", [SMALLEST_IMAGE, 28, 29, 32])
+def test_network_takes_images_of_its_size_in_grey_and_colour(size):
+    for channels in (1, 3):
+        model = ConvNet(image_size=size, in_channels=channels, num_classes=7, width=2)
+        assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
+
+
+def test_smallest_image_is_the_one_that_the_task_accepts():
+    said = ImageClassification(image_size=SMALLEST_IMAGE - 1).problems()
+    assert said == [f"task.image_size={SMALLEST_IMAGE - 1} must be at least {SMALLEST_IMAGE}."]
+    too_small = SMALLEST_IMAGE - 1
+    assert ((too_small - 4) // 2 - 4) // 2 == 0  # nothing would be left of it
+
+
+# Augmentation
+
+
+def test_shift_by_whole_pixels_moves_and_leaves_black_behind():
+    image = IMAGES[0][..., None]
+    moved = move(image, 0.0, 2, 1)
+    assert (moved[1:, 2:] == image[:-1, :-2]).all() and not moved[:1].any() and not moved[:, :2].any()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_turn_is_counter_clockwise_about_the_middle(channels):
+    image = np.stack([IMAGES[0]] * channels, axis=-1)
+    inner = (slice(1, -1), slice(1, -1))  # at the rim, rounding decides whether black comes in
+    assert np.abs(move(image, 90.0, 0, 0)[inner].astype(int) - np.rot90(image)[inner]).max() <= 1
+    assert (move(image, 0.0, 0, 0) == image).all()
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory) -> tuple[ImageClassification, Any]:
+    task = of_idx(write_idx(tmp_path_factory.mktemp("idx")), augmentation={"shift": 2, "rotate": 10})
+    return task, task.datasets()["train"]
+
+
+def test_sample_depends_on_seed_and_epoch_and_not_on_what_was_loaded_before(moving):
+    task, data = moving
+    first = Augmented(data, task, seed=1, epoch=0)
+    images = [first[place]["image"] for place in range(len(data))]
+    backwards = [first[place]["image"] for place in reversed(range(len(data)))]
+    together = pickle.loads(pickle.dumps(first)).__getitems__(list(range(len(data))))
+    for place, image in enumerate(images):
+        assert (image == backwards[-1 - place]).all() and (image == together[place]["image"]).all()
+        assert together[place]["label"] == data[place]["label"]
+    for other in (Augmented(data, task, seed=2, epoch=0), Augmented(data, task, seed=1, epoch=1)):
+        assert all((image != other[place]["image"]).any() for place, image in enumerate(images))
+
+
+def test_draw_is_the_frozen_stream_of_seed_epoch_and_sample(moving):
+    task, data = moving
+    expected = task.augment(data[5], np.random.RandomState([1, 3, 5]))
+    assert (Augmented(data, task, seed=1, epoch=3)[5]["image"] == expected["image"]).all()
+
+
+def test_data_set_itself_is_never_changed(moving):
+    task, data = moving
+    Augmented(data, task, seed=1, epoch=0).__getitems__([0, 1])
+    assert (data.pixels_NHWC[..., 0] == IMAGES).all()
+
+
+def test_task_that_varies_nothing_gets_its_own_data_set_back():
+    rows = [1, 2, 3]
+    for task in (Tagging(), ImageClassification(), ImageClassification(augmentation={})):
+        assert augmented(rows, task, 0, 0) is rows
+    assert isinstance(augmented(rows, ImageClassification(augmentation={"shift": 2}), 0, 0), Augmented)
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "message"),
+    [
+        ({"shft": 2}, "task.augmentation.shft is not a key of a recipe. Keys: shift, rotate. Did you mean 'shift'?"),
+        ({"shift": -1}, "task.augmentation.shift=-1 must be a number from 0 to 28."),
+        ({"shift": 29}, "task.augmentation.shift=29 must be a number from 0 to 28."),
+        ({"rotate": "far"}, "task.augmentation.rotate='far' must be a number from 0 to 180."),
+    ],
+)
+def test_wrong_augmentation_is_refused(augmentation, message):
+    assert ImageClassification(augmentation=augmentation).problems() == [message]
+
+
+# Where images come from
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_idx_files_are_read_compressed_or_not(tmp_path, ending):
+    task = of_idx(write_idx(tmp_path, ending=ending))
+    data = task.datasets()["eval"]
+    assert [sample["label"] for sample in data] == LABELS.tolist()
+    batch = task.collate([data[3], data[7]])
+    assert batch["image"].shape == (2, 1, 28, 28) and batch["labels"].tolist() == [3, 7]
+    expected = (torch.from_numpy(IMAGES[[3, 7]]).float() / 255 - 0.1307) / 0.3081
+    torch.testing.assert_close(batch["image"][:, 0], expected)
+
+
+def test_idx_files_with_a_dot_in_their_names_and_the_train_split_for_evaluation(tmp_path):
+    write_idx(tmp_path)
+    for path in list(tmp_path.iterdir()):
+        path.rename(path.with_name(path.name.replace("-idx", ".idx")))
+    task = of_idx(tmp_path, eval_split="train", max_eval_samples=5)
+    assert task.problems() == [] and len(task.datasets()["eval"]) == 5
+
+
+def test_folder_of_images_gives_its_folders_as_classes(tmp_path):
+    task = of_folder(write_folder(tmp_path))
+    data = task.datasets()
+    assert task.labels == ["cat", "dog", "emu"] and [sample["label"] for sample in data["eval"]] == [0, 0, 1, 1, 2, 2]
+    assert all((sample["image"][..., 0] == IMAGES[place]).all() for place, sample in enumerate(data["train"]))
+
+
+def test_colour_is_kept_where_mean_has_three_numbers(tmp_path):
+    fields = {"mean": [0.5, 0.4, 0.3], "std": [1.0, 1.0, 1.0]}
+    task = of_folder(write_folder(tmp_path, mode="RGB"), **fields)
+    batch = task.collate([task.datasets()["train"][0]])
+    assert batch["image"].shape == (1, 3, 28, 28)
+    torch.testing.assert_close(
+        batch["image"][0, :, 0, 0], torch.full((3,), IMAGES[0][0, 0] / 255) - torch.tensor(fields["mean"])
+    )
+    assert task.build_model()(**task.inputs(batch)).shape == (1, 3)
+
+
+def test_images_of_another_size_are_scaled_and_cut_where_asked(tmp_path):
+    task = of_folder(write_folder(tmp_path, size=(56, 28)), resize=True)
+    assert task.datasets()["train"][0]["image"].shape == (28, 28, 1)
+
+
+def test_idx_images_of_another_size_are_scaled_where_asked(tmp_path):
+    task = of_idx(write_idx(tmp_path, images=np.repeat(np.repeat(IMAGES, 2, axis=1), 2, axis=2)), resize=True)
+    found = np.stack([sample["image"][..., 0] for sample in task.datasets()["train"]]).astype(float)
+    assert found.shape == (12, 28, 28) and np.abs(found - IMAGES).mean() < 40  # noise, blurred by scaling
+
+
+def test_demo_digits_are_the_same_each_time_and_not_the_same_in_both_parts():
+    first, again = (list(digits("train", 40)) for _ in range(2))
+    assert [np.asarray(row["image"]).tolist() for row in first] == [np.asarray(row["image"]).tolist() for row in again]
+    assert {row["label"] for row in first} == set(range(10)) and set(NUM_DIGITS) == {"train", "eval"}
+    others = {np.asarray(row["image"]).tobytes() for row in digits("eval", 40)}
+    assert not {np.asarray(row["image"]).tobytes() for row in first} & others
+
+
+def test_demo_function_and_its_cached_pixels_give_the_digits_as_drawn():
+    drawn = list(digits("eval", 101))
+    for _ in range(2):  # the second time from the file
+        task = ImageClassification(dataset="tests.support.tasks:few_digits", label_names=NAMES)
+        data = task.datasets()["eval"]
+        assert [sample["label"] for sample in data] == [row["label"] for row in drawn]
+        assert all((sample["image"][..., 0] == np.asarray(row["image"])).all() for sample, row in zip(data, drawn, strict=True))
+
+
+# What is refused before anything is loaded
+
+
+def problems(**fields: Any) -> list[str]:
+    return ImageClassification(**fields).problems()
+
+
+def test_missing_folders_and_files_are_named(tmp_path):
+    assert problems(dataset="idx") == ["task.dataset=idx reads a folder: set task.data_dir=..."]
+    (tmp_path / "mnist").mkdir()
+    assert problems(dataset="idx", data_dir=f"{tmp_path}/mnst") == [
+        f"task.data_dir={tmp_path}/mnst: there is no such folder. Did you mean {tmp_path}/mnist?"
+    ]
+    write_idx(tmp_path / "mnist")
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()
+    assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist") == [
+        f"task.data_dir={tmp_path}/mnist holds no t10k-labels-idx1-ubyte, with .gz or without."
+    ]
+    assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist", eval_split="validation") == [
+        "task.eval_split=validation: idx files have the splits train and test."
+    ]
+    assert problems(dataset="mnist", data_dir=str(tmp_path)) == [
+        f"task.data_dir={tmp_path} is for task.dataset=idx and imagefolder, not for mnist."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dropout": 1.0}, "task.dropout=1.0 must lie in [0, 1)."),
+        ({"width": 0}, "task.width=0 must be at least 1."),
+        (
+            {"mean": [0.1, 0.2]},
+            "task.mean=[0.1, 0.2] and task.std=[0.3081] must both hold one number, for grey, or three, for colour.",
+        ),
+        ({"std": [0.0]}, "task.std=[0.0] must be above 0."),
+    ],
+)
+def test_values_out_of_bounds_are_refused(fields, message):
+    assert problems(**fields) == [message]
+
+
+def test_hub_that_cannot_be_reached_says_what_to_name_instead():
+    said = refused(ImageClassification(dataset="nobody/nothing"))
+    assert said.startswith("task.dataset=nobody/nothing cannot be loaded: ")
+    assert said.endswith(
+        " Without the Hub, name files: task.dataset=imagefolder task.data_dir=FOLDER, task.dataset=idx task.data_dir=FOLDER, or "
+        "task.dataset=parquet task.data_files.train=... task.data_files.eval=...."
+    )
+
+
+# What is refused in the data
+
+
+def test_broken_idx_files_are_refused(tmp_path):
+    path = write_idx(tmp_path) / "train-images-idx3-ubyte"
+    whole = path.read_bytes()
+    for raw, message in {
+        whole[:-5]: f"{path} is truncated: its header announces 9,408 bytes, and 9,403 follow.",
+        whole + b"x": f"{path} is too long: its header announces 9,408 bytes, and 9,409 follow.",
+        whole[:9]: f"{path} is truncated: it ends within its first 16 bytes.",
+        idx_bytes(LABELS): f"{path} begins with 00 00 08 01 and not with 00 00 08 03: it is no idx file of images.",
+        b"": f"{path} begins with nothing and not with 00 00 08 03: it is no idx file of images.",
+    }.items():
+        path.write_bytes(raw)
+        assert refused(of_idx(tmp_path)) == message
+
+
+def test_broken_compressed_idx_files_are_refused(tmp_path):
+    path = write_idx(tmp_path, ending=".gz") / "t10k-labels-idx1-ubyte.gz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-12])
+    assert refused(of_idx(tmp_path)) == (
+        f"{path} is truncated or broken: Compressed file ended before the end-of-stream marker was reached. Download it again."
+    )
+    path.write_bytes(b"<html>not found</html>")
+    assert refused(of_idx(tmp_path)) == f"{path} cannot be read: Not a gzipped file (b'<h')."
+
+
+def test_images_and_labels_of_different_counts_are_refused(tmp_path):
+    write_idx(tmp_path, labels=LABELS[:-1])
+    assert refused(of_idx(tmp_path)) == (
+        f"{tmp_path}/train-images-idx3-ubyte holds 12 images, but {tmp_path}/train-labels-idx1-ubyte holds 11 labels."
+    )
+
+
+def test_label_out_of_range_names_its_row(tmp_path):
+    labels = LABELS.copy()
+    labels[7] = 11
+    write_idx(tmp_path, labels=labels)
+    assert refused(of_idx(tmp_path)) == (
+        "Row 7 of the train split has the label 11; there are 10 labels, 0 to 9 (0, 1, 2, 3, 4, 5, 6, 7, 8, 9). "
+        "Correct the row, or set task.label_names."
+    )
+
+
+def test_images_of_another_size_are_refused_by_name(tmp_path):
+    way_out = (
+        "and task.image_size=28. Give all images that size; or set task.resize=true, which scales the shorter side to it and "
+        "cuts the longer one."
+    )
+    write_idx(tmp_path / "idx", images=IMAGES[:, 4:, :])
+    assert refused(of_idx(tmp_path / "idx")) == f"{tmp_path}/idx/train-images-idx3-ubyte: image 0 is 28 x 24 pixels, {way_out}"
+    folder = write_folder(tmp_path / "images")
+    path = folder / "test" / "dog" / "1.png"
+    Image.new("L", (30, 28)).save(path)
+    assert refused(of_folder(folder)) == f"Row 3 of the eval split ({path}) is 30 x 28 pixels, {way_out}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"no image", "is no image that can be read."),
+        (None, "cannot be read: image file is truncated (2 bytes not processed)."),
+    ],
+)
+def test_file_that_is_no_image_is_named(tmp_path, content, reason):
+    folder = write_folder(tmp_path)
+    path = folder / "train" / "emu" / "0.png"
+    path.write_bytes(content if content is not None else path.read_bytes()[:500])
+    said = refused(of_folder(folder))
+    assert said.startswith(f"Row 4 of the train split ({path}) ")
+    assert said == f"Row 4 of the train split ({path}) {reason}" if content else "truncated" in said
+
+
+def test_colours_transparency_and_deep_pixels_are_refused(tmp_path):
+    folder = write_folder(tmp_path)
+    path = folder / "train" / "cat" / "1.png"
+    said = f"Row 1 of the train split ({path}) "
+    for image, reason in [
+        (
+            Image.new("RGB", (28, 28), (1, 2, 3)),
+            "is in colour, and task.mean has one number, for grey. Give task.mean and task.std three.",
+        ),
+        (Image.new("RGBA", (28, 28), (1, 1, 1, 5)), "has transparent parts. Put it on a background."),
+        (Image.new("I;16", (28, 28)), "has pixels of more than 8 bits (Pillow's mode I;16). Convert it."),
+    ]:
+        image.save(path)
+        assert refused(of_folder(folder)) == said + reason
+    Image.fromarray(IMAGES[1]).convert("RGBA").save(path)  # grey all the same
+    assert (of_folder(folder).datasets()["train"][1]["image"][..., 0] == IMAGES[1]).all()
+
+
+def test_column_that_holds_no_images_is_refused(tmp_path):
+    fields = {"dataset": "tests.support.tasks:few_digits", "label_names": NAMES}
+    assert refused(ImageClassification(**fields, image_column="label")) == (
+        "Column 'label' of the train split holds int64, not images."
+    )
+    assert refused(ImageClassification(**fields, image_column="img")) == (
+        "task.image_column=img is not a column of the train split. It has: image, label. Did you mean 'image'?"
+    )
+
+
+def test_split_that_a_folder_lacks_is_refused(tmp_path):
+    folder = write_folder(tmp_path)
+    said = refused(of_folder(folder, eval_split="validation"))
+    assert (
+        said == f"""task.data_dir={folder} cannot be loaded: Unknown split "validation". Should be one of ['train', 'test']."""
+    )
+
+
+# What a model answers
+
+
+@pytest.fixture
+def finished(tmp_path) -> tuple[ImageClassification, Path]:
+    """A task that has read its recipe and the folder that another one saved, and no data."""
+    trained = of_folder(write_folder(tmp_path / "images"))
+    (tmp_path / "model").mkdir()
+    torch.manual_seed(0)
+    trained.save(trained.build_model(), tmp_path / "model")
+    return of_folder(tmp_path / "images"), tmp_path / "model"
+
+
+def test_model_answers_paths_images_and_arrays_alike_with_the_names_that_were_saved(finished, tmp_path):
+    task, folder = finished
+    model = task.load(folder).eval()
+    path = tmp_path / "images" / "test" / "dog" / "0.png"
+    rows = task.answer(model, [path, str(path), Image.open(path), IMAGES[2]])
+    assert rows[0]["label"] in ("cat", "dog", "emu") and 1 / 3 <= rows[0]["probability"] <= 1
+    assert rows[0] == rows[1] == rows[2] == rows[3]
+    assert "_sources" not in vars(task)  # no data was loaded for it
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("nowhere.png", "Input 0 (nowhere.png): there is no such file."),
+        (3, "Input 0 is a int, not a path, a Pillow image or an array."),
+        (np.zeros((28, 28)), "Input 0 is an array (28, 28) of float64, not (H, W) or (H, W, 3) of uint8."),
+    ],
+)
+def test_what_is_no_image_is_not_answered(finished, value, message):
+    task, folder = finished
+    with pytest.raises(DataError) as caught:
+        task.answer(task.load(folder), [value])
+    assert str(caught.value) == message
+
+
+def test_export_of_another_network_is_refused(finished):
+    _, folder = finished
+    with pytest.raises(ConfigError) as caught:
+        ImageClassification(width=2).load(folder)
+    assert str(caught.value) == f"{folder} is of a network with task.width=1, and the recipe has task.width=2."
+
+
+def test_shipped_recipes_are_those_of_the_same_task():
+    plain, best = Recipe.load("mnist"), Recipe.load("mnist_best")
+    assert (plain.train.optimizer, plain.train.lr, plain.train.momentum, plain.train.batch_size) == ("sgd", 1e-3, 0.5, 100)
+    assert (plain.train.epochs, plain.train.schedule, plain.train.clip_norm) == (3, "constant", None)
+    assert sum(parameter.numel() for parameter in plain.task.build_model().parameters()) == 21_840
+    assert type(best.task) is type(plain.task) and best.task.augmentation
