@@ -2,8 +2,8 @@
 
     python benchmarks/restoration_flowers.py FOLDER [--output_dir outputs/flowers] [section.key=value ...]
 
-FOLDER has train/ and test/ with whole RGB images. The damage is that of the recipe's evaluation. OpenCV's columns appear where it
-is installed (pip install opencv-python-headless). A second call goes on where the first was stopped, or only measures.
+FOLDER has train/ and test/ with whole RGB images. The damage is that of the recipe's evaluation. OpenCV's two ways appear
+where it is installed (pip install opencv-python-headless). A second call goes on where the first was stopped, or only measures.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def predict(options: argparse.Namespace) -> int:
 
 
 def image_inputs(inputs: list[Path], masks: Path | None) -> list[Any]:
-    """Return image files; or pairs of image and mask, together by name: with ``masks``, or of folders that hold image/ and mask/.
+    """Return image files; or pairs of image and mask by name: with ``masks``, or from folders that hold image/ and mask/.
 
     Raises:
         ConfigError: there is no such path, or the folder is empty. DataError: an image or a mask has no partner.

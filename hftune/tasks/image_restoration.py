@@ -216,7 +216,9 @@ class ImageRestoration(Task):
         said = [f"Training on {crops}; evaluation on whole images{padded}."]
         for part, pictures in datasets.items():
             if pictures.num_converted:
-                said.append(f"{pictures.num_converted} images of the {part} split are grey, transparent or the like: made RGB.")
+                said.append(
+                    f"Grey, transparent or the like, and made RGB: {pictures.num_converted} of the {part} split's images."
+                )
         return said
 
     def _network(self) -> dict[str, Any]:
