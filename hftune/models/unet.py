@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import avg_pool2d, interpolate, pad, silu
 
 from hftune.errors import ConfigError
 
@@ -35,11 +35,32 @@ class Block(nn.Module):
         return self.direct(x_NCHW) + self.conv2(silu(self.norm2(h_NCHW)))
 
 
+def from_around(image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:
+    """Return images whose masked pixels have, smoothly, the colours around the mask. Nothing is learned.
+
+    Halves the image, counting only what is whole, until all is: a hole gets the colours of the finest image that has any there.
+    Source: "pull-push" of Gortler, Grzeszczuk, Szeliski, Cohen 1996, "The Lumigraph".
+    """
+    with torch.no_grad():
+        return _pull_push(image_N3HW, 1 - mask_N1HW)
+
+
+def _pull_push(image_N3HW: Tensor, whole_N1HW: Tensor) -> Tensor:
+    if max(image_N3HW.shape[2:]) == 1:
+        return image_N3HW
+    share_N1HW = avg_pool2d(whole_N1HW, 2, ceil_mode=True)
+    sum_N3HW = avg_pool2d(image_N3HW * whole_N1HW, 2, ceil_mode=True)
+    coarse_N3HW = _pull_push(sum_N3HW / share_N1HW.clamp(min=1e-6), (share_N1HW > 0).to(share_N1HW.dtype))
+    pushed_N3HW = interpolate(coarse_N3HW, size=image_N3HW.shape[2:], mode="bilinear", align_corners=False)
+    return torch.where(whole_N1HW > 0, image_N3HW, pushed_N3HW)
+
+
 class UNet(nn.Module):
-    """Image and mask in, the repaired image out: what is learned is the difference to the damaged image.
+    """Image and mask in, the repaired image out: what is learned is the difference to the damaged image, its holes filled from
+    around them.
 
     It is learned twice, for the inside and for the outside of the mask, because there it is large and here next to nothing: a
-    network that has to tell them apart by itself spends its first hundreds of steps on that.
+    network that has to tell them apart, and to find the colours around by itself, spends its first thousands of steps on that.
     Source: Ronneberger, Fischer, Brox 2015, "U-Net", with residual blocks, and strided convolutions to go down.
 
     Args:
@@ -52,20 +73,21 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(depth + 1)]
         self.multiple = 2**depth
         """Height and width must be multiples of it."""
-        self.first = nn.Conv2d(4, width, kernel_size=3, padding=1)
+        self.first = nn.Conv2d(7, width, kernel_size=3, padding=1)
         self.down = nn.ModuleList(Block(n, n) for n in widths[:-1])
         self.shrink = nn.ModuleList(nn.Conv2d(n, 2 * n, kernel_size=3, stride=2, padding=1) for n in widths[:-1])
         self.middle = Block(widths[-1], widths[-1])
         self.grow = nn.ModuleList(nn.Conv2d(2 * n, n, kernel_size=1) for n in reversed(widths[:-1]))
         self.up = nn.ModuleList(Block(2 * n, n) for n in reversed(widths[:-1]))
         self.last = nn.Conv2d(width, 6, kernel_size=3, padding=1)
-        nn.init.zeros_(self.last.weight)  # training begins at the damaged image itself
+        nn.init.zeros_(self.last.weight)  # training begins at the filled image
         nn.init.zeros_(self.last.bias)
 
     def forward(self, image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:
         """Return images (N, 3, H, W)."""
+        filled_N3HW = from_around(image_N3HW, mask_N1HW)
         # From [-1, 1], around 0, as the convolutions' weights are drawn for.
-        x_NCHW = self.first(torch.cat([2 * image_N3HW - 1, mask_N1HW], dim=1))
+        x_NCHW = self.first(torch.cat([2 * image_N3HW - 1, 2 * filled_N3HW - 1, mask_N1HW], dim=1))
         kept = []
         for block, shrink in zip(self.down, self.shrink, strict=True):
             kept.append(block(x_NCHW))
@@ -75,7 +97,7 @@ class UNet(nn.Module):
             wide_NCHW = grow(x_NCHW).repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
             x_NCHW = block(torch.cat([wide_NCHW, kept.pop()], dim=1))
         inside_N3HW, outside_N3HW = self.last(silu(x_NCHW)).chunk(2, dim=1)
-        return image_N3HW + torch.where(mask_N1HW > 0, inside_N3HW, outside_N3HW)
+        return filled_N3HW + torch.where(mask_N1HW > 0, inside_N3HW, outside_N3HW)
 
 
 class AnySize(nn.Module):
