@@ -107,7 +107,7 @@ class Heartbeat:
         self.progress, self.dead_after_s, self.stall_after_s = progress, dead_after_s, stall_after_s
         self.here = Whereabouts.from_environment()
         self.closers: list[Callable[[], None]] = []
-        """What is still to be done where one of many processes fails, before the last word."""
+        """What is still to be done where a process fails, before the last word."""
         self._closing = threading.Thread(target=self._close, name="hftune _close", daemon=True)
         self._lock = threading.Lock()
         self._connection: Any = None
@@ -174,9 +174,9 @@ class Heartbeat:
             if is_failure:
                 self._fail(error)
         finally:
+            if error is not None:
+                self.close_all()
             if self._watch is not None:
-                if error is not None:
-                    self.close_all()
                 self._watch.close("stopped" if is_failure else "done")
 
     def close_all(self) -> None:

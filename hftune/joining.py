@@ -169,7 +169,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision=recipe.train.mixed_precision,
-        log_with=recipe.track.with_ or None,
+        log_with=[name for name in recipe.track.with_ if name != "mlflow"] or None,  # its Tracker adds that one
         project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / "tensorboard")),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),

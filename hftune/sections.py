@@ -187,9 +187,9 @@ class TrackConfig(Section):
     """Dashboards. metrics.jsonl is always written."""
 
     with_: list[str] = field(default_factory=list)
-    """Any of wandb, tensorboard."""
+    """Any of wandb, mlflow, tensorboard."""
     project: str = "hftune"
-    """Project of the dashboards."""
+    """Project of the dashboards; experiment at MLflow."""
     run_name: str | None = None
     """Name of this run. null: the recipe's name."""
 
@@ -199,7 +199,7 @@ class TrackConfig(Section):
                 yield f"track.with={name!r} is not one of {', '.join(TRACKERS)}.{did_you_mean(name, TRACKERS)}"
 
 
-TRACKERS = ("wandb", "tensorboard")
+TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 
 @dataclass(kw_only=True)

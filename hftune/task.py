@@ -126,6 +126,14 @@ class Task(ABC):
         load_model(model, str(directory / "model.safetensors"))
         return model
 
+    def pipeline(self) -> dict[str, Any] | None:
+        """Return the arguments of the transformers pipeline that loads what ``save`` wrote, or None."""
+        return None
+
+    def example_inputs(self) -> list:
+        """Return a few raw inputs as ``answer`` takes them, after ``datasets``; MLflow shows them with the model."""
+        return []
+
     def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return one row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
 

@@ -16,19 +16,22 @@ from hftune.config import Recipe, flat
 from hftune.console import is_number
 from hftune.errors import ConfigError
 from hftune.jsonl import LineFile, read_lines
+from hftune.mlflow_run import MlflowRun, check_mlflow
 
 
 def check_trackers(recipe: Recipe) -> None:
     """Look, before anything is loaded, whether each dashboard can be reached.
 
     Raises:
-        ConfigError: a package is not installed, or W&B has no key.
+        ConfigError: a package is not installed, W&B has no key, or MLflow's store does not answer.
     """
     for name in recipe.track.with_:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f'track.with={name} needs a package that is not installed: pip install "hftune[{name}]".')
     if "wandb" in recipe.track.with_ and os.environ.get("WANDB_MODE", "online") == "online":
         _log_in_to_wandb()
+    if "mlflow" in recipe.track.with_:
+        check_mlflow()
 
 
 def _log_in_to_wandb() -> None:
@@ -60,14 +63,17 @@ class Tracker:
         """
         lines = read_lines(self.path) if step else []
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
-        self._file = LineFile(self.path, [line for line in lines if line["step"] <= last["eval/loss" in line]])
+        lines = [line for line in lines if line["step"] <= last["eval/loss" in line]]
+        self._file = LineFile(self.path, lines)
         wandb = {"name": recipe.track.run_name or recipe.recipe, "dir": recipe.output_dir, "save_code": False}
         if run_id := run_ids.get("wandb"):
             wandb |= {"id": run_id, "resume": "allow"}
         tensorboard = {"purge_step": step + 1} if step else {}
+        if "mlflow" in recipe.track.with_:
+            self.accelerator.log_with.append(MlflowRun(recipe, run_ids.get("mlflow"), lines))
         self.accelerator.init_trackers(recipe.track.project, init_kwargs={"wandb": wandb, "tensorboard": tensorboard})
         for tracker in self.accelerator.trackers:
-            # TensorBoard takes numbers and texts only; W&B shows a nested config as it is.
+            # TensorBoard and MLflow take numbers and texts only; W&B shows a nested config as it is.
             config = recipe.to_dict() if tracker.name == "wandb" else {k: str(v) for k, v in flat(recipe.to_dict()).items()}
             tracker.store_init_configuration(config)
 
@@ -89,6 +95,8 @@ class Tracker:
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.log_table("eval/samples", columns=columns, data=[[*row.values()] for row in samples], step=step)
+            elif tracker.name == "mlflow":
+                tracker.log_table(step, samples)
             elif tracker.name == "tensorboard":  # which reads Markdown
                 lines = [columns, ["---"] * len(columns), *([cell(value) for value in row.values()] for row in samples)]
                 text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -102,7 +110,8 @@ class Tracker:
 
     def run_ids(self) -> dict[str, str]:
         """Return what finds the dashboards' runs again."""
-        return {tracker.name: tracker.run.id for tracker in self.accelerator.trackers if tracker.name == "wandb"}
+        ids = {"wandb": lambda tracker: tracker.run.id, "mlflow": lambda tracker: tracker.run_id}
+        return {tracker.name: ids[tracker.name](tracker) for tracker in self.accelerator.trackers if tracker.name in ids}
 
     def close(self) -> None:
         """Close the dashboards."""
@@ -114,6 +123,8 @@ class Tracker:
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.tracker.finish(exit_code=1)
+            elif tracker.name == "mlflow":
+                tracker.abandon()
             else:
                 tracker.finish()
 

@@ -16,7 +16,13 @@ CACHE = tempfile.mkdtemp(prefix="hftune-tests-")
 # Here and not in a fixture: datasets, transformers and torch read these when they are imported, which test modules may do.
 # One thread, as in the processes that tests start: what is trained here and there is compared bit by bit.
 os.environ.update(
-    HF_DATASETS_CACHE=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"
+    HF_DATASETS_CACHE=CACHE,
+    HF_HUB_OFFLINE="1",
+    WANDB_MODE="disabled",
+    MLFLOW_DISABLE_TELEMETRY="true",
+    MLFLOW_LOGGING_LEVEL="ERROR",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
 )
 
 

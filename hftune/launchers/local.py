@@ -38,12 +38,7 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
             else a task raises comes as a TrainingError with that process's traceback.
     """
     recipe.check()
-    if type(recipe.task).__module__ == "__main__":
-        name = type(recipe.task).__qualname__
-        raise ConfigError(
-            f"task.type={type_name(type(recipe.task))} is defined in this notebook or script itself, where other processes "
-            f"cannot import it from. Put it into a file, such as {name.lower()}.py, and import {name} from there."
-        )
+    check_importable(recipe)
     count = count_processes(num_processes)
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
         path = Path(folder) / "recipe.yaml"
@@ -55,6 +50,16 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
         if code != 0:
             raise failure(Path(folder), code, is_stopped)
     return TrainResult.read(Path(recipe.output_dir))
+
+
+def check_importable(recipe: Recipe) -> None:
+    """Refuse a task that other processes cannot import, or raise ConfigError."""
+    if type(recipe.task).__module__ == "__main__":
+        name = type(recipe.task).__qualname__
+        raise ConfigError(
+            f"task.type={type_name(type(recipe.task))} is defined in this notebook or script itself, where other processes "
+            f"cannot import it from. Put it into a file, such as {name.lower()}.py, and import {name} from there."
+        )
 
 
 def count_processes(asked: int | None) -> int:
@@ -123,12 +128,19 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
 
 
 def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:
-    """Return the exception that the first process to fail ended with, from its last word in ``folder``."""
-    words = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")]
-    if words:
-        first = min(words, key=lambda word: word["extraInfo"]["timestamp"])
-        return KINDS.get(first["extraInfo"]["kind"], TrainingError)(first["message"].removeprefix("hftune: "))
+    """Return the exception that the processes ended with."""
+    if (said := read_failure(folder)) is not None:
+        return said
     if is_stopped:
         return Interrupted("Training was asked to stop, and ended before it could write a checkpoint.")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return TrainingError(f"Training {how} without a word; what it printed stands above.")
+
+
+def read_failure(folder: Path) -> BaseException | None:
+    """Return the exception that the first process to fail ended with, from its last word in ``folder``, if there is one."""
+    words = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")]
+    if not words:
+        return None
+    first = min(words, key=lambda word: word["extraInfo"]["timestamp"])
+    return KINDS.get(first["extraInfo"]["kind"], TrainingError)(first["message"].removeprefix("hftune: "))

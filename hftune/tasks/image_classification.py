@@ -220,6 +220,10 @@ class ImageClassification(Task):
         self.label_names = config["label_names"]
         return super().load(directory)
 
+    def example_inputs(self) -> list[np.ndarray]:
+        pixels_NHWC = self._sources["eval"].images.pixels_NHWC[:2]
+        return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
+
     def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return the most probable label, by name, and its probability for each path, Pillow image or array of bytes."""
         from hftune.data.images import read_input

@@ -211,6 +211,12 @@ class SequenceClassification(Task):
         self.tokenizer = load_tokenizer(str(directory))
         return load_model(AutoModelForSequenceClassification, str(directory), load_config(str(directory), {}))
 
+    def pipeline(self) -> dict[str, Any]:
+        return {"task": "text-classification", "truncation": True, "max_length": self.max_length}
+
+    def example_inputs(self) -> list[str]:
+        return self._rows["eval"][:2][self.text_column]
+
     def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return each text's most probable label, by name, and its probability."""
         from hftune.data.text import check_inputs, pad, to_ids

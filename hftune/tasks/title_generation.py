@@ -272,6 +272,9 @@ class TitleGeneration(Task):
         )  # a recipe may search otherwise
         return model
 
+    def example_inputs(self) -> list[str]:
+        return self._rows["eval"][:2][self.source_column]
+
     def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Write each text's title, as ``generated``."""
         from hftune.data.text import check_inputs, to_ids

@@ -23,7 +23,7 @@ SMALL = (
     "task.dataset=tests.support.tasks:few_digits",
     "task.augmentation={shift: 2, rotate: 10}",
     *("train.batch_size=40", "train.micro_batch_size=8", "train.epochs=2", "train.log_every=1", "checkpoint.every=3"),
-    "eval.batch_size=7",
+    *("eval.batch_size=7", "eval.every=epoch", "checkpoint.keep=9"),
 )
 """300 digits in batches of 40: seven whole steps and a last one of 20, an epoch; 101 to evaluate on."""
 STILL = ("train.lr=1e-12", "train.max_steps=1")

@@ -90,7 +90,7 @@ def test_overrides_shown_are_keys_that_exist():
 
 def test_commands_of_the_hftune_command_are_understood():
     commands = [re.split("[#>]", line)[0].split() for line in README.splitlines() if line.startswith("    hftune ")]
-    assert {command[1] for command in commands} == {"configs", "doctor", "plan", "predict", "slurm", "vocab"}
+    assert {command[1] for command in commands} == {"configs", "doctor", "evaluate", "plan", "predict", "slurm", "vocab"}
     for command in commands:
         assert callable(cli.parse(command[1:]).command)
 

@@ -144,6 +144,20 @@ class SlowReviews(SequenceClassification):
         return super().loss(outputs, target)
 
 
+@dataclass
+class Signs(Trapped):
+    """Two classes of points, by the sign of their sum; answers arrays of four numbers."""
+
+    shown = ("given",)
+
+    def example_inputs(self) -> list[np.ndarray]:
+        return [row["x"] for row in self.datasets()["eval"][:2]]
+
+    def answer(self, model: nn.Module, inputs: list[np.ndarray]) -> list[dict[str, Any]]:
+        logits = model(torch.tensor(np.stack(inputs)))
+        return [{"label": ("negative", "positive")[number]} for number in logits.argmax(-1).tolist()]
+
+
 class Greedy(Net):
     """Has memory for so many rows."""
 

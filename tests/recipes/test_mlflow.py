@@ -1,0 +1,260 @@
+"""What MLflow holds of a run: read back through its own client, from a database and from a server."""
+
+import json
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hftune import ConfigError, Recipe, TrainingError, load_model, train
+from hftune.config import flat
+from tests.support.runs import DATA, TINY, Run, train_on
+from tests.support.tasks import Trapped
+
+mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install hftune[mlflow]")
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ON = "track.with=[mlflow]"
+URI = "sqlite:///outputs/mlflow.db"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def somewhere_else(tmp_path_factory):
+    """A folder of its own to start from: that is where the default store is, which takes seconds to be made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("mlflow"))
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def yelp(somewhere_else):
+    """A run that all three dashboards follow, with the run that MLflow has of it."""
+    dashboards = "track.with=[wandb,mlflow,tensorboard]"
+    overrides = ("task.dataset=tests.support.tasks:few_reviews", "train.max_steps=5", "train.log_every=2", "eval.every=3")
+    recipe = Recipe.load("yelp_demo", *TINY, *DATA, *overrides, dashboards, "track.run_name=mine")
+    train(recipe)
+    return recipe, only_run()
+
+
+def only_run(uri=URI, experiment="hftune"):
+    """The only run that an experiment has."""
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return run
+
+
+def history(run, name, uri=URI):
+    """All (step, value) of a metric, in the order of the steps."""
+    return sorted((metric.step, metric.value) for metric in mlflow.MlflowClient(uri).get_metric_history(run.info.run_id, name))
+
+
+def logged(run, name):
+    """The same, from metrics.jsonl."""
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def test_parameters_are_the_resolved_recipe(yelp):
+    recipe, run = yelp
+    assert {key: str(value) for key, value in flat(recipe.to_dict()).items()}.items() <= run.data.params.items()
+    assert (run.data.params["task.model_config.hidden_size"], run.data.params["train.lr"]) == ("32", "0.001")
+    assert (run.info.status, run.data.tags["mlflow.runName"]) == ("FINISHED", "mine")
+
+
+def test_metrics_come_with_their_steps(yelp):
+    recipe, run = yelp
+    made = Run(Path(recipe.output_dir))
+    assert [step for step, _ in history(run, "train/loss")] == [1, 2, 4, 5]
+    assert [step for step, _ in history(run, "eval/accuracy")] == [3, 5]
+    for name in ("train/loss", "train/lr", "eval/accuracy", "perf/tokens_per_s"):
+        assert history(run, name) == logged(made, name)
+    assert history(run, "system/cpu_utilization_percentage") and history(run, "system/system_memory_usage_megabytes")
+
+
+def test_files_lie_beside_the_database(yelp):
+    recipe, run = yelp
+    assert run.info.artifact_uri.startswith(f"file://{Path('outputs/mlflow-artifacts').resolve()}/")
+    folder = Path(run.info.artifact_uri.removeprefix("file://"))
+    names = ["metrics.jsonl", "predictions.jsonl", "recipe.yaml", "result.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    for name in names:
+        assert (folder / name).read_bytes() == (Path(recipe.output_dir) / name).read_bytes()
+
+
+def open_model(run, monkeypatch):
+    """Load a run's model as somebody would who knows only MLflow."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
+    return mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
+
+
+def test_model_of_texts_is_a_transformers_pipeline_that_gives_labels(yelp, monkeypatch):
+    recipe, run = yelp
+    model = open_model(run, monkeypatch)
+    assert {"transformers", "python_function"} == set(model.metadata.flavors)
+    assert str(model.metadata.signature.inputs) == "[string (required)]"
+    texts = ["Wonderful food, we will come back.", "terrible " * 300]  # the second is cut, as in training
+    answers = load_model(recipe.output_dir).predict(texts)
+    said = model.predict(texts)
+    assert list(said["label"]) == [row["label"] for row in answers]
+    assert list(said["score"]) == pytest.approx([row["probability"] for row in answers], abs=2e-6)
+    assert len(model.input_example) == 2
+
+
+def points(*overrides, task="Signs"):
+    return Recipe.load(SUPPORT / "trapped.yaml", f"task.type=tests.support.tasks.{task}", ON, *overrides)
+
+
+def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
+    train(points("track.project=points"))
+    run = only_run(experiment="points")
+    draw = np.random.RandomState(1).randn(20, 4)
+    answers = [row["label"] for row in load_model("outputs/trapped").predict(list(draw))]
+    assert set(answers) == {"negative", "positive"}
+    model = open_model(run, monkeypatch)
+    assert list(model.predict(draw)["label"]) == answers
+    files = [file.path for file in mlflow.MlflowClient(URI).list_artifacts(run.info.run_id, "samples")]
+    assert files == ["samples/step_00000004.json", "samples/step_00000008.json"]
+    table = json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{files[0]}"))
+    assert table["columns"] == ["given"] and len(table["data"]) == 3
+
+
+def test_task_without_answers_has_its_model_as_files():
+    train(points("track.project=files", "output_dir=outputs/files", task="Trapped"))
+    client = mlflow.MlflowClient(URI)
+    files = client.list_artifacts(only_run(experiment="files").info.run_id, "model")
+    assert [file.path for file in files] == ["model/model.safetensors"]
+
+
+def test_resumed_run_goes_on_as_the_same_one_and_gets_what_it_lacked():
+    words = ("track.project=resumed", "output_dir=outputs/resumed", "train.log_every=1")
+    train(points(*words, "train.max_steps=3"))
+    first = only_run(experiment="resumed")
+    with closing(sqlite3.connect("outputs/mlflow.db")) as database, database:  # as if the server had been away for a step
+        database.execute("DELETE FROM metrics WHERE step = 2 AND run_uuid = ?", [first.info.run_id])
+    train(points(*words, "train.max_steps=6"))
+    run, made = only_run(experiment="resumed"), Run(Path("outputs/resumed"))
+    assert run.info.run_id == first.info.run_id and run.info.status == "FINISHED"
+    assert history(run, "train/loss") == logged(made, "train/loss") and len(made.logged("train/loss")) == 6
+    assert (run.data.params["train.max_steps"], run.data.tags["train.max_steps"]) == ("3", "6")  # parameters cannot change
+
+
+def test_resumed_run_whose_earlier_part_was_deleted_begins_a_new_one_with_the_whole_history():
+    words = ("track.project=deleted", "output_dir=outputs/deleted", "train.log_every=1")
+    train(points(*words, "train.max_steps=2"))
+    first, client = only_run(experiment="deleted"), mlflow.MlflowClient(URI)
+    client.delete_run(first.info.run_id)
+    train(points(*words, "train.max_steps=3"))
+    assert [step for step, _ in history(only_run(experiment="deleted"), "train/loss")] == [1, 2, 3]
+
+
+def test_failed_run_is_marked_as_failed():
+    with pytest.raises(TrainingError):
+        train(points("track.project=failed", "output_dir=outputs/failed", "eval.metric=nothing"))
+    run = only_run(experiment="failed")
+    assert run.info.status == "FAILED" and history(run, "train/loss")
+
+
+def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{port}")
+    with pytest.raises(ConfigError) as caught:
+        train(points("task.trap=no such trap", "output_dir=outputs/refused"))
+    assert str(caught.value) == (
+        f"track.with=mlflow: http://127.0.0.1:{port} cannot be used: Connection refused. Start that server, or set "
+        "MLFLOW_TRACKING_URI to another; without it, runs are kept in outputs/mlflow.db."
+    )
+    assert not Path("outputs/refused/recipe.yaml").exists()
+
+
+def test_missing_package_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        train(points())
+    assert str(caught.value) == 'track.with=mlflow needs a package that is not installed: pip install "hftune[mlflow]".'
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A tracking server on this machine, as the process and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "files")]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    log = (tmp_path / "server.log").open("w")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", *store, *where], stdout=log, stderr=log, start_new_session=True
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 240
+        while not is_up(address):
+            assert process.poll() is None and time.monotonic() < until, (tmp_path / "server.log").read_text()
+            time.sleep(0.2)
+        yield process, address
+    finally:
+        log.close()
+        end(process)
+
+
+def is_up(address):
+    try:
+        return urllib.request.urlopen(f"{address}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def end(process):
+    """Kill a server with its workers."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass
+class Unplugged(Trapped):
+    """Points whose data the server does not live to see the end of."""
+
+    server: int = 0
+
+    def loss(self, outputs, target):
+        with suppress(ProcessLookupError):
+            os.killpg(self.server, signal.SIGKILL)
+        return super().loss(outputs, target)
+
+
+def test_server_gets_one_run_of_two_processes_and_may_die_during_the_next(server, tmp_path, monkeypatch, capsys):
+    process, address = server
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    words = ("task.type=tests.support.tasks.Signs", ON, "train.log_every=1")
+    made = train_on(2, {"points": words}, tmp_path, recipe=str(SUPPORT / "trapped.yaml"))["points"]
+    run = only_run(address)
+    assert history(run, "train/loss", address) == logged(made, "train/loss") and len(made.logged("train/loss")) == 8
+    text = mlflow.artifacts.load_text(f"{run.info.artifact_uri}/result.json")
+    assert json.loads(text)["world_size"] == 2
+    label = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model").predict(np.ones((1, 4)))["label"]
+    assert list(label) == [row["label"] for row in load_model(made.folder).predict([np.ones(4)])]
+
+    recipe = points("train.log_every=1", f"output_dir={tmp_path}/unplugged", task="Trapped")
+    recipe.task = Unplugged(server=process.pid)
+    assert train(recipe).steps == 8
+    said = capsys.readouterr().out
+    assert said.count("does not take what is logged") == 1
+    why = r"Connection (refused|reset by peer)|Remote end closed connection without response"
+    assert re.search(rf"MLflow at {address} does not take what is logged: ({why})\. Training goes on, and tries again\.", said)
+    assert re.search(rf"MLflow lacks \d+ values of run \w+ and perhaps files; all of them are in {tmp_path}/unplugged\.", said)
