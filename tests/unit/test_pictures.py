@@ -10,7 +10,7 @@ from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures as demo_pictures
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.restoration import measure, summarise
-from hftune.models.unet import AnySize, UNet
+from hftune.models.unet import AnySize, UNet, from_around
 from hftune.pictures import grid
 from hftune.tasks.image_restoration import ImageRestoration
 
@@ -189,6 +189,17 @@ def test_images_of_several_sizes_are_restored_as_if_each_were_alone():
         torch.testing.assert_close(output_3HW[:, :height, :width], output_13HW[0], rtol=1e-4, atol=1e-5)
         alone.append(recipe.loss(output_13HW, recipe.target(one)))
     torch.testing.assert_close(total, sum(alone), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (37, 50)])
+def test_holes_are_filled_from_around_them_before_anything_is_learned(size):
+    damaged = torch.from_numpy(draw_mask(*size, np.random.RandomState([3])))[None, None].float()
+    left_to_right = torch.linspace(0, 1, size[1]).expand(1, 3, *size)
+    filled = AnySize(UNet(width=8, depth=2))(left_to_right * (1 - damaged), damaged)
+    assert (filled - left_to_right).abs().max() < 0.2
+    around = from_around(left_to_right * (1 - damaged), damaged)
+    assert torch.equal(around[..., damaged[0, 0] == 0], left_to_right[..., damaged[0, 0] == 0])
+    assert 0 < (around - left_to_right).abs().max() < 0.2
 
 
 def test_metrics_are_means_over_all_pixels_of_all_images():
