@@ -60,7 +60,7 @@ def compare(recipe: Recipe, model_dir: Path) -> dict[str, dict[str, float]]:
         whole_HWC, mask_HW = sample["image"], sample["mask"]
         damaged_HWC = np.where(mask_HW[..., None], np.uint8(recipe.task.fill), whole_HWC)
         restored = {name: way(damaged_HWC, mask_HW) for name, way in inpainters().items()}
-        (answer,) = trained.predict([(damaged_HWC, mask_HW)])
+        (answer,) = trained.predict([(damaged_HWC, mask_HW.astype(np.uint8) * 255)])
         restored["hftune"] = np.asarray(answer["image"])
         for name, output_HWC in restored.items():
             pair = [torch.from_numpy(np.array(pixels)).permute(2, 0, 1) / 255 for pixels in (output_HWC, whole_HWC)]

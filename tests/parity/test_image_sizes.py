@@ -5,6 +5,7 @@ import pytest
 from tests.support.runs import train_on
 
 SMALL = (
+    "task.width=8",
     "task.max_train_samples=16",
     "task.max_eval_samples=7",
     "train.epochs=1",
