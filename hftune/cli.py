@@ -295,6 +295,7 @@ def audit(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """``hftune doctor``: the same as python -m hftune.doctor."""
+    sys.path.insert(0, "")  # as python -m does: the recipe's task may be the user's own
     from hftune.doctor import main
 
     return main(options.words)

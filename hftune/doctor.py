@@ -7,6 +7,7 @@ Exit codes: 0 fit (there may be remarks); 1 something would fail; 2 the recipe c
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import shutil
@@ -29,7 +30,7 @@ from hftune.agreement import facts
 from hftune.config import Recipe
 from hftune.console import hide_progress_bars
 from hftune.heartbeat import Heartbeat
-from hftune.joining import check_launch, check_machine, start_accelerator
+from hftune.joining import check_launch, check_launcher, check_machine, leave_group, start_accelerator
 from hftune.machines import PORT, owner_of
 from hftune.network import interfaces, own_addresses
 from hftune.progress import Progress
@@ -332,20 +333,30 @@ def main(argv: list[str] | None = None) -> int:
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         if num_processes > 1:
             return _join(recipe, found)
+        if recipe is not None:
+            _check(recipe)
+            load_datasets(recipe)
         return _report(found, "This machine")
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what training would refuse here, or raise ConfigError."""
+    check_launcher(recipe)
+    check_machine(recipe)
 
 
 def _join(recipe: Recipe | None, found: list[Finding]) -> int:
     progress = Progress()
     with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat:
         progress.at("the examination of this machine")
-        check_launch() if recipe is None else check_machine(recipe)
+        check_launch() if recipe is None else _check(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
         progress.at("joining the others")
         strategy = DataParallel(start_accelerator(recipe or Recipe.load("yelp_demo")), recipe and recipe.task, progress)
         heartbeat.join()
+        atexit.register(leave_group)
         progress.at("comparing with the others")
         faults = [finding for finding in found if finding.level == FAULT]
         group = examine_group(strategy, recipe, datasets, faults)

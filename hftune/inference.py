@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hftune.config import Recipe, type_name
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, DataError
 from hftune.export import restore_export
 from hftune.task import Task
 
@@ -35,8 +36,11 @@ class TrainedModel:
         """
         rows: list[dict[str, Any]] = []
         for start in range(0, len(inputs), batch_size):
-            with torch.no_grad():
-                rows += self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
+            try:
+                with torch.no_grad():
+                    rows += self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
+            except DataError as error:  # which counts from the beginning of the batch
+                raise DataError(re.sub(r"^Input (\d+)", lambda place: f"Input {start + int(place[1])}", str(error))) from error
         return rows
 
 

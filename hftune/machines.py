@@ -9,6 +9,7 @@ Source: torch.distributed.elastic.rendezvous, "torchrun.handlers" entry points.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -59,7 +60,10 @@ def create_handler(params: RendezvousParameters) -> Meeting:
     """
     if not params.endpoint:
         leave("rdzv_backend hftune needs main_process_ip, without --same_network (torchrun: --rdzv-endpoint HOST:PORT).")
-    host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
+    try:
+        host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
+    except ValueError as error:
+        leave(f"{params.endpoint}: {error}")
     return Meeting(
         host, port, params.max_nodes, params.run_id, join_timeout_s(params.config.get("join_timeout")), params.config
     )
@@ -71,9 +75,12 @@ def join_timeout_s(given: str | None) -> float:
     if value is None:
         return DOCTOR_TIMEOUT_S if "hftune.doctor" in sys.argv else JOIN_TIMEOUT_S
     try:
-        return float(value)
+        seconds = float(value)
     except ValueError:
-        leave(f"{JOIN_TIMEOUT}={value} is not a number of seconds.")
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        leave(f"{'--rdzv_conf join_timeout' if given else JOIN_TIMEOUT}={value} is not a number of seconds.")
+    return seconds
 
 
 def leave(message: str) -> None:

@@ -33,7 +33,12 @@ def interfaces() -> dict[str, list[str]]:
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: found for name, found in addresses.items() if found and states[name].isup}
+
+    def is_up(name: str) -> bool:  # an alias such as eth0:1 has no state of its own
+        state = states.get(name) or states.get(name.partition(":")[0])
+        return state is not None and state.isup
+
+    return {name: found for name, found in addresses.items() if found and is_up(name)}
 
 
 def resolve(host: str) -> str:
@@ -124,6 +129,8 @@ def choose_interface(main_host: str) -> Route:
                 f"address in the network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has {own_addresses()}."
             )
         route = Route(outward[0], present[outward[0]][0]) if len(outward) == 1 else route
+    if route.interface not in present:
+        raise ConfigError(f"No interface of this machine has {route.address}. It has {own_addresses()}. Set {VARIABLES[0]}.")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # "=": this one, and not all that begin so
     return route

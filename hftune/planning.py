@@ -361,7 +361,7 @@ def build_on_meta(recipe: Recipe, remarks: list[str]) -> nn.Module | None:
     try:
         with torch.device("meta"):
             return build_model(replace(recipe, train=replace(recipe.train, compile=False)))
-    except RuntimeError as error:  # torch has no kind of its own for this
+    except (RuntimeError, TypeError) as error:  # torch has no kind of its own for this
         if "meta" not in str(error):
             raise
         remarks.append(f"The model cannot be planned: build_model() {needs_values(error)}")

@@ -52,7 +52,7 @@ def config_path(name: str) -> Path:
         ConfigError: no such configuration; the message lists them.
     """
     stem, names = Path(name).name.removesuffix(".yaml"), config_names()
-    if stem not in names:
+    if stem not in names or Path(name).parent.name not in ("", "accelerate_configs"):
         raise ConfigError(
             f"{name}: there is no such launch configuration.{did_you_mean(stem, names)} Shipped: {', '.join(names)}."
         )

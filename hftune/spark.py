@@ -94,7 +94,13 @@ def session(master: str | None = None) -> SparkSession:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark would take the python3 of the PATH
     modules = os.pathsep.join(path for path in sys.path if path)
     builder = SparkSession.builder.appName("hftune").config("spark.executorEnv.PYTHONPATH", modules)
-    return (builder.master(master) if master else builder).getOrCreate()
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        return (builder.master(master) if master else builder).getOrCreate()
+    except (PySparkException, Py4JError) as error:
+        raise ConfigError(f"Spark cannot be started: {first_line(error)}") from error
 
 
 def make_distributor(num_processes: int, local_mode: bool, use_gpu: bool, allow_fewer: bool) -> TorchDistributor:

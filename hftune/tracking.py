@@ -79,10 +79,11 @@ class Tracker:
 
     def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
         """Record values of one step; ``epoch`` counts finished passes, with a fraction. What is not finite becomes null."""
+        epoch = round(epoch, 6)  # here as in the file, from which a run that goes on tells the dashboards again
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
         }
-        self._file.append({"step": step, "epoch": round(epoch, 6), **values})
+        self._file.append({"step": step, "epoch": epoch, **values})
         numbers = {name: value for name, value in values.items() if is_number(value)}
         for tracker in self.accelerator.trackers:
             tracker.log({"epoch": epoch, **numbers}, step=step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import tee
 from typing import Any
 
@@ -152,7 +152,7 @@ class DataParallel(Strategy):
             seed_forward(seed, step, micro_batch.index, self.device)
             inputs = send_to_device(loaded, self.device, non_blocking=True)
             is_last = place == len(batch.mine) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self._wrapped), self._naming_memory(inputs, step):
+            with nullcontext() if is_last else self._between(), self._naming_memory(inputs, step):
                 loss = self.task.loss(self._wrapped(**self.task.inputs(inputs)), self.task.target(inputs))
                 self.accelerator.backward(loss * (scale * weight).to(loss.dtype))
             self._micro_losses.append(loss.detach() * weight)
@@ -162,6 +162,10 @@ class DataParallel(Strategy):
         if self.num_processes == 1:
             _, num_samples, low, high, stops = own  # exact even on a device without float64
         return StepReport(loss, int(num_samples), spell_digest(low, high), stops > 0)
+
+    def _between(self) -> AbstractContextManager:
+        """Return the context of all micro-batches but a step's last one: nothing is sent."""
+        return self.accelerator.no_sync(self._wrapped)
 
     @contextmanager
     def _naming_memory(self, inputs: dict[str, Tensor], step: int) -> Iterator[None]:

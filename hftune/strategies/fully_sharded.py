@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -82,6 +82,9 @@ class FullySharded(DataParallel):
         mine = by_cost[self.process_index :: self.num_processes]
         num_missing = -(-len(step) // self.num_processes) - len(mine)
         return StepBatch(step, [*mine, *[stand_in(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
+
+    def _between(self) -> AbstractContextManager:
+        return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
         self._share_statistics()  # as DDP does before the first forward pass of a step

@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "launchers": {"training", "joining", "config", "resources", "errors"},
     "answers": {"errors"},
     "scoring": {
+        "export",
         *("training", "joining", "inference", "evaluation", "strategies", "checkpoint", "agreement", "optim", "heartbeat"),
         *("progress", "config", "sections", "errors"),
     },
