@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--text", action="append", default=[], help="a text; may be given several times")
     command.add_argument("--text-file", action="append", default=[], help="a UTF-8 file that is one text; - reads the input")
     command.add_argument("--input", nargs="+", action="extend", default=[], type=Path, help="images, or folders of them")
+    command.add_argument("--masks", type=Path, help="of the images to restore: a folder, by the images' names (or a file)")
+    command.add_argument("--output", type=Path, help="folder for the pictures that come out")
     command.add_argument("--batch-size", type=int, default=8, help="inputs at a time (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON object an input")
 
@@ -129,22 +131,50 @@ def plan(options: argparse.Namespace) -> int:
 
 def predict(options: argparse.Namespace) -> int:
     """``hftune predict``: print one line for each text or image; images after their paths."""
-    files = [file for path in options.input for file in files_of(path)]
-    inputs = [*options.text, *map(read_text, options.text_file), *files]
+    inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
     if not inputs:
         raise ConfigError("Nothing to answer: give --text, --text-file or --input.")
     if options.batch_size < 1:
         raise ConfigError(f"--batch-size {options.batch_size} must be at least 1.")
     sys.path.insert(0, "")  # as python -m does: the run's task may be the user's own
+    from hftune.answers import keep_pictures, named, output_names
     from hftune.console import hide_progress_bars
     from hftune.inference import load_model
 
     hide_progress_bars()
-    rows = load_model(options.folder).predict(inputs, options.batch_size)
-    for value, row in zip(inputs, rows, strict=True):
-        named = {"input": str(value), **row} if isinstance(value, Path) else row
-        print(json.dumps(named, ensure_ascii=False) if options.json else "\t".join(map(str, named.values())))
+    model, names = load_model(options.folder), output_names(inputs, options.output)
+    for start in range(0, len(inputs), options.batch_size):
+        batch = inputs[start : start + options.batch_size]
+        rows = model.predict(batch, options.batch_size)
+        for value, name, row in zip(batch, names[start : start + len(batch)], rows, strict=True):
+            said = {**named(value), **keep_pictures(row, name)}
+            print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
     return 0
+
+
+def image_inputs(inputs: list[Path], masks: Path | None) -> list[Any]:
+    """Return image files; or pairs of image and mask by name: with ``masks``, or from folders that hold image/ and mask/.
+
+    Raises:
+        ConfigError: there is no such path, or the folder is empty. DataError: an image or a mask has no partner.
+    """
+    folders = [folder for folder in inputs if (folder / "image").is_dir() and (folder / "mask").is_dir()]
+    if masks is None and not folders:
+        return [file for path in inputs for file in files_of(path)]
+    from hftune.data.pictures import paired
+
+    pairs = []
+    for path in inputs:
+        image, mask = (path, masks) if masks is not None else (path / "image", path / "mask")
+        if not image.exists() or not mask.exists():
+            missing = f"--masks {mask}" if image.exists() else f"--input {image}"
+            raise ConfigError(f"{missing}: there is no such file or folder.")
+        if image.is_dir():
+            found = paired({"image": image, "mask": mask}, f"--input {path}")
+            pairs += zip(found["image"], found["mask"], strict=True)
+        else:
+            pairs.append((image, mask))
+    return pairs
 
 
 def files_of(path: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
@@ -18,10 +19,13 @@ from hftune.strategies.base import Strategy
 
 @dataclass
 class Evaluation:
-    """``metrics`` is equal on all processes; ``rows``, one a sample in dataset order, is empty but on the main one."""
+    """``metrics`` is equal on all processes; ``rows`` and ``pictures``, in dataset order, are empty but on the main one."""
 
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
+    """One a sample."""
+    pictures: list[np.ndarray]
+    """(H, W, 3) uint8, of the first samples, where the task draws any."""
 
 
 @dataclass
@@ -33,6 +37,8 @@ class _Scored:
     loss_sum: float
     num_items: float
     rows: list[dict[str, Any]]
+    pictures: dict[int, np.ndarray]
+    """By sample."""
 
 
 def evaluate(
@@ -41,6 +47,7 @@ def evaluate(
     batch_size: int,
     num_workers: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
+    num_pictures: int = 0,
 ) -> Evaluation | None:
     """Score the whole data set (collective); None where ``should_stop`` became true on any process meanwhile.
 
@@ -55,7 +62,7 @@ def evaluate(
     lengths = task.lengths(dataset)
     plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False)
     scored = [
-        _score(strategy, micro_batch, batch)
+        _score(strategy, micro_batch, batch, num_pictures)
         for micro_batch, batch in takewhile(
             lambda _: not should_stop(), strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
         )
@@ -74,16 +81,20 @@ def evaluate(
         loss = math.fsum(part.loss_sum for part in gathered) / num_items
         return {"loss": loss, **{name: _plain(value) for name, value in task.metrics(rows).items()}}
 
-    return Evaluation(strategy.on_main(summarise), rows)
+    metrics = strategy.on_main(summarise)
+    pictures = {sample: picture for part in gathered or [] for sample, picture in part.pictures.items()}
+    return Evaluation(metrics, rows, [pictures[sample] for sample in sorted(pictures)])
 
 
-def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor]) -> _Scored:
+def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_pictures: int) -> _Scored:
     task, samples = strategy.task, micro_batch.samples.tolist()
+    places = [place for place, sample in enumerate(samples) if sample < num_pictures]
     try:
         outputs, target = strategy.forward(batch), task.target(batch)
         with torch.no_grad():
             loss_sum = float(task.loss(outputs, target))
             rows = task.predict(outputs, strategy.model, batch)
+            pictures = task.pictures(outputs, strategy.model, batch, places) if places else []
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not should_reduce_batch_size(error):
             raise
@@ -93,7 +104,8 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
         ) from error
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(samples)} samples.")
-    return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows)
+    shown = dict(zip([samples[place] for place in places], pictures, strict=True)) if pictures else {}
+    return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows, shown)
 
 
 def _plain(value: Any) -> Any:

@@ -28,8 +28,8 @@ class TrainedModel:
     def predict(self, inputs: Sequence[Any], batch_size: int = 8) -> list[dict[str, Any]]:
         """Answer raw inputs in their order: one row each, with the fields that ``Task.answer`` says.
 
-        Texts are strings; images are paths, Pillow images or arrays of uint8. ``generated`` comes from titles, ``label`` and
-        ``probability`` from classes.
+        Texts are strings; images are paths, Pillow images or arrays of uint8; what is to be restored are pairs of image and
+        mask. ``generated`` comes from titles, ``label`` and ``probability`` from classes, ``image`` from restoring.
 
         Raises:
             DataError: an input that cannot be answered, such as an empty text or a file that is no image.

@@ -28,6 +28,7 @@ from hftune.errors import ConfigError
 from hftune.launched import check_num_processes
 from hftune.network import check_interfaces, choose_interface
 from hftune.rendezvous import init_method
+from hftune.sections import TrainConfig
 from hftune.tracking import check_trackers
 
 
@@ -156,6 +157,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         ConfigError: another number of processes joined than the launcher announced, or they cannot do FSDP as it asks.
     """
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with another precision
+    set_float32(recipe.train)
     expected = int(os.environ.get("WORLD_SIZE", 1))
     # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
     group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
@@ -192,6 +194,12 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             "GPUs start them with accelerate_configs/2cpu.yaml or torchrun."
         )
     return accelerator
+
+
+def set_float32(config: TrainConfig) -> None:
+    """Choose how GPUs compute float32, and convolutions at all; what is false is turned off, whatever torch's default is."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

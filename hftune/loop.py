@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
@@ -22,11 +24,14 @@ from hftune.evaluation import evaluate
 from hftune.export import export
 from hftune.ledger import Ledger
 from hftune.optim import lr_at
+from hftune.pictures import grid, write_picture
 from hftune.sections import TrainConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking import Tracker
 
+SAMPLES = "samples"
+"""Folder in the output folder: pictures of some samples, after each evaluation."""
 BEST = ".best.json"
 """File in the output folder: step and score of the model that lies there."""
 
@@ -190,11 +195,13 @@ def evaluate_and_keep(run: Run) -> None:
     with run.speed.paused():
         run.strategy.progress.at(f"the evaluation after step {state.step}")
         workers = run.recipe.train.num_workers
-        evaluation = evaluate(run.strategy, run.datasets["eval"], config.batch_size, workers, lambda: bool(run.stop))
+        evaluation = evaluate(
+            run.strategy, run.datasets["eval"], config.batch_size, workers, lambda: bool(run.stop), config.show_samples
+        )
         if evaluation is None:
             stop(run)
         log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
-        show_samples(run, evaluation.rows[: config.show_samples])
+        show_samples(run, evaluation.rows[: config.show_samples], evaluation.pictures)
         if config.metric not in evaluation.metrics:
             computed = ", ".join(evaluation.metrics)
             raise TrainingError(f"eval.metric={config.metric!r} was not computed. The task computed: {computed}.")
@@ -240,10 +247,18 @@ def log(run: Run, values: dict[str, Any]) -> None:
     run.console.logged(run.state.step, epoch, values)
 
 
-def show_samples(run: Run, rows: list[dict[str, Any]]) -> None:
-    """Show what the task wants to be seen of some predictions, on terminal and dashboards. Collective."""
-    samples = [{name: row[name] for name in run.recipe.task.shown} for row in rows]
-    run.strategy.on_main(lambda: run.tracker.log_samples(run.state.step, samples))
+def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray]) -> None:
+    """Show what the task wants to be seen of some predictions: terminal, samples folder, dashboards. Collective."""
+    step, samples = run.state.step, [{name: row[name] for name in run.recipe.task.shown} for row in rows]
+
+    def show() -> None:
+        run.tracker.log_samples(step, samples)
+        if pictures:
+            pixels_HWC = grid(pictures)
+            write_picture(Path(run.recipe.output_dir) / SAMPLES / f"step_{step:08d}.png", pixels_HWC)
+            run.tracker.log_picture(step, pixels_HWC)
+
+    run.strategy.on_main(show)
     run.console.samples(samples)
 
 

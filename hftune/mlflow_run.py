@@ -218,6 +218,13 @@ class MlflowRun(GeneralTracker):
             with self._forgiven():
                 self.client.log_table(self.run_id, data, f"samples/step_{step:08d}.json")
 
+    def log_images(self, values: Mapping[str, Any], step: int) -> None:
+        """Show the first picture (H, W, 3) uint8 of each value."""
+        if not self._is_lost:
+            with self._forgiven():
+                for pixels_HWC, *_ in values.values():
+                    self.client.log_image(self.run_id, pixels_HWC, f"samples/step_{step:08d}.png")
+
     def finish(self) -> None:
         """Send the files and the model, and close the run. Where the server is gone, say what it lacks."""
         from hftune.mlflow_model import log_model

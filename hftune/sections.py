@@ -55,7 +55,9 @@ class TrainConfig(Section):
     warmup_ratio: float = 0.0
     """Share of all steps in which the learning rate rises linearly from 0, in [0, 1)."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """After the warmup: down to 0 linearly, down to 0 along half a cosine, or constant."""
+    """After the warmup: down to min_lr linearly, down to it along half a cosine, or constant."""
+    min_lr: float = 0.0
+    """Learning rate at which linear and cosine end."""
     clip_norm: float | None = 1.0
     """Largest norm of the global gradient; larger ones are scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -64,6 +66,11 @@ class TrainConfig(Section):
     """Recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
     compile: bool = False
     """torch.compile the model, for changing shapes."""
+    tf32: bool = False
+    """On GPUs that have it: float32 products and convolutions in TF32, faster and to 3 digits. false: none at all in TF32,
+    where torch by itself would have convolutions so."""
+    cudnn_benchmark: bool = False
+    """On GPUs: have cuDNN try its algorithms for each new shape and keep the fastest. For images of one size."""
     num_workers: int = 0
     """Processes that load and collate ahead of training, for each training process."""
     log_every: int = 10
@@ -92,7 +99,11 @@ class TrainConfig(Section):
                 yield f"train.{name}={value} must be finite."
         if not self.lr > 0:
             yield f"train.lr={self.lr} must be above 0."
-        for name in ("weight_decay", "momentum", "num_workers", "eps"):
+        if self.min_lr > self.lr > 0:
+            yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
+        if self.min_lr > 0 and self.schedule == "constant":
+            yield f"train.min_lr={self.min_lr} needs train.schedule=linear or cosine: constant never falls."
+        for name in ("weight_decay", "momentum", "num_workers", "eps", "min_lr"):
             if not getattr(self, name) >= 0:
                 yield f"train.{name}={getattr(self, name)} must not be negative."
         for name in ("dead_after_s", "stall_after_s"):
@@ -128,7 +139,7 @@ class EvalConfig(Section):
     greater_is_better: bool = False
     """True for accuracies, False for losses."""
     show_samples: int = 3
-    """Samples to show after each evaluation, the data set's first, where the task shows any (titles do)."""
+    """Samples to show after each evaluation, the data set's first, where the task shows any (titles and pictures do)."""
 
     def problems(self) -> Iterator[str]:
         if self.batch_size < 1:

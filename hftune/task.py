@@ -97,6 +97,13 @@ class Task(ABC):
         """
         return [{} for _ in range(len(self.target(batch)))]
 
+    def pictures(self, outputs: Any, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
+        """Return a picture (H, W, 3) uint8 of each sample at these places of the batch; none where there is nothing to see.
+
+        Arguments as for ``predict``. Those of the first ``eval.show_samples`` samples are kept after each evaluation.
+        """
+        return []
+
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the metrics of a whole split from its rows, one a sample, in dataset order. Main process only."""
         return {}
@@ -128,7 +135,9 @@ class Task(ABC):
         return []
 
     def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return one JSON-able row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
+        """Return one row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
+
+        Its values are JSON-able, or Pillow images, which ``hftune predict`` writes into its --output folder.
 
         Raises:
             DataError: an input that cannot be answered, named by its place.

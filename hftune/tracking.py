@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 
 from hftune.config import Recipe, flat
@@ -101,6 +102,12 @@ class Tracker:
                 lines = [columns, ["---"] * len(columns), *([cell(value) for value in row.values()] for row in samples)]
                 text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
                 tracker.log({"eval/samples": text}, step=step)
+
+    def log_picture(self, step: int, pixels_HWC: np.ndarray) -> None:
+        """Show a picture, uint8, at the dashboards."""
+        for tracker in self.accelerator.trackers:
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"eval/pictures": pixels_HWC[None]}, step=step, **layout)
 
     def run_ids(self) -> dict[str, str]:
         """Return what finds the dashboards' runs again."""

@@ -30,6 +30,7 @@ from torch import nn
 
 from hftune import __version__
 from hftune.agreement import check_early, differences, disagreement, facts
+from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
@@ -41,7 +42,7 @@ from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
 from hftune.ledger import Ledger
-from hftune.loop import Run, TrainState, fit, read_best, total_steps
+from hftune.loop import SAMPLES, Run, TrainState, fit, read_best, total_steps
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
@@ -124,8 +125,9 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
     if recipe.train.micro_batch_size == "auto":
+        seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
         known = found[1] if found[0] == strategy.num_processes else None
-        plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, datasets["train"]))
+        plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, seen))
         remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
 
     progress.at("opening the output folder")
@@ -202,7 +204,8 @@ def train_and_save(run: Run) -> TrainResult:
     strategy, progress = run.strategy, run.strategy.progress
     hide_progress_bars()  # downloads are over; there would be one for each export
     progress.at("the first gradient, a rehearsal")
-    strategy.rehearse(run.datasets["train"], run.plan.epoch(0)[0][0])
+    recipe = run.recipe
+    strategy.rehearse(augmented(run.datasets["train"], recipe.task, recipe.seed, 0), run.plan.epoch(0)[0][0])
     try:
         fit(run)
     except Interrupted as error:
@@ -429,7 +432,7 @@ def start_folder(recipe: Recipe) -> None:
         restore_export(output_dir / name)
     if (output_dir / "result.json").exists() or steps(output_dir / "checkpoints"):
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
-    for name in ("tensorboard", "checkpoints"):  # the first would draw both runs into one plot
+    for name in ("tensorboard", "checkpoints", SAMPLES):  # the first would draw both runs into one plot
         shutil.rmtree(output_dir / name, ignore_errors=True)
     for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl", ANEW):
         (output_dir / name).unlink(missing_ok=True)

@@ -157,7 +157,16 @@ def read_input(value: Any, place: int, layout: Layout) -> np.ndarray:
     Raises:
         DataError: it is none of these, cannot be read, or does not fit the layout.
     """
-    said = f"Input {place}"
+    image, said = read_image(value, f"Input {place}")
+    return to_pixels(image, said, layout)
+
+
+def read_image(value: Any, said: str) -> tuple[Image.Image, str]:
+    """Return a path, a Pillow image or an array (H, W) or (H, W, 3) as a Pillow image, with its name for messages.
+
+    Raises:
+        DataError: it is none of these, or cannot be read; the sentence begins with ``said``.
+    """
     if isinstance(value, str | Path):
         said += f" ({value})"
         value = open_image(Path(value).expanduser(), said)
@@ -167,13 +176,15 @@ def read_input(value: Any, place: int, layout: Layout) -> np.ndarray:
         value = Image.fromarray(value)
     if not isinstance(value, Image.Image):
         raise DataError(f"{said} is a {type(value).__name__}, not a path, a Pillow image or an array.")
-    return to_pixels(value, said, layout)
+    return value, said
 
 
-def open_image(file: Any, said: str) -> Image.Image:
-    """Decode a file, or raise DataError with a sentence that begins with ``said``."""
+def open_image(file: Any, said: str, decode: bool = True) -> Image.Image:
+    """Decode a file (or, for its size alone, only open it), or raise DataError with a sentence that begins with ``said``."""
     try:
         image = Image.open(file)
+        if not decode:
+            return image
         image.load()
     except FileNotFoundError as error:
         raise DataError(f"{said}: there is no such file.") from error

@@ -1,7 +1,8 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
 from hftune.tasks.image_classification import ImageClassification
+from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
 
-__all__ = ["ImageClassification", "SequenceClassification", "TitleGeneration"]
+__all__ = ["ImageClassification", "ImageRestoration", "SequenceClassification", "TitleGeneration"]

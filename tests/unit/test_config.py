@@ -259,9 +259,10 @@ def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_shipped_recipe_is_accepted(name, write):
+def test_every_shipped_recipe_is_accepted(name, write, tmp_path):
     files = [f"task.data_files.{part}={write('rows.jsonl', '{}')}" for part in ("train", "eval")]
-    recipe = Recipe.from_argv([f"recipe={name}", *(files if name == "bigbird" else [])])  # it has no data of its own
+    missing = {"bigbird": files, "restoration": [f"task.data_dir={tmp_path}"]}  # they have no data of their own
+    recipe = Recipe.from_argv([f"recipe={name}", *missing.get(name, [])])
     recipe.check()
     assert (recipe.recipe, recipe.output_dir) == (name, f"outputs/{name}")
 
@@ -690,21 +691,21 @@ def test_a_recipe_without_a_task_type_is_refused(write, text):
         (
             "SequenceClasification",
             "task.type=SequenceClasification cannot be imported: module 'hftune.tasks' has no attribute "
-            "'SequenceClasification'. Shipped: ImageClassification, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
+            "'SequenceClasification'. Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
         ),
         (
             "no_such_module.Thing",
             "task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. "
-            "Shipped: ImageClassification, SequenceClassification, TitleGeneration.",
+            "Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration.",
         ),
         (
             "own_tasks.Nothing",
             "task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. "
-            "Shipped: ImageClassification, SequenceClassification, TitleGeneration.",
+            "Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration.",
         ),
         (
             ".Thing",
-            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, SequenceClassification, TitleGeneration.",
+            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration.",
         ),
         ("own_tasks.NoTask", "task.type=own_tasks.NoTask is not a subclass of hftune.Task."),
         ("own_tasks.NoDataclass", "task.type=own_tasks.NoDataclass must be a dataclass: write @dataclass above the class."),

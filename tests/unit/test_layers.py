@@ -10,6 +10,7 @@ MAY_IMPORT = {
     "resources": {"errors", "messages"},
     "disk": {"errors"},
     "jsonl": {"disk"},
+    "pictures": {"disk"},
     "signals": set(),
     "batch_plan": {"errors"},
     "task": set(),
@@ -40,13 +41,13 @@ MAY_IMPORT = {
     "evaluation": {"strategies", "batch_plan", "task", "errors"},
     "loop": {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
-        *("batch_plan", "config", "sections", "errors", "augmentation"),
+        *("batch_plan", "config", "sections", "errors", "augmentation", "pictures"),
     },
-    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "errors"},
+    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "sections", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "agreement", "joining"),
+        *("heartbeat", "progress", "agreement", "joining", "augmentation"),
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
@@ -59,6 +60,7 @@ MAY_IMPORT = {
     "plan_text": {"planning", "console"},
     "inference": {"export", "config", "task", "errors"},
     "launchers": {"training", "joining", "config", "resources", "errors"},
+    "answers": {"errors"},
     "scoring": {
         "export",
         *("training", "joining", "inference", "evaluation", "strategies", "checkpoint", "agreement", "optim", "heartbeat"),
@@ -67,7 +69,7 @@ MAY_IMPORT = {
     "spark": {"launchers", "training", "joining", "run", "heartbeat", "mlflow_run", "config", "errors"},
     "cli": {
         *("doctor", "planning", "plan_text", "launchers", "inference", "scoring", "run", "ledger", "config", "data", "console"),
-        *("resources", "errors"),
+        *("answers", "resources", "errors"),
     },
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "errors"},

@@ -23,6 +23,17 @@ def test_schedule_equals_that_of_transformers(schedule, num_steps, warmup_ratio)
         scheduler.step()
 
 
+def test_cosine_ends_at_min_lr_as_torch_has_it():
+    config = TrainConfig(lr=2e-4, min_lr=1e-6, schedule="cosine")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=1e-6)
+    for step in range(31):
+        assert lr_at(step, 30, config) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+    assert lr_at(30, 30, config) == 1e-6
+
+
 def test_biases_and_norms_do_not_decay_and_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
     model[3].weight.requires_grad_(False)

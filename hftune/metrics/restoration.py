@@ -1,0 +1,65 @@
+"""How near a restored image comes to its target: L1, PSNR and SSIM, inside and outside the mask too. Knows no task.
+
+Shape suffixes: H and W height and width; values of images lie in [0, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.image import structural_similarity_index_measure
+
+REGIONS = ("", "_inside", "_outside")
+"""Of the mask: all pixels, those that it marks, the others."""
+NAMES = tuple(f"{metric}{region}" for region in REGIONS for metric in ("l1", "psnr", "ssim"))
+MOST_DB = 100.0
+"""PSNR of equal images, in place of infinity, which JSON and plots do not have."""
+
+
+def measure(output_3HW: Tensor, target_3HW: Tensor, mask_HW: Tensor) -> dict[str, Any]:
+    """Compare one image with its target.
+
+    Returns:
+        ``pixels``, and for each region ``l1``, ``mse`` and ``ssim``, means over its pixels; None where it has none.
+    """
+    difference_3HW = output_3HW.double() - target_3HW.double()
+    _, similarity_13HW = structural_similarity_index_measure(
+        output_3HW[None].float(), target_3HW[None].float(), data_range=1.0, return_full_image=True
+    )
+    maps = {"l1": difference_3HW.abs().mean(0), "mse": difference_3HW.square().mean(0), "ssim": similarity_13HW[0].mean(0)}
+    inside_HW = mask_HW.bool()
+    regions = {"": torch.ones_like(inside_HW), "_inside": inside_HW, "_outside": ~inside_HW}
+    counts = {name: int(region_HW.sum()) for name, region_HW in regions.items()}
+    return {f"pixels{name}": count for name, count in counts.items()} | {
+        f"{metric}{name}": float(map_HW[region_HW].double().mean()) if counts[name] else None
+        for name, region_HW in regions.items()
+        for metric, map_HW in maps.items()
+    }
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the means over all pixels of all images, from the rows of ``measure``; exact sums, in any order.
+
+    PSNR, in dB of values in [0, 1], is that of the mean over all pixels of the squared error; None where a region is empty.
+    """
+    metrics: dict[str, float | None] = {}
+    for region in REGIONS:
+        full = [row for row in rows if row[f"pixels{region}"]]
+        count = sum(row[f"pixels{region}"] for row in full)
+
+        def mean(metric: str, region: str = region, full: list = full, count: int = count) -> float | None:
+            return math.fsum(row[f"{metric}{region}"] * row[f"pixels{region}"] for row in full) / count if count else None
+
+        mse = mean("mse")
+        values = {"l1": mean("l1"), "psnr": None if mse is None else psnr(mse), "ssim": mean("ssim")}
+        metrics |= {f"{metric}{region}": value for metric, value in values.items()}
+    return metrics
+
+
+def psnr(mse: float) -> float:
+    """Return the peak signal-to-noise ratio in dB, at most MOST_DB, of a mean squared error of values in [0, 1]."""
+    return MOST_DB if mse == 0 else min(MOST_DB, -10 * math.log10(mse))

@@ -1,0 +1,30 @@
+"""Builds a network that a recipe names by its import path. Knows no task."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hftune.errors import ConfigError
+
+
+def build_network(path: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Call the class ``package.module.Class`` with keyword arguments.
+
+    Raises:
+        ConfigError: it cannot be imported, does not take the arguments, or is no torch.nn.Module.
+    """
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"task.network={path} cannot be imported: {error}. Write package.module.Class.") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(f"task.network={path} is not a subclass of torch.nn.Module.")
+    try:
+        return found(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"task.network={path} cannot be built from task.network_args={dict(arguments)}: {error}.") from error

@@ -1,0 +1,42 @@
+"""Puts pictures of samples into one file. Knows no task and no dashboard.
+
+Shape suffixes: H and W height and width, C channels (red, green, blue).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from hftune.disk import flush, named_where_it_fails
+
+GAP = 4
+"""White pixels between two pictures."""
+
+
+def grid(pictures: Sequence[np.ndarray]) -> np.ndarray:
+    """Set pictures (H, W, C) uint8, of several sizes, one below the other, on white."""
+    width = max(picture.shape[1] for picture in pictures)
+    height = sum(picture.shape[0] for picture in pictures) + GAP * (len(pictures) - 1)
+    canvas_HWC, top = np.full((height, width, 3), 255, np.uint8), 0
+    for picture in pictures:
+        canvas_HWC[top : top + picture.shape[0], : picture.shape[1]] = picture
+        top += picture.shape[0] + GAP
+    return canvas_HWC
+
+
+def write_picture(path: Path, pixels_HWC: np.ndarray) -> None:
+    """Write a PNG in one go, and its folder where there is none.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    with named_where_it_fails(path):
+        path.parent.mkdir(exist_ok=True)
+        fresh = path.with_name(f".{path.name}.writing")
+        Image.fromarray(pixels_HWC).save(fresh, format="PNG")
+        flush(fresh)
+        fresh.replace(path)

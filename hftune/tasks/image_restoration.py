@@ -1,0 +1,259 @@
+"""An image and a mask in, the whole image out: scratches, holes and writing removed, by a U-Net or a network of your own.
+
+torch, datasets and Pillow are imported inside the methods, so that a mistyped recipe is refused before they load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.errors import ConfigError
+from hftune.task import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from hftune.data.pictures import Pictures
+    from hftune.models.unet import AnySize
+    from hftune.task import Batch
+
+
+@dataclass
+class ImageRestoration(Task):
+    """Restore damaged images (RGB). The loss is the mean absolute error of a pixel's colours; an item is a pixel."""
+
+    network: str | None = None
+    """Import path of a network of your own, package.module.Class: called with image (N, 3, H, W), damaged, in [0, 1], and mask
+    (N, 1, H, W), 1 where it is damaged; returns images. null: the U-Net of hftune.models.unet."""
+    network_args: dict[str, Any] = field(default_factory=dict)
+    """What that class is called with."""
+    width: int = 32
+    """Of the U-Net: channels at full resolution, a multiple of 8; doubled at each halving."""
+    depth: int = 3
+    """Of the U-Net: how often height and width are halved."""
+    dataset: str = "imagefolder"
+    """imagefolder with data_dir; a name on the Hub; parquet or arrow with data_files; or module:function that returns rows."""
+    data_dir: str | None = None
+    """Folder of imagefolder, with a subfolder for each split: of clean images; or, where there is a mask_column, of further
+    subfolders with the columns' names, whose images belong together by name."""
+    data_files: dict[str, Any] | None = None
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    train_split: str = "train"
+    """Split of the data set to train on."""
+    eval_split: str = "test"
+    """Split of the data set to evaluate on."""
+    image_column: str = "image"
+    """Column of the images."""
+    mask_column: str | None = None
+    """Column of the masks, white (or any colour at least half bright) where the image is damaged. null: masks are drawn,
+    anew in each epoch; for the evaluation always the same."""
+    target_column: str | None = None
+    """Column of the whole images. null: the images are whole, and what the mask marks is painted over with fill."""
+    fill: list[int] = field(default_factory=lambda: [128, 128, 128])
+    """Colour (red, green, blue; 0 to 255) of the damage to images that are whole."""
+    crop: int | None = 64
+    """Train on random squares of so many pixels a side. null: on whole images. The evaluation is on whole images."""
+    flip: bool = True
+    """Mirror half of the training images, left to right."""
+    mask_weight: float = 1.0
+    """Weight in the loss of a pixel inside of the mask; outside it is 1."""
+    max_train_samples: int | None = None
+    """Train on this many images, drawn at random once. null: all."""
+    max_eval_samples: int | None = None
+    """Evaluate on this many images, drawn at random once. null: all."""
+
+    metric_names = tuple(f"{metric}{region}" for region in ("", "_inside", "_outside") for metric in ("l1", "psnr", "ssim"))
+
+    def problems(self) -> list[str]:
+        from hftune.data.files import data_file_problems, image_folder_problems
+
+        least = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
+        return [
+            *data_file_problems(self.dataset, self.data_files),
+            *image_folder_problems(self.dataset, self.data_dir, {}),
+            *[
+                f"task.{name}={value} must be at least {bound}."
+                for name, bound in least.items()
+                if (value := getattr(self, name)) is not None and value < bound
+            ],
+            *self._value_problems(),
+        ]
+
+    def _value_problems(self) -> Iterator[str]:
+        if self.dataset == "idx":
+            yield "task.dataset=idx has images and labels, no masks. Use imagefolder."
+        if self.width % 8:
+            yield f"task.width={self.width} must be a multiple of 8."
+        if self.network_args and self.network is None:
+            yield "task.network_args is for a network of your own: set task.network=package.module.Class."
+        if self.target_column is not None and self.mask_column is None:
+            yield f"task.target_column={self.target_column} needs task.mask_column: which pixels are damaged cannot be told."
+        if len(self.fill) != 3 or not all(0 <= value <= 255 for value in self.fill):
+            yield f"task.fill={self.fill} must be three numbers from 0 to 255: red, green, blue."
+        if not self.mask_weight > 0:
+            yield f"task.mask_weight={self.mask_weight} must be above 0."
+
+    def datasets(self) -> dict[str, Pictures]:
+        """Return both parts; see Pictures for a sample."""
+        from hftune.data.pictures import load_pictures
+
+        columns = {"image": self.image_column, "mask": self.mask_column, "target": self.target_column}
+        parts = {
+            "train": (self.train_split, self.max_train_samples, self.crop),
+            "eval": (self.eval_split, self.max_eval_samples, None),
+        }
+        return {
+            part: load_pictures(self.dataset, self.data_dir, self.data_files, split, part, count, columns, least)
+            for part, (split, count, least) in parts.items()
+        }
+
+    def build_model(self) -> AnySize:
+        from hftune.models.imported import build_network
+        from hftune.models.unet import AnySize, UNet
+
+        return AnySize(build_network(self.network, self.network_args) if self.network else UNet(self.width, self.depth))
+
+    def lengths(self, dataset: Pictures) -> np.ndarray | None:
+        """Pixels of each image, where they differ; None for crops."""
+        return None if dataset.part == "train" and self.crop is not None else dataset.areas
+
+    def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
+        """Draw a crop, whether it is mirrored, and, where the data have none, the mask: the same for image, mask and target."""
+        from hftune.data.damage import draw_mask
+        from hftune.data.pictures import crop, flip
+
+        height, width = example["mask"].shape
+        if self.mask_column is None:
+            example = {**example, "mask": draw_mask(height, width, draw)}
+        if self.crop is not None:
+            top, left = draw.randint(height - self.crop + 1), draw.randint(width - self.crop + 1)
+            example = crop(example, top, left, self.crop)
+        return flip(example) if self.flip and draw.rand() < 0.5 else example
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Stack samples, padded at the right and at the bottom where their sizes differ.
+
+        Returns:
+            image (N, 3, H, W), damaged, in [0, 1]; mask (N, 1, H, W), 1 where it is; labels (N, 4, H, W), the target and each
+            pixel's weight in the loss, 0 for padding; and size (N, 2), height and width, only where they differ.
+        """
+        import torch
+
+        from hftune.data.pictures import stack
+
+        def channels_first(arrays: list[np.ndarray]) -> Tensor:
+            values_NHWC = torch.from_numpy(stack(arrays))
+            return values_NHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format, copy=True) / 255
+
+        image_N3HW = channels_first([example["image"] for example in examples])
+        mask_N1HW = torch.from_numpy(stack([example["mask"] for example in examples]))[:, None]
+        sizes = [example["mask"].shape for example in examples]
+        if self.target_column is None:
+            target_N3HW = image_N3HW
+            fill_311 = torch.tensor(self.fill, dtype=torch.float32)[:, None, None] / 255
+            image_N3HW = torch.where(mask_N1HW, fill_311, target_N3HW)
+        else:
+            target_N3HW = channels_first([example["target"] for example in examples])
+        weight_N1HW = torch.where(mask_N1HW, self.mask_weight, 1.0)
+        batch = {"image": image_N3HW, "mask": mask_N1HW.float()}
+        if len(set(sizes)) > 1:
+            batch["size"] = torch.tensor(sizes)
+            for weight_1HW, (height, width) in zip(weight_N1HW, sizes, strict=True):
+                weight_1HW[:, height:], weight_1HW[:, :, width:] = 0, 0
+        return {**batch, "labels": torch.cat([target_N3HW, weight_N1HW], dim=1)}
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        target_N3HW, weight_N1HW = target[:, :3], target[:, 3:]
+        return ((outputs.float() - target_N3HW).abs() * weight_N1HW).sum() / 3
+
+    def num_items(self, target: Tensor) -> int:
+        """Count pixels, not padding."""
+        return int(target[:, 3].count_nonzero())
+
+    def predict(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """Rows of numbers: pixels, l1, mse and ssim of the whole image, and inside and outside of the mask."""
+        from hftune.metrics.restoration import measure
+
+        return [
+            measure(output_3HW.clamp(0, 1), target_3HW, mask_1HW[0])
+            for _, mask_1HW, output_3HW, target_3HW in self._one_by_one(outputs, batch)
+        ]
+
+    def pictures(self, outputs: Tensor, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
+        """Show the damaged image, its mask, the restored image and the target, side by side."""
+        import torch
+
+        rows = list(self._one_by_one(outputs, batch))
+        strips = []
+        for image_3HW, mask_1HW, output_3HW, target_3HW in (rows[place] for place in places):
+            mask_3HW = mask_1HW.expand_as(image_3HW)
+            strip_3HW = torch.cat([image_3HW, mask_3HW, output_3HW.float(), target_3HW], dim=2)
+            strips.append(to_bytes(strip_3HW))
+        return strips
+
+    def _one_by_one(self, outputs: Tensor, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
+        """Yield image, mask, output and target of each sample, without padding."""
+        whole = [tuple(outputs.shape[2:])] * len(outputs)
+        sizes = batch["size"].tolist() if "size" in batch else whole
+        parts = zip(batch["image"], batch["mask"], outputs, batch["labels"][:, :3], strict=True)
+        for (height, width), values in zip(sizes, parts, strict=True):
+            yield tuple(value[:, :height, :width] for value in values)
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.restoration import summarise
+
+        return summarise(rows)
+
+    def remarks(self, datasets: Mapping[str, Any], model: AnySize) -> list[str]:
+        crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
+        multiple = getattr(model.network, "multiple", 1)
+        padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
+        said = [f"Training on {crops}; evaluation on whole images{padded}."]
+        for part, pictures in datasets.items():
+            if pictures.num_converted:
+                said.append(
+                    f"Grey, transparent or the like, and made RGB: {pictures.num_converted} of the {part} split's images."
+                )
+        return said
+
+    def _network(self) -> dict[str, Any]:
+        own = {"network": self.network, "network_args": dict(self.network_args)}
+        return own if self.network else {"width": self.width, "depth": self.depth}
+
+    def save(self, model: nn.Module, directory: Path) -> None:
+        """Write model.safetensors, and config.json with what it takes to build the network."""
+        super().save(model, directory)
+        (directory / "config.json").write_text(json.dumps(self._network(), indent=2) + "\n", encoding="utf-8")
+
+    def load(self, directory: Path) -> nn.Module:
+        """Build the recipe's network, and give it the weights that were saved."""
+        saved = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if saved != self._network():
+            raise ConfigError(f"{directory} has a network with {saved}, and the recipe says {self._network()}.")
+        return super().load(directory)
+
+    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+        """Restore pairs of image and mask, each a path, a Pillow image or an array of bytes: a row has an ``image``, of Pillow.
+
+        Grey and transparent images become RGB, with a warning.
+        """
+        from PIL import Image
+
+        from hftune.data.pictures import read_pair
+
+        pairs = [read_pair(value, place) for place, value in enumerate(inputs)]
+        batch = self.collate([{"image": image_HWC, "mask": mask_HW, "target": image_HWC} for image_HWC, mask_HW in pairs])
+        device = next(model.parameters()).device
+        outputs = model(**{name: value.to(device) for name, value in self.inputs(batch).items()})
+        restored = [to_bytes(output_3HW) for _, _, output_3HW, _ in self._one_by_one(outputs, batch)]
+        return [{"image": Image.fromarray(pixels_HWC)} for pixels_HWC in restored]
+
+
+def to_bytes(image_3HW: Tensor) -> np.ndarray:
+    """Return an image in [0, 1] as (H, W, 3) uint8; what lies beyond is cut off."""
+    return (image_3HW.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()

@@ -1,0 +1,281 @@
+"""Pictures to restore: how folders are put together, what is drawn, and the sentence for each thing that can be wrong."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hftune.config import Recipe
+from hftune.data.damage import draw_mask
+from hftune.data.demo_pictures import pictures as demo_pictures
+from hftune.errors import ConfigError, DataError
+from hftune.metrics.restoration import measure, summarise
+from hftune.models.unet import AnySize, UNet, from_around
+from hftune.pictures import grid
+from hftune.tasks.image_restoration import ImageRestoration
+
+
+def image(width=40, height=32, seed=0, mode="RGB"):
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
+
+
+def mask(width=40, height=32, value=255):
+    pixels = np.zeros((height, width), np.uint8)
+    pixels[4:12, 6:20] = value
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two pairs for each split, and a file that is no picture's business."""
+    for split in ("train", "test"):
+        for name, drawn in (("image", image), ("mask", mask), ("target", image)):
+            (tmp_path / split / name).mkdir(parents=True)
+            for stem in ("a", "b"):
+                drawn().save(tmp_path / split / name / f"{stem}.png")
+        (tmp_path / split / "image" / "notes.txt").write_text("none")
+    return tmp_path
+
+
+def task(folder, **fields):
+    columns = {"mask_column": "mask", "target_column": "target"}
+    return ImageRestoration(**{"data_dir": str(folder), "crop": 16, **columns, **fields})
+
+
+def refusal(folder, **fields):
+    with pytest.raises(DataError) as caught:
+        task(folder, **fields).datasets()
+    return str(caught.value)
+
+
+def test_folders_are_put_together_by_name_whatever_the_suffix(folder):
+    image(seed=5).save(folder / "train" / "image" / "c.jpg")
+    mask().save(folder / "train" / "mask" / "c.png")
+    image(seed=6).save(folder / "train" / "target" / "c.png")
+    train = task(folder).datasets()["train"]
+    assert len(train) == 3
+    assert (train[2]["target"] == np.asarray(image(seed=6))).all() and train[2]["mask"].sum() == 8 * 14
+
+
+def test_a_mask_of_another_size_is_refused(folder):
+    mask(width=30).save(folder / "test" / "mask" / "b.png")
+    assert refusal(folder) == (
+        f"Row 1 of the eval split ({folder}/test/image/b.png) is 40 x 32 pixels, and its mask 30 x 32. "
+        "They must have the same size."
+    )
+
+
+def test_an_image_without_a_partner_is_refused(folder):
+    (folder / "train" / "mask" / "b.png").unlink()
+    assert refusal(folder) == (
+        f"task.data_dir={folder}: {folder}/train/image/b.png has no partner of its name in {folder}/train/mask."
+    )
+
+
+def test_a_mask_without_an_image_is_refused(folder):
+    mask().save(folder / "train" / "mask" / "c.png")
+    assert refusal(folder) == (
+        f"task.data_dir={folder}: {folder}/train/mask/c.png has no partner of its name in {folder}/train/image."
+    )
+
+
+def test_a_file_that_is_no_image_is_named(folder):
+    (folder / "train" / "target" / "a.png").write_text("no image")
+    assert refusal(folder) == f"Row 0 of the train split ({folder}/train/target/a.png) is no image that can be read."
+
+
+def test_an_empty_folder_is_refused(folder):
+    for path in (folder / "test" / "image").iterdir():
+        path.unlink()
+    assert refusal(folder) == (
+        f"task.data_dir={folder}: {folder}/test/image holds no images "
+        "(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .ppm)."
+    )
+
+
+def test_a_missing_folder_is_named(folder):
+    assert refusal(folder, eval_split="valid") == f"task.data_dir={folder}: there is no folder {folder}/valid/image."
+
+
+def test_a_mask_that_is_empty_everywhere_is_refused(folder):
+    mask(value=100).save(folder / "train" / "mask" / "a.png")
+    assert refusal(folder) == (
+        f"Row 0 of the train split ({folder}/train/mask/a.png) has a mask that is empty everywhere: nothing is to be restored. "
+        "Paint white (at least half bright) what is damaged, or leave the image out."
+    )
+
+
+def test_an_image_smaller_than_the_crop_is_refused(folder):
+    assert refusal(folder, crop=33) == (
+        f"Row 0 of the train split ({folder}/train/image/a.png) is 40 x 32 pixels, smaller than task.crop=33. "
+        "Lower task.crop, or remove such images."
+    )
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P"])
+def test_images_that_are_not_rgb_are_converted_and_that_is_said_once(folder, mode):
+    image(mode=mode).save(folder / "train" / "image" / "a.png")
+    recipe = task(folder)
+    datasets = recipe.datasets()
+    assert datasets["train"][0]["image"].shape == (32, 40, 3)
+    assert recipe.remarks(datasets, recipe.build_model()) == [
+        "Training on random squares of 16 x 16 pixels; evaluation on whole images, padded to multiples of 8.",
+        "Grey, transparent or the like, and made RGB: 1 of the train split's images.",
+    ]
+
+
+def test_orange_marks_damage_and_dark_grey_does_not(folder):
+    pixels = np.zeros((32, 40, 3), np.uint8)
+    pixels[:2], pixels[2:4] = (255, 165, 0), (60, 60, 60)
+    Image.fromarray(pixels).save(folder / "train" / "mask" / "a.png")
+    marked = task(folder).datasets()["train"][0]["mask"]
+    assert marked[:2].all() and not marked[2:].any()
+
+
+def test_image_mask_and_target_get_the_same_crop_and_flip(folder):
+    recipe = task(folder)
+    sample = recipe.datasets()["train"][0]
+    place = np.arange(32 * 40).reshape(32, 40)
+    sample = {"image": np.stack([place] * 3, -1), "mask": place, "target": np.stack([place] * 3, -1)}
+    seen = [recipe.augment(sample, np.random.RandomState(key)) for key in range(8)]
+    for cut in seen:
+        assert cut["mask"].shape == (16, 16)
+        assert (cut["image"][..., 0] == cut["mask"]).all() and (cut["target"][..., 2] == cut["mask"]).all()
+    assert {bool(cut["mask"][0, 0] > cut["mask"][0, 1]) for cut in seen} == {True, False}  # flipped and not
+    assert len({int(cut["mask"].min()) for cut in seen}) > 4  # from several places
+
+
+def test_masks_for_the_evaluation_are_always_the_same_and_for_training_always_others():
+    recipe = ImageRestoration(dataset="hftune.data.demo_pictures:pictures", crop=None, flip=False, max_eval_samples=4)
+    pictures = recipe.datasets()["eval"]
+    again = recipe.datasets()["eval"]
+    assert all((pictures[place]["mask"] == again[place]["mask"]).all() for place in range(4))
+    drawn = [recipe.augment(pictures[0], np.random.RandomState([42, epoch, 0]))["mask"] for epoch in (0, 0, 1)]
+    assert (drawn[0] == drawn[1]).all() and not (drawn[0] == drawn[2]).all()
+
+
+def test_drawn_masks_are_never_empty_and_never_everything():
+    shares = [draw_mask(*size, np.random.RandomState([seed])).mean() for seed in range(100) for size in ((16, 16), (48, 200))]
+    assert min(shares) > 0 and max(shares) < 0.8
+
+
+def test_demo_pictures_are_pinned():
+    drawn = [row["image"] for row in demo_pictures("eval", 6)]
+    assert len({picture.size for picture in drawn}) > 1
+    again = [row["image"] for row in demo_pictures("eval", 6)]
+    assert all(one.tobytes() == other.tobytes() for one, other in zip(drawn, again, strict=True))
+    assert drawn[0].tobytes() != next(demo_pictures("train", 1))["image"].tobytes()
+
+
+def test_images_of_several_sizes_are_restored_as_if_each_were_alone():
+    torch.manual_seed(0)
+    network = UNet(width=8, depth=2)
+    torch.nn.init.normal_(network.last.weight)
+    model = AnySize(network).eval()
+    recipe = ImageRestoration(crop=None)
+    samples = [
+        {"image": np.asarray(image(width, height, seed)), "mask": np.asarray(mask(width, height)) > 0, "target": None}
+        for seed, (width, height) in enumerate([(40, 32), (37, 50), (40, 32)])
+    ]
+    batch = recipe.collate(samples)
+    together = model(**recipe.inputs(batch))
+    assert batch["image"].shape == (3, 3, 50, 40) and recipe.num_items(recipe.target(batch)) == 2 * 40 * 32 + 37 * 50
+    total = recipe.loss(together, recipe.target(batch))
+    alone = []
+    for sample, output_3HW in zip(samples, together, strict=True):
+        one = recipe.collate([sample])
+        output_13HW = model(**recipe.inputs(one))
+        height, width = output_13HW.shape[2:]
+        torch.testing.assert_close(output_3HW[:, :height, :width], output_13HW[0], rtol=1e-4, atol=1e-5)
+        alone.append(recipe.loss(output_13HW, recipe.target(one)))
+    torch.testing.assert_close(total, sum(alone), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (37, 50)])
+def test_holes_are_filled_from_around_them_before_anything_is_learned(size):
+    damaged = torch.from_numpy(draw_mask(*size, np.random.RandomState([3])))[None, None].float()
+    left_to_right = torch.linspace(0, 1, size[1]).expand(1, 3, *size)
+    filled = AnySize(UNet(width=8, depth=2))(left_to_right * (1 - damaged), damaged)
+    assert (filled - left_to_right).abs().max() < 0.2
+    around = from_around(left_to_right * (1 - damaged), damaged)
+    assert torch.equal(around[..., damaged[0, 0] == 0], left_to_right[..., damaged[0, 0] == 0])
+    assert 0 < (around - left_to_right).abs().max() < 0.2
+
+
+def test_metrics_are_means_over_all_pixels_of_all_images():
+    target, output = torch.zeros(3, 20, 20), torch.zeros(3, 20, 20)
+    inside = torch.zeros(20, 20)
+    inside[:4, :5] = 1
+    output[:, :4, :5] = 0.1
+    rows = [measure(output, target, inside), measure(torch.zeros(3, 40, 15), torch.zeros(3, 40, 15), torch.zeros(40, 15))]
+    found = summarise(rows)
+    assert found["l1_inside"] == pytest.approx(0.1) and found["psnr_inside"] == pytest.approx(20)
+    assert found["l1"] == pytest.approx(0.1 * 20 / 1000) and found["psnr"] == pytest.approx(20 + 10 * np.log10(50))
+    assert found["l1_outside"] == 0 and found["psnr_outside"] == 100 and found["ssim"] < 1
+    assert rows[1]["l1_inside"] is None and rows[1]["pixels_outside"] == 600
+
+
+def test_a_grid_holds_pictures_of_several_sizes():
+    pixels = grid([np.zeros((2, 6, 3), np.uint8), np.zeros((3, 4, 3), np.uint8)])
+    assert pixels.shape == (9, 6, 3) and pixels[2:6].min() == 255 and pixels[6:, 4:].min() == 255 and not pixels[6:, :4].any()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("task.width=12",), "task.width=12 must be a multiple of 8."),
+        (("task.crop=8",), "task.crop=8 must be at least 16."),
+        (("task.fill=[0,0]",), "task.fill=[0, 0] must be three numbers from 0 to 255: red, green, blue."),
+        (("task.mask_weight=0",), "task.mask_weight=0.0 must be above 0."),
+        (
+            ("task.target_column=target",),
+            "task.target_column=target needs task.mask_column: which pixels are damaged cannot be told.",
+        ),
+        (
+            ("task.network_args.depth=4",),
+            "task.network_args is for a network of your own: set task.network=package.module.Class.",
+        ),
+        (("train.min_lr=1",), "train.min_lr=1.0 must not be above train.lr=0.001: the schedule falls to it."),
+        (
+            ("train.schedule=constant",),
+            "train.min_lr=1e-06 needs train.schedule=linear or cosine: constant never falls.",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named(words, message):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load("restoration_demo", *words).check()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"network": "nowhere.Net"},
+            "task.network=nowhere.Net cannot be imported: No module named 'nowhere'. Write package.module.Class.",
+        ),
+        ({"network": "hftune.Recipe"}, "task.network=hftune.Recipe is not a subclass of torch.nn.Module."),
+        (
+            {"network": "hftune.models.unet.UNet", "network_args": {"deep": 3}},
+            "task.network=hftune.models.unet.UNet cannot be built from task.network_args={'deep': 3}: "
+            "UNet.__init__() got an unexpected keyword argument 'deep'.",
+        ),
+    ],
+)
+def test_a_network_that_cannot_be_built_is_named(fields, message):
+    with pytest.raises(ConfigError) as caught:
+        ImageRestoration(**fields).build_model()
+    assert str(caught.value) == message
+
+
+def test_a_network_that_returns_something_else_is_named():
+    recipe = ImageRestoration(
+        network="torch.nn.Bilinear", network_args={"in1_features": 16, "in2_features": 16, "out_features": 2}
+    )
+    with pytest.raises(ConfigError) as caught:
+        recipe.build_model()(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))
+    assert (
+        str(caught.value)
+        == "task.network: for images (1, 3, 16, 16) Bilinear returned (1, 3, 16, 2), not images of the same shape."
+    )
