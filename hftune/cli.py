@@ -143,12 +143,9 @@ def predict(options: argparse.Namespace) -> int:
 
     hide_progress_bars()
     model, names = load_model(options.folder), output_names(inputs, options.output)
-    for start in range(0, len(inputs), options.batch_size):
-        batch = inputs[start : start + options.batch_size]
-        rows = model.predict(batch, options.batch_size)
-        for value, name, row in zip(batch, names[start : start + len(batch)], rows, strict=True):
-            said = {**named(value), **keep_pictures(row, name)}
-            print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
+    for value, name, row in zip(inputs, names, model.answers(inputs, options.batch_size), strict=True):
+        said = {**named(value), **keep_pictures(row, name)}
+        print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,17 @@ class TrainedModel:
         Raises:
             DataError: an input that cannot be answered, such as an empty text or a file that is no image.
         """
-        rows: list[dict[str, Any]] = []
+        return list(self.answers(inputs, batch_size))
+
+    def answers(self, inputs: Sequence[Any], batch_size: int = 8) -> Iterator[dict[str, Any]]:
+        """Yield what ``predict`` returns, row by row: pictures of a large folder need not all be in memory."""
         for start in range(0, len(inputs), batch_size):
             try:
                 with torch.no_grad():
-                    rows += self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
+                    rows = self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
             except DataError as error:  # which counts from the beginning of the batch
                 raise DataError(count_from(start, str(error))) from error
-        return rows
+            yield from rows
 
 
 def count_from(start: int, message: str) -> str:
