@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,14 @@ os.environ.update(
 
 def pytest_unconfigure():
     shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_session_of_wandb_outlives_a_test():
+    """Within a process, wandb keeps the mode (offline, disabled) that its session began with."""
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
 
 @pytest.fixture
