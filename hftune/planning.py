@@ -171,7 +171,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         count_data(batches, len(datasets["eval"]), found),
         Steps(num_steps, batches.num_steps, num_steps / batches.num_steps, batches.batch_size),
         found.work,
-        learning_rates(recipe, num_steps),
+        learning_rates(recipe, num_steps, batches.num_steps),
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
@@ -271,7 +271,7 @@ def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroB
             heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
 
 
-def learning_rates(recipe: Recipe, num_steps: int) -> list[Rate]:
+def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
     """Return the learning rates of a few telling steps."""
     warmup = num_warmup_steps(num_steps, recipe.train)
     told = {1: "first"}
@@ -280,7 +280,7 @@ def learning_rates(recipe: Recipe, num_steps: int) -> list[Rate]:
     told.setdefault(num_steps, "last")
     for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
         told.setdefault(max(1, num_steps * quarter // 4), name)
-    return [Rate(step, lr_at(step - 1, num_steps, recipe.train), told[step]) for step in sorted(told)]
+    return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), told[step]) for step in sorted(told)]
 
 
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
