@@ -77,7 +77,7 @@ class LanguageModeling(Task):
         least = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files, optional=("test",)),
-            *model_folder_problems(self.model, self.model_config),
+            *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
             *[
                 f"task.{name}={value} must be at least {bound}."
