@@ -284,7 +284,8 @@ def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
     """Return each token's cross-entropy (N, T) float32, 0 where the label is -100."""
     from torch.nn.functional import cross_entropy
 
-    return cross_entropy(logits_NTV.float().transpose(1, 2), labels_NT, ignore_index=-100, reduction="none")
+    flat = cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=-100, reduction="none")
+    return flat.view_as(labels_NT)
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:
