@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from hftune.errors import ConfigError
 from hftune.messages import did_you_mean, holds, spell, type_problem
 from hftune.resources import recipe_path
-from hftune.sections import CheckpointConfig, EvalConfig, RunConfig, Section, TrackConfig, TrainConfig, key_of
+from hftune.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, Section, TrackConfig, TrainConfig, key_of
 from hftune.task import Task
 
 
@@ -33,6 +33,7 @@ class Recipe(RunConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
     @classmethod
@@ -91,6 +92,7 @@ SECTIONS: dict[str, type[Section]] = {
     "train": TrainConfig,
     "eval": EvalConfig,
     "checkpoint": CheckpointConfig,
+    "parallel": ParallelConfig,
     "track": TrackConfig,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -63,9 +62,7 @@ def evaluate(
     plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False)
     scored = [
         _score(strategy, micro_batch, batch, num_pictures)
-        for micro_batch, batch in takewhile(
-            lambda _: not should_stop(), strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers)
-        )
+        for micro_batch, batch in strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers, should_stop)
     ]
     if strategy.any_process(should_stop()):
         return None

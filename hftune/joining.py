@@ -44,6 +44,8 @@ def check_launcher(recipe: Recipe) -> None:
                 f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and "
                 "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
             )
+    if recipe.parallel.pipeline_stages > 1:
+        check_parallel(recipe)
     if not asks_for_fsdp():
         return
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -64,6 +66,38 @@ def check_launcher(recipe: Recipe) -> None:
         raise ConfigError(
             "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
             "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
+
+
+def check_parallel(recipe: Recipe) -> None:
+    """Refuse a pipeline on a number of processes that it does not divide, and what does not work in one.
+
+    Raises:
+        ConfigError: saying what to set instead.
+    """
+    stages, train = recipe.parallel.pipeline_stages, recipe.train
+    asked, one = f"parallel.pipeline_stages={stages}", "parallel.pipeline_stages=1"
+    if asks_for_fsdp():
+        raise ConfigError(
+            f"{asked} does not work under FSDP: both deal the model out. Use accelerate_configs/4gpu.yaml, or {one}."
+        )
+    if train.micro_batch_size == "auto":
+        raise ConfigError(
+            f"train.micro_batch_size=auto does not work with {asked}: stages need unequal memory. Set a number, such as "
+            "train.micro_batch_size=4; hftune plan says what each stage needs."
+        )
+    if train.mixed_precision == "fp16":
+        raise ConfigError(
+            f"train.mixed_precision=fp16 does not work with {asked}: its loss scale is one process's. Use bf16 or no."
+        )
+    if train.compile:
+        raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
+    if (num_processes := int(os.environ.get("WORLD_SIZE", 1))) % stages:
+        fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
+        were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"
+        raise ConfigError(
+            f"{asked} does not divide the {were} started. Start {stages}, or a multiple of it; or set "
+            f"parallel.pipeline_stages to one of {fitting}."
         )
 
 

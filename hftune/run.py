@@ -32,9 +32,10 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
   eval.*    when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
   track.*   dashboards                                      track.with=[wandb]
   checkpoint.*  how often to save what a run goes on from   checkpoint.every=200
+  parallel.*  pipeline stages                               parallel.pipeline_stages=2
   seed, output_dir, resume                                  output_dir=outputs/mine resume=never
 
---help train (task, eval, checkpoint, track) lists the keys of a section with their defaults.
+--help train (task, eval, checkpoint, parallel, track) lists the keys of a section with their defaults.
 A key that does not exist is refused with the nearest one that does."""
 
 
@@ -64,7 +65,7 @@ def help_text(sections: list[str]) -> str:
     from hftune.reference import section_text
 
     return "\n\n".join(
-        section_text(name) or f"{name} is not a section: task, train, eval, checkpoint, track." for name in sections
+        section_text(name) or f"{name} is not a section: task, train, eval, checkpoint, parallel, track." for name in sections
     )
 
 

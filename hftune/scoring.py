@@ -79,7 +79,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         accelerator = start_accelerator(recipe)
         heartbeat.join()
         atexit.register(leave_group)
-        strategy = choose_strategy(accelerator, recipe.task, progress)
+        strategy = choose_strategy(accelerator, recipe, progress)
         digests = check_agreement(strategy, recipe, datasets)
         strategy.prepare(built, build_optimizer(built, recipe.train))
         if checkpoint is not None:

@@ -202,6 +202,63 @@ class CheckpointConfig(Section):
 
 
 @dataclass
+class ParallelConfig(Section):
+    """How one model is spread over several processes. No result depends on it."""
+
+    pipeline_stages: int = 1
+    """Processes that compute the model one after the other, each some of its layers; they divide the number of processes, and
+    the rest is data parallel. 1: each process has the whole model."""
+    schedule: str = "1f1b"
+    """Order of the micro-batches' forward and backward passes: gpipe, 1f1b, interleaved or zero_bubble. interleaved idles less
+    and sends more; zero_bubble computes the gradients of weights where it would idle."""
+    virtual_stages: int | None = None
+    """Of interleaved and zero_bubble: stages on each process, which alternate. null: 2 for interleaved, 1 for zero_bubble."""
+    split: list[int] | None = None
+    """Layers of each stage, first to last. null: the largest stage has as few parameters as can be."""
+
+    def problems(self) -> Iterator[str]:
+        if self.pipeline_stages < 1:
+            yield f"parallel.pipeline_stages={self.pipeline_stages} must be at least 1."
+        if self.schedule.lower().replace("_", "") in ("zbv", "zbvzerobubble", "dualpipev"):
+            yield (
+                f"parallel.schedule={self.schedule!r} puts the first and the last stage on one process, where torch's "
+                "evaluation fails. Use zero_bubble."
+            )
+        elif self.schedule not in PIPELINE_SCHEDULES:
+            hint = did_you_mean(self.schedule, PIPELINE_SCHEDULES)
+            yield f"parallel.schedule={self.schedule!r} is not one of {', '.join(PIPELINE_SCHEDULES)}.{hint}"
+        elif self.virtual_stages is not None and self.schedule in ("gpipe", "1f1b"):
+            yield (
+                f"parallel.virtual_stages={self.virtual_stages} is for parallel.schedule=interleaved or zero_bubble, not for "
+                f"{self.schedule}."
+            )
+        elif self.virtual_stages is not None and self.virtual_stages < (least := 2 if self.schedule == "interleaved" else 1):
+            yield f"parallel.virtual_stages={self.virtual_stages} must be at least {least} with schedule={self.schedule}."
+        elif self.split is not None and len(self.split) != self.num_stages:
+            yield f"parallel.split={self.split} must have a number of layers for each of the {self.num_stages} stages."
+        if self.split is not None and any(count < 1 for count in self.split):
+            yield f"parallel.split={self.split}: each stage has at least 1 layer."
+
+    @property
+    def num_stages(self) -> int:
+        """Of one pipeline, on all its processes."""
+        several = self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
+        return self.pipeline_stages * (several if self.pipeline_stages > 1 else 1)
+
+    def fill_up(self, num_micro_batches: int) -> int:
+        """Return the number of micro-batches, at least so many, that the schedule takes in one step of one pipeline."""
+        if self.schedule == "gpipe":
+            return max(1, num_micro_batches)
+        count = max(self.pipeline_stages, num_micro_batches)
+        while self.schedule != "1f1b" and count % (count // self.pipeline_stages):
+            count += 1  # torch's interleaved schedules go in rounds of equal size
+        return count
+
+
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass
 class TrackConfig(Section):
     """Dashboards. metrics.jsonl is always written."""
 

@@ -48,9 +48,11 @@ from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.resume import ANEW, Start, find_start
+from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
+from hftune.strategies.stages import check_stages
 from hftune.task import Task
 from hftune.tracking import Tracker
 
@@ -110,12 +112,13 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     plan = plan_batches(recipe, datasets["train"])
     progress.at("building the model")
     model = build_model(recipe)
+    check_pipeline(recipe, plan, datasets["train"], model)
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
     accelerator = start_accelerator(recipe)
     heartbeat.join()
     atexit.register(leave_group)
-    strategy = choose_strategy(accelerator, recipe.task, progress)
+    strategy = choose_strategy(accelerator, recipe, progress)
     progress.at("comparing recipe and data with the others")
     digests = check_agreement(strategy, recipe, datasets)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
@@ -149,13 +152,46 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     return train_and_save(run)
 
 
-def choose_strategy(accelerator: Accelerator, task: Task, progress: Progress) -> Strategy:
-    """Return the strategy that the launcher's configuration asks for."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return DataParallel(accelerator, task, progress)
-    from hftune.strategies.fully_sharded import FullySharded  # with its imports, a second that others need not wait
+def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress) -> Strategy:
+    """Return the strategy that the recipe or the launcher's configuration asks for."""
+    if recipe.parallel.pipeline_stages > 1:
+        from hftune.strategies.pipeline import Pipeline
 
-    return FullySharded(accelerator, task, progress)
+        return Pipeline(accelerator, recipe.task, recipe.parallel, progress)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from hftune.strategies.fully_sharded import FullySharded  # with its imports, a second that others need not wait
+
+        return FullySharded(accelerator, recipe.task, progress)
+    return DataParallel(accelerator, recipe.task, progress)
+
+
+def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Module) -> None:
+    """Refuse a pipeline that this model or these batches cannot be computed in.
+
+    Raises:
+        ConfigError: the model cannot be cut; or a step has fewer micro-batches than the schedule needs.
+    """
+    config, task = recipe.parallel, recipe.task
+    if config.pipeline_stages == 1:
+        return
+    num_replicas = int(os.environ.get("WORLD_SIZE", 1)) // config.pipeline_stages
+    check_micro_batches(config, plan, num_replicas)
+    shortest = 0 if plan.lengths is None else int(np.argmin(plan.lengths))
+    example = augmented(dataset, task, recipe.seed, 0)[shortest]
+    check_stages(model, config.num_stages, config.split, task.inputs(task.collate([example])))
+
+
+def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: int) -> None:
+    """Refuse whole batches that are cut into too few micro-batches for the schedule, or raise ConfigError."""
+    needed, found = config.fill_up(1), len(plan.epoch(0)[0])
+    if plan.num_samples >= plan.batch_size and found < needed * num_replicas:
+        pipelines = f" for each of {num_replicas} pipelines" if num_replicas > 1 else ""
+        raise ConfigError(
+            f"parallel.schedule={config.schedule} with parallel.pipeline_stages={config.pipeline_stages} needs at least "
+            f"{needed} micro-batches in a step{pipelines}, {needed * num_replicas} in all; a step of "
+            f"train.batch_size={plan.batch_size} has {found}. Lower train.micro_batch_size or train.micro_batch_tokens, or "
+            "raise train.batch_size."
+        )
 
 
 def claim_folder(recipe: Recipe, held: ExitStack) -> Start:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,12 +82,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluation_batches(
-        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         """Yield this process's share of the micro-batches, on the device; shares may be empty.
 
         Until the last one is taken the model is in evaluation mode, the same on all processes (running statistics, too),
-        and random draws, such as those of sampled generation, are keyed by micro-batch.
+        and random draws, such as those of sampled generation, are keyed by micro-batch. They end early where ``should_stop``
+        became true here, or on a process that this one computes together with.
         """
 
     @abstractmethod
@@ -166,14 +168,45 @@ class Strategy(ABC):
         return value
 
 
-def seed_forward(seed: int, step: int, micro_batch_index: int, device: torch.device) -> None:
+def seed_forward(seed: int, step: int, micro_batch_index: int, device: torch.device, layer: int = 0) -> None:
     """Key the random draws of one forward pass (dropout) by what is computed, not by who computes it.
 
-    Hence dropout does not depend on the number of processes, and resuming needs no generator states.
+    Hence dropout does not depend on the number of processes, and resuming needs no generator states. ``layer`` keys the part of
+    the pass that begins with this layer, from 1.
     Source: numpy.random.SeedSequence, whose hash is fixed across numpy's versions.
     """
-    key = int(np.random.SeedSequence([seed, step, micro_batch_index]).generate_state(1, np.uint64)[0]) >> 1
+    what = [seed, step, micro_batch_index, layer] if layer else [seed, step, micro_batch_index]
+    key = int(np.random.SeedSequence(what).generate_state(1, np.uint64)[0]) >> 1
     # torch.manual_seed would do both, and visit every backend there might be: half a millisecond, for each forward.
     torch.default_generator.manual_seed(key)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(key)
+
+
+class LayerSeeds:
+    """Keys the draws of each layer by itself, so that they do not depend on who computed the layers before it.
+
+    Used for models that can be cut into stages, cut or not. A hook at the end of each layer seeds for the next: one at the
+    beginning would run again, with another micro-batch's key, where gradient checkpointing computes a layer anew.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._forward = (0, 0, 0)
+
+    def watch(self, layers: Sequence[nn.Module]) -> None:
+        """Seed after each layer in training mode but the last."""
+        for number, layer in enumerate(layers[:-1], start=1):
+            layer.register_forward_hook(partial(self._seed_next, number))
+
+    def begin(self, seed: int, step: int, micro_batch_index: int, layer: int = 0) -> None:
+        """Seed for one forward pass, or for its part from ``layer`` on."""
+        self._forward = seed, step, micro_batch_index
+        seed_forward(*self._forward, self.device, layer)
+
+    def _seed_next(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training:  # sampled generation calls the layers for each token, and is seeded once
+            seed_forward(*self._forward, self.device, layer)
+
+    def __deepcopy__(self, memo: Any) -> LayerSeeds:
+        return self  # the stages of a cut model are copies of it, hooks included

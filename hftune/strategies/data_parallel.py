@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import tee
+from itertools import chain, takewhile, tee
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from hftune.batch_plan import MicroBatch, balance, samples_digest, spell_digest
 from hftune.errors import TrainingError
 from hftune.progress import Progress
-from hftune.strategies.base import StepBatch, StepReport, Strategy, seed_forward
+from hftune.strategies.base import LayerSeeds, StepBatch, StepReport, Strategy, seed_forward
+from hftune.strategies.stages import layers_of
 from hftune.task import Task
 
 
@@ -29,15 +30,22 @@ class DataParallel(Strategy):
         self.accelerator, self.task, self.progress = accelerator, task, progress or Progress()
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
+        self._replica, self._num_replicas = self.process_index, self.num_processes
+        self._seeds = LayerSeeds(self.device)
         self._exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self._micro_losses: list[Tensor] = []
         self._host: dict[str, dict[str, Tensor]] = {}
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
+            self._seeds.watch(layers_of(model))
+        self._wrapped, self.optimizer = self._wrap(model, optimizer)
         self.model = self._inner = self.accelerator.unwrap_model(self._wrapped)
         self._checked_gradients = False
         self._wrapped.train()
+
+    def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return self.accelerator.prepare(model, optimizer)
 
     def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
         """Compute a gradient on all processes and throw it away.
@@ -92,19 +100,19 @@ class DataParallel(Strategy):
             yield batch
 
     def _deal(self, step: list[MicroBatch]) -> StepBatch:
-        places = balance([micro_batch.cost for micro_batch in step], self.num_processes)[self.process_index]
+        places = balance([micro_batch.cost for micro_batch in step], self._num_replicas)[self._replica]
         if places:
             return StepBatch(step, [step[place] for place in places], [1] * len(places))
         return StepBatch(step, [stand_in(step)], [0])  # for the all-reduce of the gradient
 
     def evaluation_batches(
-        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        places = balance([micro_batch.cost for micro_batch in micro_batches], self.num_processes)[self.process_index]
+        places = balance([micro_batch.cost for micro_batch in micro_batches], self._num_replicas)[self._replica]
         mine = [micro_batches[place] for place in places]
         loaded = iter(self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
         with self._evaluating():
-            for micro_batch in mine:
+            for micro_batch in takewhile(lambda _: not should_stop(), mine):
                 self.progress.on(micro_batch.samples)
                 batch = send_to_device(next(loaded), self.device, non_blocking=True)
                 seed_forward(0, 0, micro_batch.index, self.device)
@@ -137,31 +145,39 @@ class DataParallel(Strategy):
         )
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        counts = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
-        counted = sum(count * weight for count, weight in zip(counts, batch.weights, strict=True))
-        samples = [micro_batch.samples for micro_batch, weight in zip(batch.mine, batch.weights, strict=True) if weight]
-        mine = np.concatenate(samples) if samples else np.array([], int)
-        own = [counted, len(mine), *samples_digest(mine), stop]
+        own = [*self._counts(batch), stop]
         sums = self._sum(torch.tensor(own, dtype=self._exact, device=self.device))
         items = self._items = sums[0]
-        # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
-        scale = self.num_processes / items
-        self._micro_losses = []
-        for place, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
-            self.progress.on(micro_batch.samples)
-            seed_forward(seed, step, micro_batch.index, self.device)
-            inputs = send_to_device(loaded, self.device, non_blocking=True)
-            is_last = place == len(batch.mine) - 1
-            with nullcontext() if is_last else self._between(), self._naming_memory(inputs, step):
-                loss = self.task.loss(self._wrapped(**self.task.inputs(inputs)), self.task.target(inputs))
-                self.accelerator.backward(loss * (scale * weight).to(loss.dtype))
-            self._micro_losses.append(loss.detach() * weight)
-            self._check_gradients()
+        self._micro_losses = self._backward(batch, seed, step, items)
         loss = self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items
         loss, _, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # the device is waited for once
         if self.num_processes == 1:
             _, num_samples, low, high, stops = own  # exact even on a device without float64
         return StepReport(loss, int(num_samples), spell_digest(low, high), stops > 0)
+
+    def _counts(self, batch: StepBatch) -> list[float]:
+        """Return the number of items and samples of this process's part, and the two sums of their digest."""
+        counts = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
+        counted = sum(count * weight for count, weight in zip(counts, batch.weights, strict=True))
+        samples = [micro_batch.samples for micro_batch, weight in zip(batch.mine, batch.weights, strict=True) if weight]
+        mine = np.concatenate(samples) if samples else np.array([], int)
+        return [counted, len(mine), *samples_digest(mine)]
+
+    def _backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
+        """Accumulate the gradient of the mean loss over ``items``; return the loss of each micro-batch of this process."""
+        # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
+        scale, losses = self.num_processes / items, []
+        for place, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
+            self.progress.on(micro_batch.samples)
+            self._seeds.begin(seed, step, micro_batch.index)
+            inputs = send_to_device(loaded, self.device, non_blocking=True)
+            is_last = place == len(batch.mine) - 1
+            with nullcontext() if is_last else self._between(), self._naming_memory(inputs, step):
+                loss = self.task.loss(self._wrapped(**self.task.inputs(inputs)), self.task.target(inputs))
+                self.accelerator.backward(loss * (scale * weight).to(loss.dtype))
+            losses.append(loss.detach() * weight)
+            self._check_gradients()
+        return losses
 
     def _between(self) -> AbstractContextManager:
         """Return the context of all micro-batches but a step's last one: nothing is sent."""
@@ -188,11 +204,7 @@ class DataParallel(Strategy):
         if self._checked_gradients:
             return
         self._checked_gradients = True
-        if unused := without_gradient(self._inner):
-            raise TrainingError(
-                f"{len(unused)} parameters get no gradient: {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}. "
-                "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
-            )
+        refuse_unused(without_gradient(self._inner))
 
     def _sum(self, value: Tensor) -> Tensor:
         return self.accelerator.reduce(value, reduction="sum")
@@ -225,14 +237,12 @@ class DataParallel(Strategy):
             return self.model(**self.task.inputs(batch))
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None:
-        for name, group in checkpoint_tensors(self._inner, self._bare_optimizer()).items():
+        for name, group in self._tensors().items():
             kept = self._host.setdefault(name, {})
-            for key, value in group.items():
-                whole = self._whole(value)
-                if self.is_main:
-                    if key not in kept:
-                        kept[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
-                    kept[key].copy_(whole)
+            for key, whole in self._gathered(group):
+                if key not in kept:
+                    kept[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
+                kept[key].copy_(whole)
         if not self.is_main:
             return None
         scaler = self.accelerator.scaler
@@ -240,6 +250,17 @@ class DataParallel(Strategy):
             return self._host, {}
         values = scaler.state_dict()  # of a loss that is multiplied by the number of processes
         return self._host, {"scaler": {**values, "scale": values["scale"] * self.num_processes}}
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return what this process holds of model and optimizer, live, as ``checkpoint_tensors`` does."""
+        return checkpoint_tensors(self._inner, self._bare_optimizer())
+
+    def _gathered(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of a group on the main process, one at a time, nothing elsewhere. Collective."""
+        for key, value in group.items():
+            whole = self._whole(value)
+            if self.is_main:
+                yield key, whole
 
     def _whole(self, value: Tensor) -> Tensor:
         """Return all of a tensor of which this process may keep a part. Collective."""
@@ -249,36 +270,47 @@ class DataParallel(Strategy):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def load_state(self, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None) -> None:
-        model, optimizer = self._inner, self._bare_optimizer()
-        parameters, own = dict(model.named_parameters()), checkpoint_tensors(model, optimizer)["model"]
+        parameters, own, state = self._parameters(), self._tensors()["model"], self._bare_optimizer().state
 
         def describe() -> dict[str, Any]:
             """Check what was saved against this model, and say which tensors are to come."""
             tensors, values = saved
-            check_names(tensors["model"], own)
-            optimizer_s = [(key, tuple(value.shape), value.dtype) for key, value in tensors["optimizer"].items()]
-            if unknown := [key for key, *_ in optimizer_s if key.rpartition("/")[0] not in parameters]:
+            expected = self._expected()
+            check_names(tensors["model"], expected)
+            if unknown := [key for key in tensors["optimizer"] if key.rpartition("/")[0] not in expected]:
                 raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
-            return {"optimizer": optimizer_s, **values}
+            listed = {
+                name: [(key, value.shape, value.dtype) for key, value in group.items()] for name, group in tensors.items()
+            }
+            return {**listed, **values}
 
         expected = self.on_main(describe)
-        for name, value in own.items():
-            self._receive(value, saved and saved[0]["model"][name])
+        for name, shape, dtype in expected["model"]:
+            self._receive(own.get(name), saved and saved[0]["model"][name], shape, dtype)
         for key, shape, dtype in expected["optimizer"]:
             name, _, moment = key.rpartition("/")
-            parameter = parameters[name]
-            if shape == tuple(parameter.shape):  # laid out, and dealt to the processes, as the parameter is
+            parameter, value = parameters.get(name), None
+            if parameter is not None and shape == parameter.shape:  # laid out, and dealt to the processes, as the parameter is
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:  # the counter of steps, which fused optimizers, as ours are, want beside the parameter
+            elif parameter is not None:  # the counter of steps, which fused optimizers, as ours are, want beside the parameter
                 value = torch.empty(shape, dtype=dtype, device=self.device)
-            self._receive(value, saved and saved[0]["optimizer"][key])
-            optimizer.state[parameter][moment] = value
+            self._receive(value, saved and saved[0]["optimizer"][key], shape, dtype)
+            if parameter is not None:
+                state[parameter][moment] = value
         if self.accelerator.scaler is not None and "scaler" in expected:
             values = expected["scaler"]
             self.accelerator.scaler.load_state_dict({**values, "scale": values["scale"] / self.num_processes})
 
-    def _receive(self, value: Tensor, saved: Tensor | None) -> None:
-        """Put the main process's ``saved``, which is whole, into ``value`` on all."""
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of which this process holds something, by their names in the whole model."""
+        return dict(self._inner.named_parameters())
+
+    def _expected(self) -> Mapping[str, Tensor]:
+        """Return the parameters and buffers that a checkpoint of the whole model has, with or without values."""
+        return self._tensors()["model"]
+
+    def _receive(self, value: Tensor | None, saved: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Put the main process's ``saved``, which is whole, into ``value`` on all that have one."""
         if saved is not None:
             value.copy_(saved)
         if self.num_processes > 1:
@@ -301,9 +333,27 @@ class DataParallel(Strategy):
         return broadcast_object_list([value])[0]
 
 
+def start_equal(model: nn.Module, device: torch.device) -> None:
+    """Give all processes the main one's parameters and buffers, one at a time. Collective."""
+    with torch.no_grad():
+        for value in chain(model.parameters(), model.buffers()):
+            on_device = value.to(device)
+            torch.distributed.broadcast(on_device, src=0)
+            value.copy_(on_device)
+
+
 def without_gradient(model: nn.Module) -> list[str]:
     """Return the names of the parameters that should have been given a gradient by the last backward, and were not."""
     return [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+
+
+def refuse_unused(names: Sequence[str]) -> None:
+    """Raise TrainingError where parameters, given by their names, got no gradient."""
+    if names:
+        raise TrainingError(
+            f"{len(names)} parameters get no gradient: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "
+            "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
+        )
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

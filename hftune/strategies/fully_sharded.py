@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -17,7 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hftune.batch_plan import MicroBatch
 from hftune.strategies.base import StepBatch, StepReport
-from hftune.strategies.data_parallel import DataParallel, stand_in
+from hftune.strategies.data_parallel import DataParallel, stand_in, start_equal
+from hftune.strategies.stages import outermost_lists
+from hftune.strategies.whole import filled_copy, hollow_copy, shared_weights
 
 
 class FullySharded(DataParallel):
@@ -37,7 +37,7 @@ class FullySharded(DataParallel):
     """
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._start_equal(model)
+        start_equal(model, self.device)
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
         self._hollow = self.model = hollow_copy(model)
         if isinstance(optimizer, torch.optim.SGD):
@@ -47,27 +47,22 @@ class FullySharded(DataParallel):
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = block_classes(model)
         self._blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
-        with tied_weights_together(model):
-            super().prepare(model, optimizer)
+        super().prepare(model, optimizer)
         self.model = self._hollow
         # torch fears that a task changes the outputs in place, and so loses the hook on them that begins the backward pass. The
         # first block begins it as well; without blocks no weight would get a gradient, which is refused.
         name = type(self._inner).__name__
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
 
+    def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with tied_weights_together(model):
+            return super()._wrap(model, optimizer)
+
     def remarks(self) -> list[str]:
         parameters = list(self._inner.parameters())
         own, all_of_them = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
         how = f"one {' or '.join(self._blocks)} at a time" if self._blocks else "all at once"
         return [f"FSDP: process {self.process_index} keeps {own:,} of {all_of_them:,} weights; they are gathered {how}."]
-
-    def _start_equal(self, model: nn.Module) -> None:
-        """Give all processes the main one's weights and buffers, one at a time."""
-        with torch.no_grad():
-            for value in chain(model.parameters(), model.buffers()):
-                on_device = value.to(self.device)
-                torch.distributed.broadcast(on_device, src=0)
-                value.copy_(on_device)
 
     def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
         """Compute a gradient and throw it away, to refuse parameters without one: a step has gradients only at its end."""
@@ -107,34 +102,29 @@ class FullySharded(DataParallel):
 
         They are gathered one tensor at a time, so that the other processes never hold more than one.
         """
-        live = {**dict(self._inner.named_parameters()), **dict(self._inner.named_buffers())}
-        filled: dict[int, Any] = {}
-        for name, empty in chain(self._hollow.named_parameters(), self._hollow.named_buffers()):
-            value = self._whole(live[name].detach())
-            if everywhere or self.is_main:
-                value = value.to(device, copy=True)  # what was gathered from unequal parts is a slice of something larger
-                filled[id(empty)] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
-        return deepcopy(self._hollow, filled)
+        live = dict(chain(self._inner.named_parameters(), self._inner.named_buffers()))
+
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for name, _ in chain(self._hollow.named_parameters(), self._hollow.named_buffers()):
+                value = self._whole(live[name].detach())
+                if everywhere or self.is_main:
+                    yield (
+                        name,
+                        value.to(device, copy=True),
+                    )  # what was gathered from unequal parts is a slice of something larger
+
+        return filled_copy(self._hollow, gathered())
 
     def _whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    def _receive(self, value: Tensor, saved: Tensor | None) -> None:
+    def _receive(self, value: Tensor, saved: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
         if not isinstance(value, DTensor):
-            super()._receive(value, saved)
+            super()._receive(value, saved, shape, dtype)
             return
-        whole = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        super()._receive(whole, saved)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        super()._receive(whole, saved, shape, dtype)
         value.copy_(distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None))
-
-
-def hollow_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters have no values and take no memory; shared ones stay shared."""
-    empty = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    return deepcopy(model, empty)
 
 
 def block_classes(model: nn.Module) -> list[str]:
@@ -143,15 +133,9 @@ def block_classes(model: nn.Module) -> list[str]:
     Not transformers' ``_no_split_modules``: BigBird has none, and BERT's hold its embeddings, which Accelerate splits.
     Left out are members without parts, and those that share a weight: what is shared has to be gathered together.
     """
-    shared, members = shared_weights(model), list(outermost_members(model))
+    shared, members = shared_weights(model), [member for _, members in outermost_lists(model) for member in members]
     names = {type(member).__name__ for member in members if [*member.children()]}
     return sorted(names - {type(member).__name__ for member in members if not shared.isdisjoint(member.parameters())})
-
-
-def outermost_members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the ModuleLists that are in no other one."""
-    for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else outermost_members(child)
 
 
 @contextmanager
@@ -169,9 +153,3 @@ def tied_weights_together(model: nn.Module) -> Iterator[None]:
     finally:
         for name in hidden:
             delattr(model, name)
-
-
-def shared_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that a model has under more than one name."""
-    counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, count in counts.items() if count > 1}

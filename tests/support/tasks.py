@@ -243,3 +243,121 @@ class Blend(nn.Module):
 
     def forward(self, image, mask):
         return torch.where(mask > 0, self.share * image.mean((2, 3), keepdim=True), image)
+
+
+class Chain(nn.Module):
+    """A little language model that cuts itself: each token sees the mean of those before it."""
+
+    def __init__(self, num_layers: int, dropout: float):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout)) for _ in range(num_layers))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return ChainStage(self, 0, 1)(None, input_ids)
+
+    def stage(self, index: int, count: int) -> nn.Module:
+        return ChainStage(self, index, count)
+
+
+class ChainStage(nn.Module):
+    def __init__(self, model: Chain, index: int, count: int):
+        super().__init__()
+        size = len(model.layers) // count
+        self.embed = model.embed if index == 0 else None
+        self.layers = nn.ModuleList(model.layers[index * size : (index + 1) * size])
+        self.head = model.head if index == count - 1 else None
+
+    def forward(self, hidden_NTD: Tensor | None, input_ids: Tensor) -> Tensor:
+        if hidden_NTD is None:
+            hidden_NTD = self.embed(input_ids)
+        for layer in self.layers:
+            seen = torch.arange(1, hidden_NTD.shape[1] + 1, dtype=hidden_NTD.dtype)[:, None]
+            hidden_NTD = hidden_NTD + layer(hidden_NTD.cumsum(1) / seen)
+        return hidden_NTD if self.head is None else self.head(hidden_NTD)
+
+
+@dataclass
+class NextToken(Task):
+    """Predict the next of 30 tokens, in sequences of unequal lengths."""
+
+    model: str = "gpt2"
+    """gpt2 (tied), llama, llama_tied, transformer_lm, or chain, which cuts itself."""
+    dropout: float = 0.0
+    num_layers: int = 4
+    float64: bool = False
+    num_samples: int = 70
+
+    metric_names = ("mean_tokens",)
+
+    def datasets(self) -> dict[str, Any]:
+        draw = np.random.RandomState(0)
+        return {
+            part: [draw.randint(1, 30, draw.randint(2, 20)) for _ in range(size)]
+            for part, size in (("train", self.num_samples), ("eval", 23))
+        }
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        import hftune.models.transformer_lm  # noqa: F401 - registers it
+
+        sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": self.num_layers, "num_attention_heads": 2}
+        sizes |= {"intermediate_size": 24, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
+        if self.model == "gpt2":
+            drops = {f"{name}_pdrop": self.dropout for name in ("attn", "resid", "embd")}
+            config = AutoConfig.for_model("gpt2", **sizes, **drops, initializer_range=0.2)
+        elif self.model.startswith("llama"):
+            tied = self.model == "llama_tied"
+            config = AutoConfig.for_model(
+                "llama", **sizes, initializer_range=0.2, tie_word_embeddings=tied, attention_dropout=self.dropout
+            )
+        elif self.model == "transformer_lm":
+            config = AutoConfig.for_model("transformer_lm", **sizes, dropout=self.dropout)
+        model = Chain(self.num_layers, self.dropout) if self.model == "chain" else AutoModelForCausalLM.from_config(config)
+        return model.double() if self.float64 else model
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        return np.array([len(row) - 1 for row in dataset])
+
+    def collate(self, examples: list) -> dict[str, Tensor]:
+        ids = pad_sequence([torch.tensor(row[:-1]) for row in examples], batch_first=True)
+        labels = pad_sequence([torch.tensor(row[1:]) for row in examples], batch_first=True, padding_value=-100)
+        return {"input_ids": ids, "labels": labels}
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        logits = getattr(outputs, "logits", outputs)
+        return cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+
+    def num_items(self, target: Tensor) -> int:
+        return int((target != -100).sum())
+
+    def predict(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+        best = getattr(outputs, "logits", outputs).argmax(-1)
+        return [{"tokens": row[known != -100].tolist()} for row, known in zip(best, batch["labels"], strict=True)]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"mean_tokens": float(np.mean([len(row["tokens"]) for row in rows]))}
+
+
+@dataclass
+class StoppedWhileEvaluated(NextToken):
+    """The process that scores gets SIGTERM in the first evaluation of a folder's first run."""
+
+    def predict(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+        marker = Path(sys.argv[-1].removeprefix("output_dir=")) / "stopped"
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().predict(outputs, model, batch)
+
+
+@dataclass
+class FailingLoss(NextToken):
+    """Fails in the third step."""
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 25:
+            raise ValueError("no such token")
+        return super().loss(outputs, target)

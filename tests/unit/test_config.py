@@ -65,7 +65,7 @@ class NoTask:
     pass
 """
 
-SECTIONS = "Sections: task, train, eval, checkpoint, track. Keys at the top: recipe, base, seed, output_dir, resume."
+SECTIONS = "Sections: task, train, eval, checkpoint, parallel, track. Keys at the top: recipe, base, seed, output_dir, resume."
 SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
 
 

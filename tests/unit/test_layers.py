@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "agreement": {"config", "task", "messages", "errors"},
     "launched": {"errors"},
     "heartbeat": {"signals", "progress", "errors"},
-    "strategies": {"batch_plan", "task", "progress", "errors"},
+    "strategies": {"batch_plan", "task", "progress", "sections", "errors"},
     "optim": {"sections"},
     "checkpoint": {"disk"},
     "export": {"task", "disk"},

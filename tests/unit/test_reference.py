@@ -31,7 +31,7 @@ def test_help_of_a_section_lists_its_keys(section, capsys):
 
 def test_help_of_what_is_no_section_says_what_is(capsys):
     assert main(["--help", "trian"]) == 0
-    assert capsys.readouterr().out == "trian is not a section: task, train, eval, checkpoint, track.\n"
+    assert capsys.readouterr().out == "trian is not a section: task, train, eval, checkpoint, parallel, track.\n"
 
 
 def test_help_imports_nothing_heavy():

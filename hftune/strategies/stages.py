@@ -1,0 +1,244 @@
+"""Cuts a model into stages that are called one after the other. Knows no process: a stage is a module.
+
+Two kinds of models can be cut. Those with a method ``stage(index, count)``, which returns one of their parts; and, without any
+change, transformers' decoders: embeddings, one ``nn.ModuleList`` of layers, a norm, a head.
+
+A stage is called ``stage(hidden, **inputs)`` with the model's own inputs; ``hidden`` is what the stage before returned, (rows,
+length, width), and None for the first. The last one returns what the model returns. Stages hold the model's own parameters,
+not copies; a parameter may be in several of them, as tied embeddings are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hftune.errors import ConfigError
+
+HOW = (
+    "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
+    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains it uncut."
+)
+
+
+def cut(model: nn.Module, count: int, split: Sequence[int] | None = None) -> list[nn.Module]:
+    """Return the ``count`` stages of a model.
+
+    Args:
+        split: layers of each stage. None: such that the largest stage has as few parameters as can be.
+
+    Raises:
+        ConfigError: the model cannot be cut, or not so; the message says why.
+    """
+    if hasattr(model, "stage"):
+        if split is not None:
+            raise ConfigError(
+                f"parallel.split={list(split)}: {type(model).__name__} cuts itself, by its method stage. Leave it null."
+            )
+        stages = [model.stage(index, count) for index in range(count)]
+    else:
+        body, name = _body_and_layers(model)
+        if body is None:
+            raise ConfigError(f"{type(model).__name__} cannot be cut into stages: {name}. {HOW}")
+        stages = _cut_decoder(model, body, name, count, split)
+    held = {parameter for stage in stages for parameter in stage.parameters()}
+    if held - {*model.parameters()}:
+        raise ConfigError(
+            f"The stages of {type(model).__name__} have parameters that the model has not: its method stage must return "
+            "modules of the model itself, not copies."
+        )
+    if lost := [name for name, parameter in model.named_parameters() if parameter not in held]:
+        raise ConfigError(
+            f"The stages of {type(model).__name__} leave out {', '.join(lost[:3])}: each parameter needs a stage."
+        )
+    return stages
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers between which a model can be cut, in their order; none where it cannot."""
+    if hasattr(model, "stage"):
+        return [layer for _, members in outermost_lists(model) for layer in members]
+    body, name = _body_and_layers(model)
+    return [] if body is None else [*getattr(body, name)]
+
+
+def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inputs: Mapping[str, Tensor]) -> None:
+    """Make sure that the stages compute what the model does, on one batch.
+
+    A model may do to its embeddings what no module shows, such as a multiplication: its later stages would do it again.
+
+    Raises:
+        ConfigError: they do not, or the model cannot be cut.
+    """
+    was_training, name = model.training, type(model).__name__
+    model.eval()
+    stages = [stage.eval() for stage in cut(model, count, split)]
+    with torch.no_grad():
+        expected, outputs = model(**inputs), None
+    try:
+        with torch.no_grad():
+            for stage in stages:
+                outputs = stage(outputs, **inputs)
+    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise ConfigError(f"{name} cannot be cut into stages: {type(error).__name__}: {reason[0]}. {HOW}") from error
+    finally:
+        model.train(was_training)
+    pairs = [[value for value in tree_leaves(either) if isinstance(value, Tensor)] for either in (outputs, expected)]
+    if len(pairs[0]) != len(pairs[1]) or not all(map(_alike, *pairs)):
+        raise ConfigError(
+            f"{name} cannot be cut into stages: one after the other they do not return what the whole model does. {HOW}"
+        )
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors are equal up to the rounding of kernels that see other strides."""
+    tolerance = 1e-5 * float(other.abs().max())
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=tolerance)
+
+
+def balanced(costs: Sequence[int], count: int) -> list[int]:
+    """Cut a row of layers into ``count`` stages of one layer or more, the most expensive as cheap as can be.
+
+    Returns:
+        Layers of each stage.
+    """
+    totals = [0, *accumulate(costs)]
+
+    @cache
+    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+        if left == 1:
+            return totals[-1] - totals[start], (len(costs) - start,)
+        found = []
+        for stop in range(start + 1, len(costs) - left + 2):
+            rest, sizes = best(stop, left - 1)
+            found.append((max(totals[stop] - totals[start], rest), (stop - start, *sizes)))
+        return min(found)
+
+    return [*best(0, count)[1]]
+
+
+def outermost_lists(module: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
+    """Yield the ModuleLists that are in no other one, each with the module that holds it."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield module, child
+        else:
+            yield from outermost_lists(child)
+
+
+def _body_and_layers(model: nn.Module) -> tuple[nn.Module | None, str]:
+    """Return the module of a decoder that holds embeddings, layers and norm, and the name of its layers; or None, and why."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
+        return None, "it is no transformers model, nor does it have a method stage"
+    if model.get_output_embeddings() is None:
+        return None, "it has no head that predicts tokens"
+    lists = [*outermost_lists(model)]
+    if len(lists) != 1:
+        return None, f"it has {len(lists)} ModuleLists where a decoder has one, of its layers"
+    body, layers = lists[0]
+    if not any(child is model.get_input_embeddings() or isinstance(child, nn.Embedding) for child in body.children()):
+        return None, "its embeddings do not lie beside its layers"
+    return body, next(name for name, child in body.named_children() if child is layers)
+
+
+def _cut_decoder(
+    model: nn.Module, body: nn.Module, layers_name: str, count: int, split: Sequence[int] | None
+) -> list[nn.Module]:
+    layers, children = getattr(body, layers_name), [name for name, _ in body.named_children()]
+    place = children.index(layers_name)
+    after = [name for name in children[place + 1 :] if any(True for _ in getattr(body, name).parameters())]
+    before = children[:place]
+    if split is not None and sum(split) != len(layers):
+        raise ConfigError(
+            f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}."
+        )
+    if len(layers) < count:
+        raise ConfigError(f"{type(model).__name__} has {len(layers)} layers, too few for {count} stages of one or more.")
+    if split is None:
+        costs = [_size(layer) for layer in layers]
+        costs[0] += sum(_size(getattr(body, name)) for name in before)
+        costs[-1] += sum(_size(getattr(body, name)) for name in after) + _size(model.get_output_embeddings())
+        split = balanced(costs, count)
+    bounds = [*pairwise([0, *accumulate(split)])]
+    body_name = next(name for name, module in model.named_modules() if module is body)
+    return [DecoderStage(model, body_name, layers_name, before, after, bounds, index) for index in range(count)]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class DecoderStage(nn.Module):
+    """Some layers of a transformers decoder, run by its own forward: what belongs to other stages is replaced by stand-ins.
+
+    Later stages give it their hidden states as ``inputs_embeds``. The layers keep their places, which decoders go by.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        body_name: str,
+        layers_name: str,
+        before: Sequence[str],
+        after: Sequence[str],
+        bounds: Sequence[tuple[int, int]],
+        index: int,
+    ):
+        super().__init__()
+        (start, stop), self.is_first, self.is_last = bounds[index], index == 0, index == len(bounds) - 1
+        shared = {id(value): value for value in (*model.parameters(), *model.buffers())}
+        self.model = deepcopy(model, shared)
+        body = self.model.get_submodule(body_name)
+        layers = getattr(body, layers_name)
+        for place, layer in enumerate(layers):
+            if not start <= place < stop:
+                layers[place] = PassedLayer(layer)
+        for name in () if self.is_first else before:
+            child = getattr(body, name)
+            is_table = isinstance(child, nn.Embedding) and child is not self.model.get_input_embeddings()
+            setattr(body, name, NoPositions() if is_table else Passed())
+        for name in () if self.is_last else after:
+            setattr(body, name, Passed())
+        if not self.is_last:
+            self.model.set_output_embeddings(None)
+
+    def forward(self, hidden: Tensor | None, **inputs: Any) -> Any:
+        inputs["use_cache"] = False
+        if not self.is_first:
+            inputs["inputs_embeds"] = hidden
+            inputs.pop("input_ids", None)
+        if self.is_last:
+            return self.model(**inputs)
+        return self.model.base_model(**inputs).last_hidden_state
+
+
+class Passed(nn.Module):
+    """Stands where a module of another stage was, and returns what it is given."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class PassedLayer(Passed):
+    """The same for a layer, of which decoders read plain attributes, such as the kind of its attention."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and name != "training":
+                setattr(self, name, value)
+
+
+class NoPositions(nn.Module):
+    """Stands where a table of positions was: the first stage has added them."""
+
+    def forward(self, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), device=positions.device)
