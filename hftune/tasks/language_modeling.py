@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hftune.task import Batch
 
 TRAINED = ("words", "basic_english")
-"""Tokenizers that are made from the training text; the same as word_tokenizer.KINDS, which imports transformers."""
+"""Tokenizers that are made from the training text."""
 
 
 @dataclass
@@ -169,6 +169,7 @@ class LanguageModeling(Task):
         return model
 
     def _check_config(self, config: Any) -> None:
+        config = config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and positions < self.block_length:
             raise ConfigError(f"task.block_length={self.block_length} is more than the {positions} positions of the model.")
