@@ -1,5 +1,6 @@
 """WikiText-2's recipe from the command line to a model that continues texts, on the generated paragraphs."""
 
+import json
 import math
 import os
 import signal
@@ -92,14 +93,14 @@ def test_evaluate_scores_the_test_part_again_and_says_where_there_is_none(demo, 
 
 @pytest.fixture(scope="module")
 def on_processes(tmp_path_factory):
-    """The tiny model on one process and on two, there under FSDP, too."""
+    """The tiny model on one process and on two, there under FSDP and as a pipeline, too."""
     folder = tmp_path_factory.mktemp("sizes")
     one = train_on(1, {"whole": TINY}, folder, "wikitext2_demo")
-    two = train_on(2, {"whole": TINY, "sharded": TINY}, folder, "wikitext2_demo", sharded=["sharded"])
-    return {"one": one["whole"], "two": two["whole"], "sharded": two["sharded"]}
+    jobs = {"two": TINY, "sharded": TINY, "stages": (*TINY, "parallel.pipeline_stages=2")}
+    return {"one": one["whole"], **train_on(2, jobs, folder, "wikitext2_demo", sharded=["sharded"])}
 
 
-@pytest.mark.parametrize("name", ["two", "sharded"])
+@pytest.mark.parametrize("name", ["two", "sharded", "stages"])
 def test_losses_and_the_test_do_not_depend_on_processes(on_processes, name):
     run, one = on_processes[name], on_processes["one"]
     assert len(one.logged("train/loss")) == 8
@@ -156,6 +157,12 @@ def test_a_trained_model_is_trained_on_with_its_own_words(demo, tmp_path):
     recipe = Recipe.load("wikitext2_demo", *words, "train.max_steps=1", f"output_dir={tmp_path}")
     result = train(recipe)
     assert result.metrics["loss"] == pytest.approx(run.result["metrics"]["loss"], rel=1e-4)
+
+
+def test_the_test_is_logged_at_the_step_where_training_ended(tmp_path):
+    run = Run(train(tiny(tmp_path, "train.max_steps=3")).output_dir)
+    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last == {"step": 3, "epoch": 0.75, **{f"test/{name}": value for name, value in run.result["test"].items()}}
 
 
 def test_another_test_part_is_another_run(tmp_path):
