@@ -55,7 +55,11 @@ def order_of(config: ParallelConfig, num_micro_batches: int) -> list[list[Action
     stage = SimpleNamespace(num_stages=config.num_stages, group_size=len(places), group_rank=0, submod=None)
     order = kind([stage] * (config.num_stages // len(places)), num_micro_batches).pipeline_order
     return [
-        [Action(found.stage_index, Pass(found.computation_type.value), found.microbatch_index) for found in order[place] if found]
+        [
+            Action(found.stage_index, Pass(found.computation_type.value), found.microbatch_index)
+            for found in order[place]
+            if found
+        ]
         for place in places
     ]
 
