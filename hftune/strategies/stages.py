@@ -210,12 +210,13 @@ class DecoderStage(nn.Module):
             self.model.set_output_embeddings(None)
 
     def forward(self, hidden: Tensor | None, **inputs: Any) -> Any:
+        inputs["use_cache"] = False
         if not self.is_first:
-            inputs = {**inputs, "inputs_embeds": hidden}
+            inputs["inputs_embeds"] = hidden
             inputs.pop("input_ids", None)
         if self.is_last:
-            return self.model(**inputs, use_cache=False)
-        return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            return self.model(**inputs)
+        return self.model.base_model(**inputs).last_hidden_state
 
 
 class Passed(nn.Module):
