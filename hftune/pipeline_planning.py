@@ -159,9 +159,8 @@ class PipelineMeter:
         Raises:
             ConfigError: they cannot.
         """
-        inputs = self.task.inputs({name: torch.empty_like(value, device=self.device) for name, value in batch.items()})
         try:
-            check_stages(self.model, self.config.num_stages, self.config.split, inputs)
+            check_stages(self.model, self.config.num_stages, self.config.split, self.task.inputs(self._empty(batch)))
         except NEEDS_VALUES:
             return  # to compare them
         except ConfigError as error:
@@ -172,14 +171,18 @@ class PipelineMeter:
     def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
         """Return what each process of a pipeline holds that computes these micro-batches in one step."""
         weight = torch.ones((), dtype=torch.float64, device=self.device)
-        loaded = [{name: torch.empty_like(value, device=self.device) for name, value in batch.items()} for batch in batches]
-        work = [Work(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight) for batch in loaded]
+        work = [
+            Work(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight) for batch in map(self._empty, batches)
+        ]
         buffer = torch.Size([max(item.shape[axis] for item in work) for axis in (0, 1)])
         with torch.no_grad():
             width = self.stages[0].stage(None, **work[0].inputs).shape[2:]
         for stage in self.stages:
             stage.work, stage.buffer, stage.width = work, buffer, tuple(width)
         return [self._fullest(place, actions) for place, actions in enumerate(order_of(self.config, len(work)))]
+
+    def _empty(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.empty_like(value, device=self.device) for name, value in batch.items()}
 
     def unused(self) -> set[nn.Parameter]:
         """Return the parameters that get no gradient on some process, after ``measure``."""
@@ -222,14 +225,13 @@ class PipelineMeter:
         )
         directions = sum((not self.stages[index].is_first) + (not self.stages[index].is_last) for index in own)
         hidden = torch.empty(*first.buffer, *first.width, dtype=first.dtype, device="meta")
-        batch = counter.add_all(value for item in work for value in (*item.inputs.values(), item.target))
+        batch = counter.add_all(value for item in work for value in tensors(item))
         return weights, moments, directions * len(work) * hidden.nbytes, batch
 
     def _passes(self, index: int, place: int, is_first: bool) -> dict[Pass, PassMemory]:
         """Let one micro-batch go through a stage, forward and backward; once for each shape."""
-        stage, work = self.stages[index], self.stages[index].work[place]
-        shapes = *(value.shape for value in work.inputs.values()), work.target.shape
-        key = index, stage.buffer, shapes, is_first
+        stage = self.stages[index]
+        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.work[place]))
         if key not in self._known:
             self._known[key] = self._measure_passes(stage, place, is_first)
             if is_first:
@@ -245,8 +247,13 @@ class PipelineMeter:
             for needs_gradient in (True, False)
         ]
         passes = StagePasses(stage, place, *sent).of(self.config.schedule)
-        there = [*stage.buffers(), *sent, *work.inputs.values(), work.target, work.weight]
+        there = [*stage.buffers(), *sent, *tensors(work), work.weight]
         return dict(zip(passes, pass_memory(parameters, there, passes.values()), strict=True))
+
+
+def tensors(work: Work) -> list[Tensor]:
+    """Return what a micro-batch consists of."""
+    return [value for value in (*work.inputs.values(), work.target) if isinstance(value, Tensor)]
 
 
 class StagePasses:

@@ -105,7 +105,7 @@ def pipeline(found: PipelinePlan) -> Iterator[str]:
         f"{found.idle_share:.0%} of the time idle; {2 * found.micro_batches:,} would make it {found.idle_share_of_twice:.0%}"
     )
     if found.filled_up:
-        yield f"{found.filled_up:,} more micro-batches of one sample fill up steps that are too short for the schedule"
+        yield f"short steps are filled up for it, in the first epoch by {found.filled_up:,} micro-batches of one sample"
 
 
 def processes(found: PipelinePlan, place: int, num_places: int) -> str:
