@@ -1,6 +1,6 @@
 """Compare the peak memory that ``hftune plan`` estimates with what training takes, for three models and four pipelines.
 
-    python benchmarks/plan_memory.py [--only bert prefix_lm encoder_decoder gpipe 1f1b interleaved zero_bubble] [--processes 1 2]
+    python benchmarks/plan_memory.py [--only bert prefix_lm encoder_decoder gpipe 1f1b interleaved zero_bubble] [--processes 2]
 
 estimate: ``hftune.planning.make_plan``: no weights, no values; the heaviest micro-batches of the first epoch are counted.
 measured: a fresh process (two, talking over Gloo, where --processes says 2) trains the steps with these micro-batches through

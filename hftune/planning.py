@@ -71,7 +71,7 @@ class Work:
     evenness: float
     """What a process computes on average over what the busiest one of each step computes, from 0 to 1."""
     idle_steps: int
-    """Steps with fewer micro-batches than processes: some process has nothing to do."""
+    """Steps with fewer micro-batches than processes, or pipelines: some have nothing to do."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Orders of a pipeline: torch's own, and their idle time that of the papers."""
 
 import pytest
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from hftune.sections import ParallelConfig
 from hftune.strategies.schedules import Action, Pass, idle_share, order_of
@@ -58,3 +59,31 @@ def test_micro_batches_that_fill_up_a_schedule_take_no_time():
     assert config("interleaved", 4).fill_up(7) == 7
     assert config("interleaved", 4).fill_up(9) == 10
     assert idle_share(config("interleaved", 4), 10) < idle_share(config("interleaved", 4), 9)
+
+
+class Recorder:
+    """A stage for torch's schedules that computes nothing, and notes what it is asked for."""
+
+    is_first, is_last, has_backward, num_stages, submod = True, False, False, 4, None
+
+    def __init__(self, place):
+        self.stage_index, self.asked = place, []
+
+    def forward_one_chunk(self, index, *args, **kwargs):
+        self.asked.append(Action(self.stage_index, Pass.FORWARD, index))
+
+    def backward_one_chunk(self, index, *args, **kwargs):
+        self.asked.append(Action(self.stage_index, Pass.BACKWARD, index))
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: []
+
+
+@pytest.mark.parametrize(("schedule", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)])
+@pytest.mark.parametrize("count", [4, 9])
+def test_order_is_that_in_which_torch_computes(schedule, kind, count, monkeypatch):
+    monkeypatch.setattr(kind, "_initialize_stage", lambda *args: None)
+    for place, expected in enumerate(order_of(config(schedule, 4), count)):
+        stage = Recorder(place)
+        kind(stage, count)._step_microbatches([()] * count, [{}] * count)
+        assert stage.asked == expected
