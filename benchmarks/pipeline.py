@@ -42,8 +42,7 @@ def run(model: str, folder: Path, steps: int, processes: int, stages: int, sched
     config = f"task.model_config={MODELS[model]}, num_hidden_layers: {layers}}}"
     pipeline = [f"parallel.pipeline_stages={stages}", f"parallel.schedule={schedule}"] if stages > 1 else []
     words = [
-        "recipe=wikitext2_demo",
-        "task.model_config=null",
+        f"recipe={folder / 'bare.yaml'}",
         config,
         *SETTINGS,
         f"train.max_steps={steps}",
@@ -91,6 +90,7 @@ def main() -> None:
     for model in options.models:
         with tempfile.TemporaryDirectory() as name:
             folder, rows = Path(name), []
+            (folder / "bare.yaml").write_text("base: wikitext2_demo\ntask: {model_config: null}\n")
             alone = {layers: run(model, folder, options.steps, 1, 1, "none", layers) for layers in (4, 8)}
             for processes, stages in LAYOUTS:
                 for schedule in SCHEDULES if stages > 1 else ("none",):

@@ -45,7 +45,7 @@ def check_launcher(recipe: Recipe) -> None:
                 "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
             )
     if recipe.parallel.pipeline_stages > 1:
-        check_parallel(recipe)
+        check_parallel(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     if not asks_for_fsdp():
         return
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -69,7 +69,7 @@ def check_launcher(recipe: Recipe) -> None:
         )
 
 
-def check_parallel(recipe: Recipe) -> None:
+def check_parallel(recipe: Recipe, num_processes: int) -> None:
     """Refuse a pipeline on a number of processes that it does not divide, and what does not work in one.
 
     Raises:
@@ -92,7 +92,7 @@ def check_parallel(recipe: Recipe) -> None:
         )
     if train.compile:
         raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
-    if (num_processes := int(os.environ.get("WORLD_SIZE", 1))) % stages:
+    if num_processes % stages:
         fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
         were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"
         raise ConfigError(
