@@ -7,6 +7,7 @@ schedule; everything else a micro-batch consists of is at hand on each process, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Pipeline(DataParallel):
         mesh = init_device_mesh(self.device.type, (self._num_replicas, self._num_places), mesh_dim_names=("replica", "place"))
         self._replica, self._place = mesh.get_local_rank("replica"), mesh.get_local_rank("place")
         self._replicas, self._pipeline = mesh.get_group("replica"), mesh.get_group("place")
+        logging.getLogger(_PipelineSchedule.__module__).setLevel(logging.CRITICAL)  # where a stage fails, it prints all actions
         self._schedule: tuple[Any, _PipelineSchedule] | None = None
         self._outputs: Any = None
 
@@ -139,7 +141,7 @@ class Pipeline(DataParallel):
         self._hollow = hollow_copy(model)
         count = self.config.num_stages
         stages = cut(model, count, self.config.split)
-        self._describe(model, stages, layers)
+        self._describe(model, stages)
         self._keep_own(model, optimizer)
         self._stages = {}
         for index in range(self._place, count, self._num_places):
@@ -150,7 +152,7 @@ class Pipeline(DataParallel):
         self.optimizer, self.model, self._checked_gradients = optimizer, NotHere(), False
         self._tied = self._groups_of_ties()
 
-    def _describe(self, model: nn.Module, stages: Sequence[nn.Module], layers: Sequence[nn.Module]) -> None:
+    def _describe(self, model: nn.Module, stages: Sequence[nn.Module]) -> None:
         """Note where the parameters and buffers of the whole model are: by name, the places and the tensors of this process."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         kept = model.state_dict(keep_vars=True)
@@ -264,9 +266,7 @@ class Pipeline(DataParallel):
             else:
                 schedule.eval(*arguments, place=places, return_outputs=False)
         except RuntimeError as error:  # torch wraps what a stage raises into one that prints all its tensors
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise
+            raise error.__cause__ or error from None
 
     def _schedule_for(self, num_micro_batches: int, buffer: torch.Size, example: Work, backward: bool) -> _PipelineSchedule:
         """Return torch's schedule for so many micro-batches, the one before where it fits.

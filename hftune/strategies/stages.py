@@ -3,9 +3,9 @@
 Two kinds of models can be cut. Those with a method ``stage(index, count)``, which returns one of their parts; and, without any
 change, transformers' decoders: embeddings, one ``nn.ModuleList`` of layers, a norm, a head.
 
-A stage is called ``stage(hidden, **inputs)`` with the model's own inputs; ``hidden`` is what the stage before returned, (rows,
-length, width), and None for the first. The last one returns what the model returns. Stages hold the model's own parameters,
-not copies; a parameter may be in several of them, as tied embeddings are.
+A stage is called ``stage(hidden, **inputs)`` with the model's own inputs, of which the first is (rows, length); ``hidden`` is
+what the stage before returned, (rows, length, width), and None for the first. The last one returns what the model returns.
+Stages hold the model's own parameters, not copies; a parameter may be in several of them, as tied embeddings are.
 """
 
 from __future__ import annotations
@@ -80,12 +80,23 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
     was_training, name = model.training, type(model).__name__
     model.eval()
     stages = [stage.eval() for stage in cut(model, count, split)]
+    for index, stage in enumerate(stages, start=1):
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            raise ConfigError(
+                f"Stage {index} of {count} has no parameter to train: all of {name} that lies in it is frozen. Unfreeze some, "
+                "or give the stages other layers by parallel.split."
+            )
     with torch.no_grad():
         expected, outputs = model(**inputs), None
     try:
         with torch.no_grad():
-            for stage in stages:
+            for index, stage in enumerate(stages, start=1):
                 outputs = stage(outputs, **inputs)
+                if index < count and outputs.shape[:2] != (given := next(iter(inputs.values()))).shape[:2]:
+                    raise ValueError(
+                        f"stage {index} returns {tuple(outputs.shape)} where it should be (rows, length, width), as its input "
+                        f"is {tuple(given.shape)}"
+                    )
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
         reason = str(error).strip().splitlines() or [""]
         raise ConfigError(f"{name} cannot be cut into stages: {type(error).__name__}: {reason[0]}. {HOW}") from error

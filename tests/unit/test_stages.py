@@ -243,3 +243,33 @@ def test_values_that_make_no_sense_are_refused(word):
 def test_schedules_are_filled_up_to_what_they_take(words, given, expected):
     config = Recipe.load(RECIPE, "parallel.pipeline_stages=4", *words).parallel
     assert tuple(map(config.fill_up, given)) == expected
+
+
+def test_a_stage_with_nothing_to_train_is_refused():
+    model = decoder("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    check_stages(model, 2, None, IDS)
+    model.model.layers[:2].requires_grad_(False)
+    with pytest.raises(ConfigError) as caught:
+        check_stages(model, 2, None, IDS)
+    assert str(caught.value) == (
+        "Stage 1 of 2 has no parameter to train: all of LlamaForCausalLM that lies in it is frozen. Unfreeze some, or give the "
+        "stages other layers by parallel.split."
+    )
+
+
+class Transposed(Chain):
+    def stage(self, index, count):
+        stage = super().stage(index, count)
+        if index == 0:
+            stage.register_forward_hook(lambda module, args, output: output.transpose(0, 1))
+        return stage
+
+
+def test_hidden_states_of_another_shape_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        check_stages(Transposed(4, 0.0), 2, None, IDS)
+    assert str(caught.value) == (
+        "Transposed cannot be cut into stages: ValueError: stage 1 returns (9, 2, 16) where it should be (rows, length, width), as "
+        f"its input is (2, 9). {HOW}"
+    )
