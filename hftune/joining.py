@@ -92,11 +92,6 @@ def check_parallel(recipe: Recipe, num_processes: int) -> None:
         )
     if train.compile:
         raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
-    if train.gradient_checkpointing and recipe.parallel.schedule == "zero_bubble":
-        raise ConfigError(
-            "train.gradient_checkpointing=true does not work with parallel.schedule=zero_bubble, which computes the gradients "
-            "of weights apart. Use 1f1b or interleaved."
-        )
     if num_processes % stages:
         fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
         were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"

@@ -128,7 +128,7 @@ def fit(run: Run) -> None:
             if checkpoint_is_due(run):
                 save_checkpoint(run)
             if is_last:
-                break
+                return
             strategy.progress.at(f"step {state.step + 1}")
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
 

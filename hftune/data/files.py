@@ -62,10 +62,14 @@ def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[st
             )
 
 
-def model_folder_problems(model: str | None, model_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with ``task.model``, where that is a folder, and with a model that is built from its config."""
+def model_folder_problems(model: str | None, model_config: Mapping[str, Any], example: str = "bert") -> Iterator[str]:
+    """Yield what is wrong with ``task.model``, where that is a folder, and with a model that is built from its config.
+
+    Args:
+        example: of a model_type.
+    """
     if model is None and "model_type" not in model_config:
-        yield "task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes."
+        yield f"task.model=null builds a fresh model: set task.model_config.model_type (such as {example}) and its sizes."
     if model is None or not is_folder(model):
         return
     folder = Path(model).expanduser()

@@ -10,9 +10,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 UNKNOWN, END = "<unk>", "<eos>"
-KINDS = ("words", "basic_english")
-"""words: split at white space, nothing changed. basic_english: lower-cased, punctuation apart."""
-
 _BASIC_ENGLISH = {
     **{letter: f" {letter} " for letter in "'.,()!?"},
     **dict.fromkeys(";:", " "),
@@ -24,7 +21,7 @@ def train_word_tokenizer(texts: Iterable[str], kind: str, vocab_size: int | None
     """Make a tokenizer of whole words: <unk>, <eos>, then the words of the texts by frequency; ties go by text.
 
     Args:
-        kind: one of KINDS.
+        kind: "words", split at white space, nothing changed; or "basic_english", lower-cased and with punctuation apart.
         vocab_size: most tokens, <unk> and <eos> included; rarer words are <unk>. None: all words.
 
     Source for basic_english: torchtext.data.utils.get_tokenizer("basic_english"), whose 28,782 types on WikiText-2 it gives.

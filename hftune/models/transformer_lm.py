@@ -56,7 +56,7 @@ class TransformerLMConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of 2 * num_attention_heads={2 * self.num_attention_heads}"
+                f"hidden_size={self.hidden_size} is not a multiple of 2 * num_attention_heads={2 * self.num_attention_heads}."
             )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hftune.task import Batch
 
 TRAINED = ("words", "basic_english")
-"""Tokenizers that are made from the training text; the same as word_tokenizer.KINDS, which imports transformers."""
+"""Tokenizers that are made from the training text."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class LanguageModeling(Task):
         least = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files, optional=("test",)),
-            *model_folder_problems(self.model, self.model_config),
+            *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
             *[
                 f"task.{name}={value} must be at least {bound}."
@@ -169,6 +169,7 @@ class LanguageModeling(Task):
         return model
 
     def _check_config(self, config: Any) -> None:
+        config = config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and positions < self.block_length:
             raise ConfigError(f"task.block_length={self.block_length} is more than the {positions} positions of the model.")
@@ -284,7 +285,8 @@ def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
     """Return each token's cross-entropy (N, T) float32, 0 where the label is -100."""
     from torch.nn.functional import cross_entropy
 
-    return cross_entropy(logits_NTV.float().transpose(1, 2), labels_NT, ignore_index=-100, reduction="none")
+    flat = cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=-100, reduction="none")
+    return flat.view_as(labels_NT)
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def main() -> None:
         os.environ.clear()  # accelerate writes there, too
         os.environ.update({**before, **environment})
         recipe = Recipe.load(source, *overrides)
-        with weighed(Path(recipe.output_dir)) if environment else nullcontext():
+        with weighed(Path(recipe.output_dir)):
             if stop is None:
                 train(recipe)
             else:
@@ -29,7 +29,7 @@ def main() -> None:
 
 @contextmanager
 def weighed(folder: Path) -> Iterator[None]:
-    """Write down how many bytes of weights, gradient and moments each process has: bytes-0.json, bytes-1.json, ..."""
+    """Write down how many bytes of weights, gradient and moments each process has after a step: bytes-0.json, ..."""
     original = DataParallel.optimizer_step
 
     def own(tensors: Iterable[Any]) -> int:
@@ -40,8 +40,10 @@ def weighed(folder: Path) -> Iterator[None]:
         parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
         found = {"weights": own(parameters), "gradient": own(value.grad for value in parameters)}
         original(self, lr)
-        found["moments"] = own(value for state in self.optimizer.optimizer.state.values() for value in state.values())
-        (folder / f"bytes-{self.process_index}.json").write_text(json.dumps(found))
+        state = self._bare_optimizer().state
+        found["moments"] = own(value for values in state.values() for value in values.values() if value is not None)
+        if not (path := folder / f"bytes-{self.process_index}.json").exists():
+            path.write_text(json.dumps(found))
 
     DataParallel.optimizer_step = optimizer_step
     try:

@@ -236,6 +236,7 @@ def test_a_file_fills_a_free_mapping_that_is_null(write):
 def test_null_clears_an_optional_free_mapping(write):
     path = write("files.yaml", PLAIN + "  data_files: {train: a.jsonl, eval: b.jsonl}")
     assert Recipe.load(path, "task.data_files=null").task.data_files is None
+    assert Recipe.load(path, "task.model_config=null").task.model_config == {}  # out goes what a base has put there
 
 
 def test_a_value_may_refer_to_another_one(plain):
