@@ -23,11 +23,11 @@ from hftune.strategies.schedules import order_of
 from hftune.training import build_model, load_datasets, plan_batches
 from tests.support.tasks import Chain, NextToken
 
-OWN = "recipe=tests/support/next_token.yaml"
+OWN = ("recipe=tests/support/next_token.yaml", "train.micro_batch_size=2")
 
 
 def recipe_of(*words):
-    return Recipe.load("tests/support/next_token.yaml", *words)
+    return Recipe.load("tests/support/next_token.yaml", *OWN[1:], *words)
 
 
 def test_stages_are_listed_with_layers_weights_and_processes():
@@ -132,7 +132,7 @@ def test_parameters_without_a_gradient_are_named():
 
 
 def refused(capsys, *words):
-    assert cli.main(["plan", OWN, "parallel.pipeline_stages=2", *words]) == 2
+    assert cli.main(["plan", *OWN, "parallel.pipeline_stages=2", *words]) == 2
     return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
 
 
@@ -172,7 +172,7 @@ TEXT = """\
 def test_the_text_can_be_read(capsys):
     words = ["parallel.pipeline_stages=2", "parallel.schedule=interleaved", "task.model=chain"]
     words += ["train.batch_size=24", "task.num_samples=50"]
-    assert cli.main(["plan", OWN, *words, "--processes=8"]) == 0
+    assert cli.main(["plan", *OWN, *words, "--processes=8"]) == 0
     said = capsys.readouterr().out
     assert f"\n\n{TEXT}\n  memory  " in said
     assert "\n                 1 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
@@ -189,7 +189,7 @@ def test_the_text_can_be_read(capsys):
 
 
 def test_numbers_are_plain_json(capsys):
-    assert cli.main(["plan", OWN, "parallel.pipeline_stages=2", "task.model=chain", "--processes=2", "--json"]) == 0
+    assert cli.main(["plan", *OWN, "parallel.pipeline_stages=2", "task.model=chain", "--processes=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["pipeline"]
     assert (found["schedule"], found["micro_batches"], found["replicas"]) == ("1f1b", 8, 1)
     assert found["idle_share"] == pytest.approx(1 / 9) and found["idle_share_of_twice"] == pytest.approx(1 / 17)
