@@ -23,11 +23,11 @@ from hftune.strategies.schedules import order_of
 from hftune.training import build_model, load_datasets, plan_batches
 from tests.support.tasks import Chain, NextToken
 
-OWN = "recipe=tests/support/next_token.yaml"
+OWN = ("recipe=tests/support/next_token.yaml", "train.micro_batch_size=2")
 
 
 def recipe_of(*words):
-    return Recipe.load("tests/support/next_token.yaml", *words)
+    return Recipe.load("tests/support/next_token.yaml", *OWN[1:], *words)
 
 
 def test_stages_are_listed_with_layers_weights_and_processes():
@@ -132,7 +132,7 @@ def test_parameters_without_a_gradient_are_named():
 
 
 def refused(capsys, *words):
-    assert cli.main(["plan", OWN, "parallel.pipeline_stages=2", *words]) == 2
+    assert cli.main(["plan", *OWN, "parallel.pipeline_stages=2", *words]) == 2
     return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
 
 
@@ -165,26 +165,31 @@ TEXT = """\
                  stage 3  processes 0, 2, …, 6  272 parameters  layers.2
                  stage 4  processes 1, 3, …, 7  782 parameters  head, layers.3
                  interleaved with 3 micro-batches a pipeline: 14% of the time idle; 6 would make it 8%
-                 short steps are filled up for it, in the first epoch by 8 micro-batches of one sample
+                 short steps are filled up for it, in the first epoch by 7 micro-batches of one sample
 """
 
 
 def test_the_text_can_be_read(capsys):
-    words = ["parallel.pipeline_stages=2", "parallel.schedule=interleaved", "task.model=chain", "train.batch_size=24"]
-    assert cli.main(["plan", OWN, *words, "--processes=8"]) == 0
+    words = ["parallel.pipeline_stages=2", "parallel.schedule=interleaved", "task.model=chain"]
+    words += ["train.batch_size=24", "task.num_samples=50"]
+    assert cli.main(["plan", *OWN, *words, "--processes=8"]) == 0
     said = capsys.readouterr().out
     assert f"\n\n{TEXT}\n  memory  " in said
-    assert "\n                 3 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
-    assert "\n                 the work is 95.0% even: the rest of the time pipelines wait for the busiest one\n" in said
+    assert "\n                 1 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
+    assert "\n                 the work is 82.4% even: the rest of the time pipelines wait for the busiest one\n" in said
     memory = re.sub(r"[\d.]+ (Ki)?B\b", "N KiB", said.split("  memory         ")[1].split("\n\n")[0]).splitlines()
     places = ["processes 0, 2, …, 6", "processes 1, 3, …, 7"]
     assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}
     assert memory[0].endswith(" (cpu), in a step with micro-batches of 2 samples of at most 18 tokens")
+    assert said.endswith(
+        "  remarks        In 1 of 3 steps some pipeline has nothing to do: there are fewer micro-batches than pipelines.\n"
+        "                 Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
+    )
     assert memory[-3].endswith(" buffers for what other stages send")
 
 
 def test_numbers_are_plain_json(capsys):
-    assert cli.main(["plan", OWN, "parallel.pipeline_stages=2", "task.model=chain", "--processes=2", "--json"]) == 0
+    assert cli.main(["plan", *OWN, "parallel.pipeline_stages=2", "task.model=chain", "--processes=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["pipeline"]
     assert (found["schedule"], found["micro_batches"], found["replicas"]) == ("1f1b", 8, 1)
     assert found["idle_share"] == pytest.approx(1 / 9) and found["idle_share_of_twice"] == pytest.approx(1 / 17)
