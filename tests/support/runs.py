@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
@@ -79,14 +83,33 @@ def train_on(
         ]
         for name, overrides in jobs.items()
     ]
-    (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)] if world_size > 1 else []
-    command = [
-        sys.executable,
-        *launcher,
-        str(Path(__file__).with_name("worker.py")),
-        str(folder / f"{Path(recipe).stem}-{world_size}.json"),
-    ]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = folder / f"{Path(recipe).stem}-{world_size}.log"
+    codes = run_group(world_size, listed, log)
+    assert not any(codes), f"{codes}\n{log.read_text()}"
     return {name: Run(path) for name, path in folders.items()}
+
+
+def run_group(world_size: int, jobs: list[Any], log: Path) -> list[int]:
+    """Have tests/support/worker.py start processes for these jobs; return their exit codes. What they say goes into ``log``."""
+    variables: dict[str, str] = {}
+    if world_size > 1:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        count = str(world_size)
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+        variables |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
+    worker = _worker()
+    worker.stdin.write(json.dumps({**request, "log": str(log)}) + "\n")
+    worker.stdin.flush()
+    return json.loads(worker.stdout.readline())
+
+
+@cache
+def _worker() -> subprocess.Popen:
+    """Start the one interpreter that this one's process groups are forks of; it ends with its input, at the end of the tests."""
+    root = Path(__file__).parents[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    worker = subprocess.Popen([sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(), **pipes)
+    atexit.register(worker.communicate)
+    return worker
