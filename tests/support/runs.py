@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Collection
@@ -84,32 +85,49 @@ def train_on(
         for name, overrides in jobs.items()
     ]
     log = folder / f"{Path(recipe).stem}-{world_size}.log"
-    codes = run_group(world_size, listed, log)
+    codes = Group(world_size, listed, log).wait()
     assert not any(codes), f"{codes}\n{log.read_text()}"
     return {name: Run(path) for name, path in folders.items()}
 
 
-def run_group(world_size: int, jobs: list[Any], log: Path) -> list[int]:
-    """Have tests/support/worker.py start processes for these jobs; return their exit codes. What they say goes into ``log``."""
-    variables: dict[str, str] = {}
-    if world_size > 1:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        count = str(world_size)
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-        variables |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-    request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
-    worker = _worker()
-    worker.stdin.write(json.dumps({**request, "log": str(log)}) + "\n")
-    worker.stdin.flush()
-    return json.loads(worker.stdout.readline())
+class Group:
+    """Processes that tests/support/worker.py has started for these jobs; one group at a time. What they say goes into ``log``."""
+
+    def __init__(self, world_size: int, jobs: list[Any], log: Path):
+        variables: dict[str, str] = {}
+        if world_size > 1:
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            count = str(world_size)
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+            variables |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
+        _worker().stdin.write(json.dumps({**request, "log": str(log)}).encode() + b"\n")
+        self.pids: list[int] = json.loads(_worker().stdout.readline())
+        self._codes: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        """Wait for the end, and return the exit code of each process."""
+        if self._codes is None:
+            self._codes = json.loads(_worker().stdout.readline())
+        return self._codes
+
+    def poll(self) -> list[int] | None:
+        """Return the exit codes; None where there are none yet."""
+        if self._codes is None and not select.select([_worker().stdout], [], [], 0)[0]:
+            return None
+        return self.wait()
 
 
 @cache
 def _worker() -> subprocess.Popen:
     """Start the one interpreter that this one's process groups are forks of; it ends with its input, at the end of the tests."""
     root = Path(__file__).parents[2]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}  # what select does not see was not read either
     worker = subprocess.Popen([sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(), **pipes)
     atexit.register(worker.communicate)
     return worker

@@ -32,7 +32,7 @@ IMPORTED = (
 
 
 def main() -> None:
-    """Start a group for each line of the input, and answer with the exit codes of its processes."""
+    """Start a group for each line of the input; answer with its process ids, and at its end with their exit codes."""
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would copy what all share
@@ -43,8 +43,8 @@ def main() -> None:
             if (child := os.fork()) == 0:
                 return work(rank, **request)
             children[child] = rank
-        codes = wait(children)
-        print(json.dumps(codes), flush=True)
+        print(json.dumps(list(children)), flush=True)
+        print(json.dumps(wait(children)), flush=True)
     return None
 
 
