@@ -1,10 +1,11 @@
-"""Compare the peak memory that ``hftune plan`` estimates with what training takes, for three models.
+"""Compare the peak memory that ``hftune plan`` estimates with what training takes, for three models and four pipelines.
 
-    python benchmarks/plan_memory.py [--only bert prefix_lm encoder_decoder] [--processes 1 2]
+    python benchmarks/plan_memory.py [--only bert prefix_lm encoder_decoder gpipe 1f1b interleaved zero_bubble] [--processes 2]
 
 estimate: ``hftune.planning.make_plan``: no weights, no values; the heaviest micro-batches of the first epoch are counted.
 measured: a fresh process (two, talking over Gloo, where --processes says 2) trains the steps with these micro-batches through
-hftune's DataParallel: forward, backward, clipping, optimizer. The step before them makes the optimizer's state.
+hftune's strategy: forward, backward, clipping, optimizer. The step before them makes the optimizer's state. Of DataParallel's
+processes the one with the most is shown; a pipeline's have unequal parts of the model, and each is shown.
 
 On a CPU that is the highest resident memory the system counted (VmHWM, set back through /proc/self/clear_refs) minus the
 resident memory before the model is built. A tiny model of the same kind is trained before that, so that libraries, kernels
@@ -34,15 +35,18 @@ from hftune.config import Recipe
 from hftune.console import hide_progress_bars
 from hftune.joining import on_cpu, start_accelerator
 from hftune.optim import build_optimizer
+from hftune.pipeline_planning import survey_pipelines
 from hftune.planning import make_plan, survey
-from hftune.strategies.data_parallel import DataParallel
-from hftune.training import build_model, load_datasets, plan_batches
+from hftune.progress import Progress
+from hftune.training import build_model, choose_strategy, load_datasets, plan_batches
 
 CONFIG = (
     "hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads}, intermediate_size: {inner}, "
     "max_position_embeddings: 640{more}}}"
 )
 COMMON = ("train.batch_size=32", "train.micro_batch_tokens=2048")
+PIPELINE = ("train.batch_size=32", "train.micro_batch_size=4", "train.optimizer=adamw", "task.block_length=128")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MODELS = {  # shipped recipe, its task.model_config, what that says beside the sizes, overrides
     "bert": ("yelp_demo", "task.model_config={{model_type: bert, " + CONFIG, "", *COMMON),
     "prefix_lm": ("bigbird_demo", "task.model_config={{" + CONFIG, "", *COMMON),
@@ -50,13 +54,19 @@ MODELS = {  # shipped recipe, its task.model_config, what that says beside the s
         *("bigbird_demo", "task.model_config={{" + CONFIG, ", block_size: 16"),
         *(*COMMON, "task.architecture=encoder_decoder"),
     ),
+} | {
+    name: (
+        *("wikitext2_demo", "task.model_config={{model_type: transformer_lm, dropout: 0.1, " + CONFIG, "", *PIPELINE),
+        *("parallel.pipeline_stages=2", f"parallel.schedule={name}"),
+    )
+    for name in SCHEDULES
 }
-SIZES = {
+SIZES = {name: {"width": 384, "layers": 8, "heads": 6, "inner": 1536} for name in SCHEDULES} | {
     "bert": {"width": 768, "layers": 8, "heads": 12, "inner": 3072},
     "prefix_lm": {"width": 512, "layers": 6, "heads": 8, "inner": 2048},
     "encoder_decoder": {"width": 512, "layers": 6, "heads": 8, "inner": 2048},
 }
-TINY = {"width": 32, "layers": 2, "heads": 2, "inner": 64}
+TINY = {"width": 32, "layers": 4, "heads": 2, "inner": 64}
 TAMED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 TOLERANCE = 0.15
 
@@ -71,15 +81,22 @@ def main() -> int:
     hide_progress_bars()
     for name in options.only:
         for count in options.processes:
-            plan = make_plan(recipe_of(name, SIZES[name]), count, device=device)
+            recipe = recipe_of(name, SIZES[name])
+            if count % recipe.parallel.pipeline_stages:
+                continue
+            plan = make_plan(recipe, count, device=device)
             measured = run(name, count, TAMED)
-            untamed = run(name, count, {}) if device == "cpu" else None
-            ratio = plan.memory.peak_bytes / measured
-            worst = max(worst, abs(ratio - 1))
-            size = f"{plan.parameters / 1e6:.1f} M"
-            batch = f"{plan.memory.samples} x {plan.memory.longest}"
-            sizes = [f"{value / 2**20:.0f}" for value in (plan.memory.peak_bytes, measured)]
-            rows.append((name, size, count, batch, *sizes, f"{ratio:.3f}", f"{untamed / 2**20:.0f}" if untamed else ""))
+            untamed = run(name, count, {}) if device == "cpu" else [0] * count
+            compared = [(count, plan.memory.peak_bytes, max(measured), max(untamed))]
+            if plan.pipeline is not None:
+                peaks = [place.peak_bytes for place in plan.pipeline.places]
+                compared = zip([f"{place} of {count}" for place in range(count)], peaks, measured, untamed, strict=True)
+            for which, *sizes in compared:
+                worst = max(worst, abs(sizes[0] / sizes[1] - 1))
+                size = f"{plan.parameters / 1e6:.1f} M"
+                batch = f"{plan.memory.samples} x {plan.memory.longest}"
+                spelled = [f"{value / 2**20:.0f}" for value in sizes]
+                rows.append((name, size, which, batch, *spelled[:2], f"{sizes[0] / sizes[1]:.3f}", spelled[2]))
     title = f"Peak memory of a process on {device} in MiB (goal: within {TOLERANCE:.0%})"
     heads = ("model", "parameters", "processes", "micro-batch", "estimate", "measured", "ratio", "with glibc's defaults")
     print_table(title, heads, rows)
@@ -101,15 +118,15 @@ def recipe_of(name: str, size: dict[str, int]) -> Recipe:
     return Recipe.load(source, config.format(**size, more=more), *words)
 
 
-def run(name: str, num_processes: int, environment: dict[str, str]) -> int:
-    """Train in fresh processes; return the peak of the one with the most, in bytes."""
+def run(name: str, num_processes: int, environment: dict[str, str]) -> list[int]:
+    """Train in fresh processes; return the peak of each, in bytes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *(launcher if num_processes > 1 else []), __file__, "--measure", name, "--into", folder]
         done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stderr)
-        return max(int(path.read_text()) for path in Path(folder).iterdir())
+        return [int((Path(folder) / str(rank)).read_text()) for rank in range(num_processes)]
 
 
 def measure(name: str) -> int:
@@ -117,13 +134,13 @@ def measure(name: str) -> int:
     hide_progress_bars()
     tiny, recipe = recipe_of(name, TINY), recipe_of(name, SIZES[name])
     datasets = {id(one): load_datasets(one)["train"] for one in (tiny, recipe)}
-    accelerator = start_accelerator(recipe)
+    accelerator = start_accelerator(recipe.train)
     batches = plan_batches(recipe, datasets[id(recipe)])
-    steps = heavy_steps(batches, accelerator.num_processes)
+    steps = heavy_steps(recipe, batches, accelerator.num_processes)
     for one in (tiny, recipe):
         gc.collect()
         before = reset_peak()
-        strategy = DataParallel(accelerator, one.task)
+        strategy = choose_strategy(accelerator, one, Progress())
         model = build_model(one)
         strategy.prepare(model, build_optimizer(model, one.train))
         strategy.rehearse(datasets[id(one)], steps[0][0])
@@ -137,10 +154,15 @@ def measure(name: str) -> int:
     return peak
 
 
-def heavy_steps(batches: BatchPlan, num_processes: int) -> list[list[MicroBatch]]:
+def heavy_steps(recipe: Recipe, batches: BatchPlan, num_processes: int) -> list[list[MicroBatch]]:
     """Return the first step of the epoch, and the steps with the micro-batches that the plan takes for the heaviest."""
-    order = batches.epoch(0)
-    first = {int(found.micro_batch.samples[0]) for found in survey(batches, batches.num_steps, num_processes).heaviest}
+    order, parallel = batches.epoch(0), recipe.parallel
+    if parallel.pipeline_stages > 1:
+        found = survey_pipelines(batches, batches.num_steps, parallel, num_processes // parallel.pipeline_stages)
+        heaviest = [share[0] for share in found.heaviest]
+    else:
+        heaviest = [found.micro_batch for found in survey(batches, batches.num_steps, num_processes).heaviest]
+    first = {int(micro_batch.samples[0]) for micro_batch in heaviest}
     return [order[0], *(step for step in order if first & {int(micro_batch.samples[0]) for micro_batch in step})]
 
 

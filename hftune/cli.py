@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(command=evaluate)
     command.add_argument("words", nargs="+", metavar="recipe=PATH", help="outputs/NAME/recipe.yaml, and section.key=value")
     command.add_argument("--checkpoint", type=Path, help="evaluate this checkpoint instead of the model")
+    command.add_argument("--part", choices=("eval", "test"), default="eval", help="of the data (default %(default)s)")
     command.add_argument("--output", type=Path, help="write the metrics into this file, as JSON")
 
     command = commands.add_parser("configs", help="list, print or copy launch configurations for accelerate launch")
@@ -204,7 +205,7 @@ def evaluate(options: argparse.Namespace) -> int:
         from hftune.scoring import score
 
         hide_progress_bars()
-        found = score(recipe, model_of(options.words, recipe.output_dir), options.checkpoint)
+        found = score(recipe, model_of(options.words, recipe.output_dir), options.checkpoint, options.part)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     if found.is_main:

@@ -227,6 +227,10 @@ class _Schema:
         if value is False and "no" in get_args(hint):
             value = "no"  # YAML reads a bare no as false
         default = getattr(self.types[section], field_name, None)
+        if value is None and full_key in self.mappings and not holds(type(None), hint):
+            value = {}  # what a base recipe has put there can be taken out again
+            self.values[section][field_name] = value
+            return None
         if hint is bool and not isinstance(value, (bool, str)):  # OmegaConf would read every number as true or false
             return f"{full_key}={spell(value)} {type_problem(hint, value, default)}"
         if holds(str, hint) and any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):

@@ -38,9 +38,10 @@ class Console:
 
     def logged(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
         """Print what was logged at a step; training values only without a bar, which shows them by itself."""
-        if self.bar is None or any(name.startswith("eval/") for name in values):
+        part = next(iter(values)).partition("/")[0]
+        if self.bar is None or part in ("eval", "test"):
             numbers = [f"{name.partition('/')[2]} {short(value)}" for name, value in values.items() if is_number(value)]
-            what = "eval " if any(name.startswith("eval/") for name in values) else ""
+            what = f"{part} " if part in ("eval", "test") else ""
             self.line(f"step {step}/{self.num_steps}  epoch {epoch:.2f}  {what}{'  '.join(numbers)}")
 
     def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:

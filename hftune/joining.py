@@ -46,7 +46,7 @@ def check_launcher(recipe: Recipe) -> None:
                 "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
             )
     if recipe.parallel.pipeline_stages > 1:
-        check_parallel(recipe)
+        check_parallel(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     if not asks_for_fsdp():
         return
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -70,7 +70,7 @@ def check_launcher(recipe: Recipe) -> None:
         )
 
 
-def check_parallel(recipe: Recipe) -> None:
+def check_parallel(recipe: Recipe, num_processes: int) -> None:
     """Refuse a pipeline on a number of processes that it does not divide, and what does not work in one.
 
     Raises:
@@ -93,12 +93,7 @@ def check_parallel(recipe: Recipe) -> None:
         )
     if train.compile:
         raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
-    if train.gradient_checkpointing and recipe.parallel.schedule == "zero_bubble":
-        raise ConfigError(
-            "train.gradient_checkpointing=true does not work with parallel.schedule=zero_bubble, which computes the gradients "
-            "of weights apart. Use 1f1b or interleaved."
-        )
-    if (num_processes := int(os.environ.get("WORLD_SIZE", 1))) % stages:
+    if num_processes % stages:
         fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
         were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"
         raise ConfigError(

@@ -106,7 +106,7 @@ def fit(run: Run) -> None:
         steps = run.plan.epoch(state.epoch)
         dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
         for batch in strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers):
-            lr = lr_at(state.step, run.num_steps, config)
+            lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps)
             report = strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop))
             grad_norm = strategy.clip_grad_norm(config.clip_norm)
             stop_unless_finite(run, batch, report.loss, grad_norm)
@@ -128,7 +128,7 @@ def fit(run: Run) -> None:
             if checkpoint_is_due(run):
                 save_checkpoint(run)
             if is_last:
-                break
+                return
             strategy.progress.at(f"step {state.step + 1}")
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
 

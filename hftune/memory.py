@@ -106,6 +106,48 @@ class TensorBytes(TorchDispatchMode):
         return result
 
 
+@dataclass(frozen=True)
+class PassMemory:
+    """What one pass of one micro-batch takes, in bytes. All of this micro-batch is counted, also what earlier passes left."""
+
+    peak_bytes: int
+    """At most, while it is computed."""
+    left_bytes: int
+    """Afterwards, for later passes; gradients of parameters not counted."""
+    gradients_bytes: int
+    """Part of the peak: gradients of parameters that were not there before the first of the passes."""
+
+
+def pass_memory(
+    parameters: Iterable[nn.Parameter], there: Iterable[Tensor], passes: Iterable[Callable[[], None]]
+) -> list[PassMemory]:
+    """Count each of the passes that one micro-batch goes through, one after the other; the gradients are left behind.
+
+    Args:
+        parameters: whose gradients come, or are there already.
+        there: tensors that the passes use and that are not to be counted.
+    """
+    counter, trainable = TensorBytes(), [value for value in parameters if value.requires_grad]
+    missing = [value for value in trainable if value.grad is None]
+    counter.add_all([*there, *parameters, *(value.grad for value in trainable if value.grad is not None)])
+    before = counter.live
+
+    def came(parameter: Tensor) -> None:
+        counter.gradients += parameter.grad.nbytes
+
+    hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in missing]
+    found = []
+    for compute in passes:
+        counter.peak = counter.live
+        with counter:
+            compute()
+        new = sum(value.grad.nbytes for value in missing if value.grad is not None)
+        found.append(PassMemory(counter.peak - before, counter.live - before - new, counter.gradients_at_peak))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer take a step, after which it has all that it keeps. The gradients are gone then."""
     for group in optimizer.param_groups:

@@ -39,16 +39,19 @@ def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
     return math.ceil(config.warmup_ratio * num_steps)
 
 
-def lr_at(step: int, num_steps: int, config: TrainConfig) -> float:
+def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) -> float:
     """Return the learning rate of optimizer step ``step`` (0-based) out of ``num_steps``.
 
     A function, not an object: nothing to save, nothing that can be stepped once too often.
     Source: transformers.optimization.get_{linear,cosine,constant}_schedule_with_warmup, to which tests compare it; with
-    ``train.min_lr``, torch.optim.lr_scheduler.CosineAnnealingLR's ``eta_min``.
+    ``train.min_lr``, torch.optim.lr_scheduler.CosineAnnealingLR's ``eta_min``; torch.optim.lr_scheduler.StepLR, stepped after
+    each epoch, for step, which counts its epochs from the first step on, whatever the warmup.
     """
     num_warmup = num_warmup_steps(num_steps, config)
     if step < num_warmup:
         return config.lr * step / num_warmup
+    if config.schedule == "step":
+        return config.lr * config.gamma ** (step // (steps_per_epoch * config.step_size))
     progress = (step - num_warmup) / max(1, num_steps - num_warmup)
     factor = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}
     return config.min_lr + (config.lr - config.min_lr) * max(0.0, factor[config.schedule])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from textwrap import wrap
 
 from hftune.console import data_size
-from hftune.planning import Disk, Memory, Plan
+from hftune.pipeline_planning import PipelinePlan
+from hftune.planning import Disk, Plan
 
 HEADING = 15
 """Columns that the headings take."""
@@ -28,7 +30,8 @@ def plan_text(plan: Plan) -> str:
         "evaluation": [f"after {listed(plan.evaluations)}"],
         "checkpoint": [f"after {listed(plan.checkpoints)}, and after each evaluation that is the best so far"],
         "model": model(plan),
-        "memory": memory(plan.memory) if plan.memory else [],
+        "pipeline": pipeline(plan.pipeline) if plan.pipeline else [],
+        "memory": memory(plan) if plan.memory else [],
         "disk": disk(plan.disk) if plan.disk else [],
         "remarks": [line for remark in plan.remarks for line in wrap(remark, LINE)],
     }
@@ -55,9 +58,12 @@ def steps(plan: Plan) -> Iterator[str]:
     found, work = plan.steps, plan.work
     yield f"{found.total:,} of {found.batch_size:,} samples each: {found.epochs:.4g} epochs of {found.per_epoch:,} steps"
     each = f"{work.fewest_per_step:,}" + (f" to {work.most_per_step:,}" if work.most_per_step > work.fewest_per_step else "")
-    yield f"{each} micro-batches a step" + (f", at most {work.most_per_process:,} on a process" if plan.processes > 1 else "")
-    if plan.processes > 1:
-        yield f"the work is {work.evenness:.1%} even: the rest of the time processes wait for the busiest one"
+    one, many, count = "process", "processes", plan.processes
+    if plan.pipeline:
+        one, many, count = "pipeline", "pipelines", plan.pipeline.replicas
+    yield f"{each} micro-batches a step" + (f", at most {work.most_per_process:,} on a {one}" if count > 1 else "")
+    if count > 1:
+        yield f"the work is {work.evenness:.1%} even: the rest of the time {many} wait for the busiest one"
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:
@@ -80,21 +86,74 @@ def model(plan: Plan) -> Iterator[str]:
         yield "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
 
 
-def memory(found: Memory) -> Iterator[str]:
-    """The peak with its parts."""
+def pipeline(found: PipelinePlan) -> Iterator[str]:
+    """Stages and idle time."""
+    num_places = max((stage.place for stage in found.stages), default=0) + 1
+    if found.stages:
+        yield f"{len(found.stages)} stages on {num_places} processes" + (
+            f", {found.replicas} pipelines beside each other" if found.replicas > 1 else ""
+        )
+    rows = [
+        (f"stage {number}", processes(found, stage.place, num_places), f"{stage.parameters:,}", names(stage.modules))
+        for number, stage in enumerate(found.stages, start=1)
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    for stage, where, size, modules in rows:
+        yield f"{stage:<{widths[0]}}  {where:<{widths[1]}}  {size:>{widths[2]}} parameters  {modules}"
+    yield (
+        f"{found.schedule} with {found.micro_batches:,} micro-batch{'es' if found.micro_batches > 1 else ''} a pipeline: "
+        f"{found.idle_share:.0%} of the time idle; {2 * found.micro_batches:,} would make it {found.idle_share_of_twice:.0%}"
+    )
+    if found.filled_up:
+        yield f"short steps are filled up for it, in the first epoch by {found.filled_up:,} micro-batches of one sample"
+
+
+def processes(found: PipelinePlan, place: int, num_places: int) -> str:
+    """Spell the processes at one place of the pipelines."""
+    numbers = [str(replica * num_places + place) for replica in range(found.replicas)]
+    if len(numbers) > 3:
+        numbers = [*numbers[:2], "\N{HORIZONTAL ELLIPSIS}", numbers[-1]]
+    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def names(modules: Sequence[str]) -> str:
+    """Shorten the names of modules; of numbered ones, such as layers, the first and the last number of a row stand for all."""
+    said: list[str] = []
+    rows = groupby(modules, key=lambda name: name.rpartition(".")[0] if name.rpartition(".")[2].isdecimal() else name)
+    for parent, row in rows:
+        ends = [name.rpartition(".")[2] for name in row]
+        short = parent.rpartition(".")[2]
+        if ends[0].isdecimal():
+            short += f".{ends[0]}" + (f" to {ends[-1]}" if len(ends) > 1 else "")
+        said.append(short)
+    if len(said) > 6:
+        said = [*said[:3], "\N{HORIZONTAL ELLIPSIS}", *said[-2:]]
+    return ", ".join(said)
+
+
+def memory(plan: Plan) -> Iterator[str]:
+    """The peak with its parts; in a pipeline that of the fullest process, and what the others need."""
+    found, places = plan.memory, plan.pipeline.places if plan.pipeline else []
     longest = "" if found.longest is None else f" of at most {found.longest:,} tokens"
     samples = f"{found.samples:,} sample{'s' if found.samples > 1 else ''}{longest}"
-    yield f"{data_size(found.peak_bytes)} on each process ({found.device}), in a micro-batch of {samples}"
+    peaks = [place.peak_bytes for place in places]
+    where = processes(plan.pipeline, peaks.index(found.peak_bytes), len(peaks)) if peaks else "each process"
+    step = "a step with micro-batches" if peaks else "a micro-batch"
+    yield f"{data_size(found.peak_bytes)} on {where} ({found.device}), in {step} of {samples}"
     parts = {
         "weights": found.weights_bytes,
         "gradients": found.gradients_bytes,
         "DDP's buckets of gradients": found.ddp_buckets_bytes,
         "optimizer": found.optimizer_bytes,
         "activations": found.activations_bytes,
+        "buffers for what other stages send": found.receive_bytes,
     }
     for name, size in parts.items():
         if size:
             yield f"  {data_size(size):>8}  {bar(size, found.peak_bytes)} {name}"
+    for place, size in enumerate(peaks):
+        if size != found.peak_bytes:
+            yield f"{data_size(size)} on {processes(plan.pipeline, place, len(peaks))}"
     yield f"and {data_size(found.host_copy_bytes)} in the main process's host memory, from which checkpoints are written"
 
 

@@ -5,7 +5,7 @@ Whatever the loop computes is computed here by the loop's own functions; only wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,16 +16,18 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.errors import ConfigError
-from hftune.joining import on_cpu
+from hftune.joining import check_parallel, on_cpu
 from hftune.loop import total_steps
 from hftune.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
+from hftune.pipeline_planning import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.sections import CheckpointConfig, EvalConfig
 from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
-from hftune.training import build_model, largest_micro_batch_size, load_datasets, plan_batches
+from hftune.training import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Work:
     evenness: float
     """What a process computes on average over what the busiest one of each step computes, from 0 to 1."""
     idle_steps: int
-    """Steps with fewer micro-batches than processes: some process has nothing to do."""
+    """Steps with fewer micro-batches than processes, or pipelines: some have nothing to do."""
 
 
 @dataclass
@@ -84,11 +86,16 @@ class Rate:
 
 @dataclass
 class Memory(StepMemory):
-    """Of each process at its fullest moment, in bytes of tensors. Neither torch itself nor its kernels' own needs are in it."""
+    """Of each process at its fullest moment, in bytes of tensors. Neither torch itself nor its kernels' own needs are in it.
+
+    In a pipeline: of the process that needs the most.
+    """
 
     ddp_buckets_bytes: int
     """Part of the peak: DDP's buckets, which keep their size. The gradients of a step's last micro-batch lie in them, those of
     the ones before beside them."""
+    receive_bytes: int
+    """Part of the peak: in a pipeline, the buffers for what neighbours send."""
     device: str
     """What it was estimated for: cpu or cuda."""
     samples: int
@@ -136,6 +143,8 @@ class Plan:
     unused_parameters: list[str] | None = None
     """Names of the trainable parameters that get no gradient. Where there are any, training stops after its first backward."""
     memory: Memory | None = None
+    pipeline: PipelinePlan | None = None
+    """null where each process has the whole model."""
     disk: Disk | None = None
     remarks: list[str] = field(default_factory=list)
     """What a user should know, one sentence each."""
@@ -158,12 +167,16 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     """
     num_machines = count_machines(num_processes, gpus_per_machine)
     recipe.check()
+    parallel = recipe.parallel
+    if parallel.pipeline_stages > 1:
+        check_parallel(recipe, num_processes)
+    num_replicas = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
     batches = plan_batches(recipe, datasets["train"])
     if is_auto := recipe.train.micro_batch_size == "auto":
         batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
     num_steps = total_steps(recipe.train, batches)
-    found = survey(batches, num_steps, num_processes)
+    found = survey(batches, num_steps, num_replicas)
     plan = Plan(
         recipe.recipe,
         num_processes,
@@ -171,7 +184,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         count_data(batches, len(datasets["eval"]), found),
         Steps(num_steps, batches.num_steps, num_steps / batches.num_steps, batches.batch_size),
         found.work,
-        learning_rates(recipe, num_steps),
+        learning_rates(recipe, num_steps, batches.num_steps),
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
@@ -180,12 +193,24 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
             f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the most that training would try."
         )
     if found.work.idle_steps:
+        one, many = ("pipeline", "pipelines") if parallel.pipeline_stages > 1 else ("process", "processes")
         plan.remarks.append(
-            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some process has nothing to do: "
-            "there are fewer micro-batches than processes. Lower train.micro_batch_size or train.micro_batch_tokens, or "
+            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some {one} has nothing to do: "
+            f"there are fewer micro-batches than {many}. Lower train.micro_batch_size or train.micro_batch_tokens, or "
             "raise train.batch_size."
         )
-    add_model(plan, recipe, datasets, found.heaviest, target_device(device, plan.remarks))
+    seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
+    if parallel.pipeline_stages > 1:
+        check_micro_batches(parallel, batches, num_replicas)
+        pipelines = survey_pipelines(batches, num_steps, parallel, num_replicas)
+        plan.pipeline = plan_pipeline(parallel, pipelines, num_replicas)
+        shares = [[(micro_batch, load(recipe, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
+        count_memory = partial(count_in_pipeline, plan, recipe, shares)
+    else:
+        count_memory = partial(
+            count_in_process, plan, recipe, [(item, load(recipe, seen, item.micro_batch)) for item in found.heaviest]
+        )
+    add_model(plan, recipe, datasets, count_memory, target_device(device, plan.remarks))
     return plan
 
 
@@ -271,7 +296,7 @@ def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroB
             heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
 
 
-def learning_rates(recipe: Recipe, num_steps: int) -> list[Rate]:
+def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
     """Return the learning rates of a few telling steps."""
     warmup = num_warmup_steps(num_steps, recipe.train)
     told = {1: "first"}
@@ -280,7 +305,7 @@ def learning_rates(recipe: Recipe, num_steps: int) -> list[Rate]:
     told.setdefault(num_steps, "last")
     for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
         told.setdefault(max(1, num_steps * quarter // 4), name)
-    return [Rate(step, lr_at(step - 1, num_steps, recipe.train), told[step]) for step in sorted(told)]
+    return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), told[step]) for step in sorted(told)]
 
 
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
@@ -301,17 +326,25 @@ def target_device(wanted: str | None, remarks: list[str]) -> torch.device:
     return torch.device(wanted)
 
 
-def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest: list[Candidate], device: torch.device) -> None:
+def load(recipe: Recipe, dataset: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """Load a micro-batch as a process does."""
+    return recipe.task.collate([dataset[sample] for sample in micro_batch.samples.tolist()])
+
+
+def add_model(
+    plan: Plan,
+    recipe: Recipe,
+    datasets: Mapping[str, Any],
+    count_memory: Callable[[nn.Module, torch.optim.Optimizer], None],
+    device: torch.device,
+) -> None:
     """Build the model without weights, and add to the plan what it says."""
-    task, dataset = recipe.task, datasets["train"]
-    batches = [task.collate([dataset[sample] for sample in item.micro_batch.samples.tolist()]) for item in heaviest]
     model = build_on_meta(recipe, plan.remarks)
     if model is None:
         return
     plan.parameters = sum(parameter.numel() for parameter in model.parameters())
     plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    plan.remarks += task.remarks(datasets, model)
-    found = []
+    plan.remarks += recipe.task.remarks(datasets, model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         as_fake(model, device)
         optimizer = build_optimizer(model.train(), recipe.train)
@@ -321,14 +354,59 @@ def add_model(plan: Plan, recipe: Recipe, datasets: Mapping[str, Any], heaviest:
             recipe, plan, *(sum(value.nbytes for value in tensors[name].values()) for name in ("model", "optimizer"))
         )
         try:
-            for item, batch in zip(heaviest, batches, strict=True):
-                found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
-                if plan.unused_parameters is None:
-                    plan.unused_parameters = without_gradient(model)
+            count_memory(model, optimizer)
         except NEEDS_VALUES as error:
             plan.remarks.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
-            return
+
+
+def count_in_process(
+    plan: Plan,
+    recipe: Recipe,
+    heaviest: Sequence[tuple[Candidate, dict[str, Tensor]]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Add the memory of a process that has the whole model, and the parameters without a gradient."""
+    found = []
+    for item, batch in heaviest:
+        found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
+        if plan.unused_parameters is None:
+            plan.unused_parameters = without_gradient(model)
     plan.memory = max(found, key=lambda memory: memory.peak_bytes)
+
+
+def count_in_pipeline(
+    plan: Plan,
+    recipe: Recipe,
+    shares: Sequence[Sequence[tuple[MicroBatch, dict[str, Tensor]]]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Add the stages, the memory of each process of a pipeline, and the parameters without a gradient.
+
+    Raises:
+        ConfigError: the model cannot be cut as the recipe says; as training finds it, but for what needs values.
+    """
+    meter = PipelineMeter(recipe, model, optimizer)
+    plan.pipeline.stages = meter.described
+    meter.check(shares[0][0][1])
+    found = [(meter.measure([batch for _, batch in share]), share) for share in shares]
+    fullest, places, share = max(
+        ((max(place.peak_bytes for place in places), places, share) for places, share in found), key=lambda item: item[0]
+    )
+    plan.pipeline.places = places
+    unused = meter.unused()
+    plan.unused_parameters = [name for name, parameter in model.named_parameters() if parameter in unused]
+    rows = max(len(micro_batch.samples) for micro_batch, _ in share)
+    longest = max(micro_batch.cost // len(micro_batch.samples) for micro_batch, _ in share)
+    plan.memory = Memory(
+        **asdict(next(place for place in places if place.peak_bytes == fullest)),
+        ddp_buckets_bytes=0,
+        device=meter.device.type,
+        samples=rows,
+        longest=None if plan.data.longest is None else longest,
+        host_copy_bytes=plan.disk.checkpoint_bytes,
+    )
 
 
 def candidate_memory(
@@ -349,6 +427,7 @@ def candidate_memory(
     return Memory(
         **asdict(step),
         ddp_buckets_bytes=buckets,
+        receive_bytes=0,
         device=next(model.parameters()).device.type,
         samples=samples,
         longest=None if plan.data.longest is None else item.micro_batch.cost // samples,

@@ -54,10 +54,14 @@ class TrainConfig(Section):
     """On weight matrices and embeddings only; biases and norm parameters (fewer than 2 dimensions) never decay."""
     warmup_ratio: float = 0.0
     """Share of all steps in which the learning rate rises linearly from 0, in [0, 1)."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """After the warmup: down to min_lr linearly, down to it along half a cosine, or constant."""
+    schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
+    """After the warmup: down to min_lr linearly, down to it along half a cosine, constant, or a fall by gamma now and then."""
     min_lr: float = 0.0
     """Learning rate at which linear and cosine end."""
+    gamma: float | None = None
+    """Of schedule step, in (0, 1]: the learning rate is multiplied by this ..."""
+    step_size: int = 1
+    """... each time so many epochs are over, as torch's StepLR has it."""
     clip_norm: float | None = 1.0
     """Largest norm of the global gradient; larger ones are scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -101,8 +105,10 @@ class TrainConfig(Section):
             yield f"train.lr={self.lr} must be above 0."
         if self.min_lr > self.lr > 0:
             yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
-        if self.min_lr > 0 and self.schedule == "constant":
-            yield f"train.min_lr={self.min_lr} needs train.schedule=linear or cosine: constant never falls."
+        if self.min_lr > 0 and self.schedule in (falls := {"constant": "never falls", "step": "falls by train.gamma"}):
+            what = f"{self.schedule} {falls[self.schedule]}"
+            yield f"train.min_lr={self.min_lr} needs train.schedule=linear or cosine: {what}."
+        yield from self._step_problems()
         for name in ("weight_decay", "momentum", "num_workers", "eps", "min_lr"):
             if not getattr(self, name) >= 0:
                 yield f"train.{name}={getattr(self, name)} must not be negative."
@@ -115,6 +121,19 @@ class TrainConfig(Section):
             yield f"train.warmup_ratio={self.warmup_ratio} must lie in [0, 1): it is a share of all steps."
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield f"train.clip_norm={self.clip_norm} must be above 0; null turns clipping off."
+
+    def _step_problems(self) -> Iterator[str]:
+        if self.schedule != "step":
+            for name, default in {"gamma": None, "step_size": 1}.items():
+                if (value := getattr(self, name)) != default:
+                    yield f"train.{name}={value} needs train.schedule=step, not {self.schedule}."
+            return
+        if self.gamma is None:
+            yield "train.schedule=step needs train.gamma: by what the learning rate is multiplied, such as 0.95."
+        elif not 0 < self.gamma <= 1:
+            yield f"train.gamma={self.gamma} must lie in (0, 1]: the learning rate is multiplied by it."
+        if self.step_size < 1:
+            yield f"train.step_size={self.step_size} must be at least 1 epoch."
 
     @property
     def max_rows(self) -> int | None:

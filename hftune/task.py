@@ -34,8 +34,9 @@ class Task(ABC):
 
     @abstractmethod
     def datasets(self) -> Mapping[str, Any]:
-        """Return ``{"train": dataset, "eval": dataset}``, both with a length and integer indexing.
+        """Return ``{"train": dataset, "eval": dataset}``, all with a length and integer indexing.
 
+        Where there is a third part, "test", the best model is scored on it, once, after the last step.
         Called on every process, one process of a machine after the other, so that a cache filled by the first serves all.
 
         Raises:

@@ -57,13 +57,13 @@ class Tracker:
         """Open metrics.jsonl and the dashboards.
 
         Args:
-            step: after which training goes on; what was logged of later ones is dropped.
+            step: after which training goes on; what was logged of later ones is dropped, and of a test, which the end makes.
             is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
             run_ids: of the dashboards' runs that go on; see ``run_ids``.
         """
         lines = read_lines(self.path) if step else []
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
-        lines = [line for line in lines if line["step"] <= last["eval/loss" in line]]
+        lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
         self._file = LineFile(self.path, lines)
         wandb = {"name": recipe.track.run_name or recipe.recipe, "dir": recipe.output_dir, "save_code": False}
         if run_id := run_ids.get("wandb"):

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -38,11 +38,12 @@ from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.evaluation import evaluate
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
 from hftune.ledger import Ledger
-from hftune.loop import SAMPLES, Run, TrainState, fit, read_best, total_steps
+from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_steps
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
@@ -50,18 +51,20 @@ from hftune.resume import ANEW, Start, find_start
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
-from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
 from hftune.task import Task
 from hftune.tracking import Tracker
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainResult:
     """What a run came to: result.json, and the folders. The same on every process, but for ``seconds``."""
 
     metrics: dict[str, Any]
     """The last evaluation's."""
+    test: dict[str, Any] = field(default_factory=dict)
+    """Of the best model on the test part; empty where the task has none."""
     best: dict[str, Any]
     """metric, value and step of the model in model_dir."""
     steps: int
@@ -244,13 +247,12 @@ def train_and_save(run: Run) -> TrainResult:
     strategy.rehearse(augmented(run.datasets["train"], recipe.task, recipe.seed, 0), run.plan.epoch(0)[0][0])
     try:
         fit(run)
+        result = finish(run)
     except Interrupted as error:
         strategy.on_main(run.checkpointer.wait)
         raise Interrupted(f"{error} {how_to_go_on(run)}") from None
     finally:
         run.console.close()
-    progress.at("the saving of the last model")
-    result = finish(run)
     progress.at("the closing of the dashboards")
     strategy.on_main(run.tracker.close)  # after all is saved: an upload may fail
     if strategy.is_main:
@@ -301,7 +303,7 @@ def load_checkpoint(
     )
     if progress is None:
         return TrainState(), {}, (0, None)
-    if other := [name for name, digest in progress["digests"].items() if digests[name] != digest]:
+    if other := [name for name, digest in progress["digests"].items() if digests.get(name) != digest]:
         raise ConfigError(f"{path} was trained on another {' and another '.join(other)}. resume=never starts anew.")
     try:
         strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
@@ -388,7 +390,7 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
 
     with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
         datasets = task.datasets()
-    for part in ("train", "eval"):
+    for part in ("train", "eval", *({"test"} & datasets.keys())):
         if part not in datasets or len(datasets[part]) == 0:
             raise DataError(f"{type(task).__name__}.datasets() returned no samples for {part!r}.")
     return datasets
@@ -434,7 +436,8 @@ def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, A
     Raises:
         ConfigError: on all processes, naming those that differ from the main one, their machine, and in what.
     """
-    digests = {f"{part} data": data_digest(recipe.task, datasets[part]) for part in ("train", "eval")}
+    parts = [part for part in ("train", "eval", "test") if part in datasets]
+    digests = {f"{part} data": data_digest(recipe.task, datasets[part]) for part in parts}
     check_facts(strategy, facts(recipe) | {"data": digests})
     return digests
 
@@ -475,26 +478,30 @@ def start_folder(recipe: Recipe) -> None:
 
 
 def finish(run: Run) -> TrainResult:
-    """Export the last model and write result.json. Collective.
+    """Export the last model, score the best one on the test part, and write result.json. Collective.
 
     Raises:
+        Interrupted: a signal asked to stop during the test; all but its scores and result.json is saved.
         TrainingError: the last checkpoint could not be written; everything else is saved.
     """
-    recipe, output_dir = run.recipe, Path(run.recipe.output_dir)
+    recipe, strategy, output_dir = run.recipe, run.strategy, Path(run.recipe.output_dir)
+    strategy.progress.at("the saving of the last model")
+    model = strategy.unwrap()
+    strategy.on_main(lambda: export(recipe.task, model, output_dir / "model_last"))
+    test = test_best(run) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,
+        test=test,
         best={"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step},
         steps=run.state.step,
         seconds=round(run.seconds(), 3),
-        world_size=run.strategy.num_processes,
+        world_size=strategy.num_processes,
         versions=versions(),
         output_dir=output_dir,
         model_dir=output_dir / "model",
     )
-    model = run.strategy.unwrap()
 
     def save() -> None:
-        export(recipe.task, model, output_dir / "model_last")
         values = {key: value for key, value in asdict(result).items() if not isinstance(value, Path)}
         run.checkpointer.wait()
         run.ledger.close()
@@ -503,8 +510,32 @@ def finish(run: Run) -> TrainResult:
         if run.checkpointer.failure is not None:
             raise TrainingError(f"All is saved but the last checkpoint: {run.checkpointer.failure}.")
 
-    run.strategy.on_main(save)
+    strategy.on_main(save)
     return result
+
+
+def test_best(run: Run) -> dict[str, Any]:
+    """Score the best model on the test part, and log its metrics. Collective; the model in training becomes the best one.
+
+    Raises:
+        Interrupted: a signal asked to stop. Nothing is written: the checkpoint of the last step is what to go on from.
+    """
+    recipe, strategy = run.recipe, run.strategy
+    strategy.progress.at("the evaluation on the test part")
+    tensors: dict[str, torch.Tensor] = {}
+
+    def read_best_model() -> None:
+        best = recipe.task.load(Path(recipe.output_dir) / "model")
+        tensors.update(checkpoint_tensors(best, build_optimizer(best, recipe.train))["model"])
+
+    strategy.on_main(read_best_model)
+    strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
+    config, workers = recipe.eval, recipe.train.num_workers
+    found = evaluate(strategy, run.datasets["test"], config.batch_size, workers, lambda: bool(run.stop))
+    if found is None:
+        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped in the test of the best model.")
+    log(run, {f"test/{name}": value for name, value in found.metrics.items()})
+    return found.metrics
 
 
 def versions() -> dict[str, str]:
@@ -533,6 +564,7 @@ def print_start(run: Run, device: torch.device, remarks: list[str]) -> None:
 def print_summary(run: Run, result: TrainResult) -> None:
     """A short table: what came out, how fast, and where it lies."""
     rows = {name: short(value) for name, value in result.metrics.items() if is_number(value)}
+    rows |= {f"test {name}": short(value) for name, value in result.test.items() if is_number(value)}
     best, processes = result.best, f"{result.world_size} process{'es' if result.world_size > 1 else ''}"
     rows |= {
         "best": f"{best['metric']} {short(best['value'])} at step {best['step']}",

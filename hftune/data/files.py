@@ -18,8 +18,8 @@ FOLDER_FORMATS = ("idx", "imagefolder")
 """What reads ``task.data_dir``."""
 
 
-def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each."""
+def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each; ``optional``: parts beside two."""
     if dataset in FILE_FORMATS and not data_files:
         yield f"task.dataset={dataset} reads files: set task.data_files.train=... and task.data_files.eval=..."
     if not data_files:
@@ -28,8 +28,8 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None) -> It
         if part not in data_files:
             yield f"task.data_files.{part} is missing. Name the files of the {part} split: task.data_files.{part}=..."
     for part in data_files:
-        if part not in ("train", "eval"):
-            yield f"task.data_files.{part} is not a key of a recipe. Keys of task.data_files: train, eval."
+        if part not in (known := ("train", "eval", *optional)):
+            yield f"task.data_files.{part} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."
     for part, patterns in data_files.items():
         paths = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
@@ -62,10 +62,14 @@ def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[st
             )
 
 
-def model_folder_problems(model: str | None, model_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with ``task.model``, where that is a folder, and with a model that is built from its config."""
+def model_folder_problems(model: str | None, model_config: Mapping[str, Any], example: str = "bert") -> Iterator[str]:
+    """Yield what is wrong with ``task.model``, where that is a folder, and with a model that is built from its config.
+
+    Args:
+        example: of a model_type.
+    """
     if model is None and "model_type" not in model_config:
-        yield "task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes."
+        yield f"task.model=null builds a fresh model: set task.model_config.model_type (such as {example}) and its sizes."
     if model is None or not is_folder(model):
         return
     folder = Path(model).expanduser()

@@ -30,14 +30,16 @@ def load_split(
     part: str,
     data_dir: str | None = None,
     instead: str = INSTEAD,
+    config: str | None = None,
 ) -> datasets.Dataset:
-    """Load the rows of one part ("train" or "eval") of a data set.
+    """Load the rows of one part ("train", "eval" or "test") of a data set.
 
     Args:
         dataset: a name on the Hub; one of FILE_FORMATS, with ``data_files={"train": path, "eval": path}``; imagefolder, with
             ``data_dir``; or ``module:function``, called with the part's name, which returns the rows as dictionaries.
         split: of the Hub's data set or the folder, such as "train", "test" or "train[:10%]".
         instead: what to name where the Hub cannot be reached.
+        config: of a data set of the Hub that has several, such as "wikitext-2-v1".
 
     Raises:
         DataError: it cannot be loaded, or has no rows.
@@ -51,6 +53,8 @@ def load_split(
     elif data_dir:
         said = f"task.data_dir={data_dir}"
         rows = load(dataset, said, instead, split=split, data_dir=str(Path(data_dir).expanduser()))
+    elif config:
+        rows = load(dataset, f"task.dataset={dataset} with task.dataset_config={config}", instead, name=config, split=split)
     else:
         rows = load(dataset, f"task.dataset={dataset}", instead, split=split)
     if len(rows) == 0:
@@ -65,24 +69,26 @@ def load_parts(
     counts: Mapping[str, int | None],
     columns: Mapping[str, str],
     texts: Sequence[str],
+    config: str | None = None,
+    may_be_empty: bool = False,
 ) -> dict[str, datasets.Dataset]:
-    """Load both parts of a text data set, drawn and checked.
+    """Load the parts of a text data set, drawn and checked.
 
     Args:
-        splits, counts: of "train" and "eval"; see ``load_split`` and ``draw``.
+        splits, counts: of "train", "eval" and, where there is one, "test"; see ``load_split`` and ``draw``.
         columns: that must be there, by the key that names them: {"task.text_column": "text"}.
-        texts: those of ``columns`` that must hold texts, none of them empty.
+        texts: those of ``columns`` that must hold texts, none of them empty, unless they ``may_be_empty``.
 
     Raises:
         DataError: naming part, column and row.
     """
     parts = {}
     for part, split in splits.items():
-        rows = parts[part] = draw(load_split(dataset, split, data_files, part), counts[part], seed=42)
+        rows = parts[part] = draw(load_split(dataset, split, data_files, part, config=config), counts[part], seed=42)
         for key, column in columns.items():
             check_column(rows, key, column, part)
         for column in texts:
-            check_texts(rows, column, part)
+            check_texts(rows, column, part, may_be_empty)
     return parts
 
 
@@ -137,18 +143,19 @@ def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> No
         raise DataError(f"{key}={column} is not a column of the {part} split. It has: {', '.join(rows.column_names)}.{hint}")
 
 
-def check_texts(rows: datasets.Dataset, column: str, part: str) -> None:
-    """Raise DataError where a text is missing, empty or not a text; the message names the first rows."""
+def check_texts(rows: datasets.Dataset, column: str, part: str, may_be_empty: bool = False) -> None:
+    """Raise DataError where a text is missing, not a text, or empty and must not be; the message names the first rows."""
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not text.")
     try:
-        empty = [place for place, text in enumerate(rows[column]) if text is None or not text.strip()]
+        empty = [place for place, text in enumerate(rows[column]) if text is None or not (may_be_empty or text.strip())]
     except UnicodeDecodeError as error:
         raise DataError(f"Column {column!r} of the {part} split is not UTF-8: {error}. Convert its file.") from error
     if empty:
+        what = "no text" if may_be_empty else "an empty text"
         raise DataError(
-            f"The {part} split has an empty text in column {column!r} at row {_list(row_numbers(rows, empty))}. "
+            f"The {part} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
             "Remove such rows, or fill them."
         )
 

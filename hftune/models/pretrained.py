@@ -91,8 +91,11 @@ def _draw(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) 
     return from_config(config) if dtype is None else from_config(config, dtype=dtype)
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, key: str = "task.model") -> PreTrainedTokenizerBase:
     """Load the tokenizer that belongs to a model; where it has no padding token (GPT-2), the end token pads.
+
+    Args:
+        key: of the recipe that named the model.
 
     Raises:
         ConfigError: the model has none.
@@ -100,7 +103,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(_expand(model))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"task.model={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

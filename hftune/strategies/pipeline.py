@@ -234,7 +234,7 @@ class Pipeline(DataParallel):
         for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
             self.progress.on(micro_batch.samples)
             work.append(self._work(loaded, (seed, step, micro_batch.index), weight / items))
-        with self._naming_memory(work[0].inputs, step):
+        with self._naming_memory(batch.batches[0], step):
             self._run(work, backward=True)
         self._sum_gradients()
         last = self._last

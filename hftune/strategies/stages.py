@@ -49,14 +49,14 @@ def cut(model: nn.Module, count: int, split: Sequence[int] | None = None) -> lis
             raise ConfigError(f"{type(model).__name__} cannot be cut into stages: {name}. {HOW}")
         stages = _cut_decoder(model, body, name, count, split)
     held = {parameter for stage in stages for parameter in stage.parameters()}
-    if lost := [name for name, parameter in model.named_parameters() if parameter not in held]:
-        raise ConfigError(
-            f"The stages of {type(model).__name__} leave out {', '.join(lost[:3])}: each parameter needs a stage."
-        )
-    if len(held) > len([*model.parameters()]):
+    if held - {*model.parameters()}:
         raise ConfigError(
             f"The stages of {type(model).__name__} have parameters that the model has not: its method stage must return "
             "modules of the model itself, not copies."
+        )
+    if lost := [name for name, parameter in model.named_parameters() if parameter not in held]:
+        raise ConfigError(
+            f"The stages of {type(model).__name__} leave out {', '.join(lost[:3])}: each parameter needs a stage."
         )
     return stages
 
@@ -80,9 +80,10 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
     was_training, name = model.training, type(model).__name__
     model.eval()
     stages = [stage.eval() for stage in cut(model, count, split)]
+    with torch.no_grad():
+        expected, outputs = model(**inputs), None
     try:
         with torch.no_grad():
-            expected, outputs = model(**inputs), None
             for stage in stages:
                 outputs = stage(outputs, **inputs)
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -155,6 +156,10 @@ def _cut_decoder(
     place = children.index(layers_name)
     after = [name for name in children[place + 1 :] if any(True for _ in getattr(body, name).parameters())]
     before = children[:place]
+    if split is not None and sum(split) != len(layers):
+        raise ConfigError(
+            f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}."
+        )
     if len(layers) < count:
         raise ConfigError(f"{type(model).__name__} has {len(layers)} layers, too few for {count} stages of one or more.")
     if split is None:
@@ -162,10 +167,6 @@ def _cut_decoder(
         costs[0] += sum(_size(getattr(body, name)) for name in before)
         costs[-1] += sum(_size(getattr(body, name)) for name in after) + _size(model.get_output_embeddings())
         split = balanced(costs, count)
-    elif sum(split) != len(layers):
-        raise ConfigError(
-            f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}."
-        )
     bounds = [*pairwise([0, *accumulate(split)])]
     body_name = next(name for name, module in model.named_modules() if module is body)
     return [DecoderStage(model, body_name, layers_name, before, after, bounds, index) for index in range(count)]
@@ -210,12 +211,13 @@ class DecoderStage(nn.Module):
             self.model.set_output_embeddings(None)
 
     def forward(self, hidden: Tensor | None, **inputs: Any) -> Any:
+        inputs["use_cache"] = False
         if not self.is_first:
-            inputs = {**inputs, "inputs_embeds": hidden}
+            inputs["inputs_embeds"] = hidden
             inputs.pop("input_ids", None)
         if self.is_last:
-            return self.model(**inputs, use_cache=False)
-        return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            return self.model(**inputs)
+        return self.model.base_model(**inputs).last_hidden_state
 
 
 class Passed(nn.Module):

@@ -252,7 +252,7 @@ def test_more_epochs_another_rate_and_another_metric_are_applied_and_said(copy, 
         "Changed: eval.greater_is_better=false (it was true).",
     ]
     assert run.result["steps"] == 21 and run.result["best"]["step"] > 10 and audit(run.folder).whole_epochs == 3
-    assert run.logged("train/lr")[10] == lr_at(10, 21, recipe(copy, "train.epochs=3", "train.lr=1e-4").train)
+    assert run.logged("train/lr")[10] == lr_at(10, 21, recipe(copy, "train.epochs=3", "train.lr=1e-4").train, 7)
 
 
 def refused(folder, *overrides):

@@ -204,3 +204,15 @@ def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_a
         assert code == 1 and out == ""
         assert err.splitlines()[0] == expected
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_pipeline_reaches_over_both_machines(machines, tmp_path):
+    """Four stages on 2 x 2 processes, the cable in the middle."""
+    recipe = str(Path(__file__).parents[1] / "support" / "next_token.yaml")
+    words = ("task.model=gpt2", "task.dropout=0.1", "parallel.pipeline_stages=4", f"output_dir={tmp_path}/cut")
+    launcher = ("--num_processes", "4")
+    ended = finish(*[start(machine, "hftune.run", f"recipe={recipe}", *words, launcher=launcher) for machine in machines])
+    assert [code for code, *_ in ended] == [0, 0], ended
+    expected = train_on(1, {"alone": words[:2]}, tmp_path, recipe)["alone"]
+    for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert Run(tmp_path / "cut").logged(metric) == pytest.approx(expected.logged(metric), rel=1e-5)

@@ -46,6 +46,10 @@ class Run:
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return [line[name] for line in lines if name in line]
 
+    def weighed(self, rank: int) -> dict[str, int]:
+        """Bytes of weights, gradient and moments that a process of train_on had after a step."""
+        return json.loads(self.folder.with_name(f"{self.folder.name}-bytes-{rank}.json").read_text())
+
     @property
     def predictions(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "predictions.jsonl").read_text().splitlines()]

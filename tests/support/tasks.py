@@ -300,6 +300,8 @@ class NextToken(Task):
     def build_model(self) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        import hftune.models.transformer_lm  # noqa: F401 - registers it
+
         sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": self.num_layers, "num_attention_heads": 2}
         sizes |= {"intermediate_size": 24, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
         if self.model == "gpt2":
@@ -336,3 +338,26 @@ class NextToken(Task):
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {"mean_tokens": float(np.mean([len(row["tokens"]) for row in rows]))}
+
+
+@dataclass
+class StoppedWhileEvaluated(NextToken):
+    """The process that scores gets SIGTERM in the first evaluation of a folder's first run."""
+
+    def predict(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+        marker = Path(sys.argv[-1].removeprefix("output_dir=")) / "stopped"
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().predict(outputs, model, batch)
+
+
+@dataclass
+class FailingLoss(NextToken):
+    """Fails in the third step."""
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 25:
+            raise ValueError("no such token")
+        return super().loss(outputs, target)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def work(rank: int, world_size: int, jobs: list[Any], environment: dict[str, str
         os.environ.clear()  # accelerate writes there, too
         os.environ.update({**before, **extra})
         recipe = Recipe.load(source, *overrides)
-        with weighed(Path(recipe.output_dir)) if extra else nullcontext():
+        with weighed(Path(recipe.output_dir)):
             if stop is None:
                 train(recipe)
             else:
@@ -85,7 +85,7 @@ def work(rank: int, world_size: int, jobs: list[Any], environment: dict[str, str
 
 @contextmanager
 def weighed(folder: Path) -> Iterator[None]:
-    """Write down how many bytes of weights, gradient and moments each process has: bytes-0.json, bytes-1.json, ..."""
+    """Write down how many bytes of weights, gradient and moments each process has after a step, beside the folder: Run.weighed reads it."""
     original = DataParallel.optimizer_step
 
     def own(tensors: Iterable[Any]) -> int:
@@ -96,8 +96,10 @@ def weighed(folder: Path) -> Iterator[None]:
         parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
         found = {"weights": own(parameters), "gradient": own(value.grad for value in parameters)}
         original(self, lr)
-        found["moments"] = own(value for state in self.optimizer.optimizer.state.values() for value in state.values())
-        (folder / f"bytes-{self.process_index}.json").write_text(json.dumps(found))
+        state = self._bare_optimizer().state
+        found["moments"] = own(value for values in state.values() for value in values.values() if value is not None)
+        if not (path := folder.with_name(f"{folder.name}-bytes-{self.process_index}.json")).exists():
+            path.write_text(json.dumps(found))
 
     DataParallel.optimizer_step = optimizer_step
     try:

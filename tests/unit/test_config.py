@@ -236,6 +236,7 @@ def test_a_file_fills_a_free_mapping_that_is_null(write):
 def test_null_clears_an_optional_free_mapping(write):
     path = write("files.yaml", PLAIN + "  data_files: {train: a.jsonl, eval: b.jsonl}")
     assert Recipe.load(path, "task.data_files=null").task.data_files is None
+    assert Recipe.load(path, "task.model_config=null").task.model_config == {}  # out goes what a base has put there
 
 
 def test_a_value_may_refer_to_another_one(plain):
@@ -530,9 +531,9 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("train.schedule=cosin", "train.schedule='cosin' is not one of linear, cosine, constant. Did you mean 'cosine'?"),
-        ("train.schedule=step", "train.schedule='step' is not one of linear, cosine, constant."),
-        ("train.schedule=null", "train.schedule=null is not one of linear, cosine, constant."),
+        ("train.schedule=cosin", "train.schedule='cosin' is not one of linear, cosine, constant, step. Did you mean 'cosine'?"),
+        ("train.schedule=stair", "train.schedule='stair' is not one of linear, cosine, constant, step."),
+        ("train.schedule=null", "train.schedule=null is not one of linear, cosine, constant, step."),
         ("train.optimizer=adaw", "train.optimizer='adaw' is not one of adamw, adam, sgd. Did you mean 'adamw'?"),
         ("train.optimizer=AdamW", "train.optimizer='AdamW' is not one of adamw, adam, sgd. Did you mean 'adamw'?"),
         ("train.mixed_precision=fp61", "train.mixed_precision='fp61' is not one of no, bf16, fp16. Did you mean 'fp16'?"),
@@ -656,7 +657,7 @@ def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
         (lambda: TrainConfig(lr=0.0), "train.lr=0.0 must be above 0."),
         (
             lambda: TrainConfig(schedule="cosin"),
-            "train.schedule='cosin' is not one of linear, cosine, constant. Did you mean 'cosine'?",
+            "train.schedule='cosin' is not one of linear, cosine, constant, step. Did you mean 'cosine'?",
         ),
         (lambda: EvalConfig(every=0), "eval.every=0 must be at least 1."),
         (
@@ -691,21 +692,21 @@ def test_a_recipe_without_a_task_type_is_refused(write, text):
         (
             "SequenceClasification",
             "task.type=SequenceClasification cannot be imported: module 'hftune.tasks' has no attribute "
-            "'SequenceClasification'. Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
+            "'SequenceClasification'. Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
         ),
         (
             "no_such_module.Thing",
             "task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. "
-            "Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration.",
+            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
         ),
         (
             "own_tasks.Nothing",
             "task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. "
-            "Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration.",
+            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
         ),
         (
             ".Thing",
-            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, ImageRestoration, SequenceClassification, TitleGeneration.",
+            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
         ),
         ("own_tasks.NoTask", "task.type=own_tasks.NoTask is not a subclass of hftune.Task."),
         ("own_tasks.NoDataclass", "task.type=own_tasks.NoDataclass must be a dataclass: write @dataclass above the class."),

@@ -54,10 +54,12 @@ MAY_IMPORT = {
         *("sections", "console", "errors"),
     },
     "memory": set(),
+    "pipeline_planning": {"memory", "strategies", "batch_plan", "config", "sections", "errors"},
     "planning": {
         *("training", "joining", "loop", "strategies", "memory", "optim", "batch_plan", "config", "sections", "errors"),
+        *("augmentation", "pipeline_planning"),
     },
-    "plan_text": {"planning", "console"},
+    "plan_text": {"planning", "pipeline_planning", "console"},
     "inference": {"export", "config", "task", "errors"},
     "launchers": {"training", "joining", "config", "resources", "errors"},
     "answers": {"errors"},

@@ -18,7 +18,9 @@ def test_schedule_equals_that_of_transformers(schedule, num_steps, warmup_ratio)
     num_warmup = -(-int(warmup_ratio * num_steps * 1000) // 1000)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps)
     for step in range(num_steps):
-        assert lr_at(step, num_steps, config) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12, abs=1e-18)
+        assert lr_at(step, num_steps, config, steps_per_epoch=num_steps) == pytest.approx(
+            scheduler.get_last_lr()[0], rel=1e-12, abs=1e-18
+        )
         optimizer.step()
         scheduler.step()
 
@@ -28,10 +30,26 @@ def test_cosine_ends_at_min_lr_as_torch_has_it():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=1e-6)
     for step in range(31):
-        assert lr_at(step, 30, config) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        assert lr_at(step, 30, config, steps_per_epoch=10) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         scheduler.step()
-    assert lr_at(30, 30, config) == 1e-6
+    assert lr_at(30, 30, config, steps_per_epoch=10) == 1e-6
+
+
+@pytest.mark.parametrize(("step_size", "warmup_ratio"), [(1, 0.0), (2, 0.0), (1, 0.3)])
+def test_step_falls_at_the_ends_of_epochs_as_torchs_step_lr_does(step_size, warmup_ratio):
+    config = TrainConfig(lr=5.0, schedule="step", gamma=0.95, step_size=step_size, warmup_ratio=warmup_ratio)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=step_size, gamma=0.95)
+    rates = []
+    for epoch in range(5):
+        for step in range(7 * epoch, 7 * (epoch + 1)):
+            rates.append(lr_at(step, 35, config, steps_per_epoch=7))
+            if step >= warmup_ratio * 35:
+                assert rates[-1] == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+            optimizer.step()
+        scheduler.step()
+    assert len({*rates[14:]}) == (3 if step_size == 1 else 2) and (warmup_ratio == 0) == (rates[0] == 5.0)
 
 
 def test_biases_and_norms_do_not_decay_and_frozen_parameters_are_left_out():

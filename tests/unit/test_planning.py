@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from hftune import ConfigError, Recipe, Task, TrainingError, cli, train
 from hftune.batch_plan import BatchPlan, balance
 from hftune.checkpoint import steps
 from hftune.memory import make_optimizer_state, step_memory
+from hftune.pipeline_planning import PipelinePlan
 from hftune.planning import make_plan, survey
 from tests.support.runs import DATA, SMALL, TINY
 
@@ -140,6 +141,22 @@ def test_parameters_without_a_gradient_are_named_as_training_names_them(tmp_path
         "                   unused.bias",
         "                 Freeze them in build_model (requires_grad_(False)), or leave them out of the model.",
     ]
+
+
+@dataclass
+class Repeated(Terabyte):
+    """Its samples are a hundred times as long once they are augmented, and the model takes none that are not."""
+
+    def augment(self, example, draw):
+        return {"input": np.tile(example["input"], 100), "labels": example["labels"]}
+
+    def build_model(self):
+        return nn.Sequential(nn.Embedding(4, 1000), nn.Flatten(), nn.Linear(400_000, 2))
+
+
+def test_samples_are_counted_as_they_are_augmented(tmp_path):
+    plan = make_plan(own(tmp_path, "tests.unit.test_planning.Repeated", batch_size=1, micro_batch_size=1))
+    assert plan.memory.activations_bytes > 400_000 * 4
 
 
 def test_bytes_are_those_of_real_tensors():
@@ -279,7 +296,9 @@ def test_options_may_stand_between_the_words(capsys, tmp_path):
 
 def test_every_key_is_documented(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging")).to_dict()
-    keys = {f"{name}.{key}" for name, part in plan.items() if isinstance(part, dict) for key in part}
+    assert plan["pipeline"] is None
+    plan["pipeline"] = {field.name: None for field in fields(PipelinePlan)}
+    keys = {f"{name}.{key}" for name, part in plan.items() if isinstance(part, dict) for key in part} | {"pipeline"}
     keys |= {name for name, part in plan.items() if not isinstance(part, dict)}
     table = [line for line in (ROOT / "docs/plan.md").read_text().splitlines() if line.startswith("| `")]
     assert {key for line in table for key in re.findall(r"`([\w.]+)`", line.split("|")[1])} == keys

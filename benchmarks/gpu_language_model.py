@@ -1,0 +1,170 @@
+"""Measure the language model of recipe wikitext2 on one NVIDIA GPU: tokens a second, MFU and peak memory.
+
+    python benchmarks/gpu_language_model.py [--micro-batch-sizes 20 80 320] [--peak-tflops 989] [--steps 10] [--rounds 2]
+
+The network of the article (4096 wide, 16 heads, 8 layers, 33,278 words, blocks of 35 tokens) on random tokens, a step of one
+micro-batch of each size: the article's 20 blocks, and larger ones, as 700 tokens do not fill a GPU. precision no or bf16,
+torch.compile off or on. All of it goes through hftune's DataParallel; every setting runs over its steps once untimed.
+
+MFU is the model's own arithmetic over what the GPU could have done: for T tokens, forward and backward of L layers of width D
+with an inner width I and a vocabulary of V take 3 T (L (8 D^2 + 4 D I + 4 t D) + 2 D V) FLOP, t being the block's length.
+Embeddings and norms are left out. The peak is --peak-tflops, by default the GPU's dense bf16 peak from NVIDIA's data sheet
+where this script knows it, for float32 rows as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from bert_on_reviews import quiet
+from contest import print_table, take_turns
+from gpu import PEAK_TFLOPS
+from torch import nn
+
+from hftune.config import Recipe
+from hftune.joining import on_cpu, start_accelerator
+from hftune.optim import build_optimizer
+from hftune.strategies.data_parallel import DataParallel
+from hftune.tasks import LanguageModeling
+from hftune.training import build_model, plan_batches
+
+Setting = tuple[str, str, int]  # precision, eager or compiled, blocks of a micro-batch
+
+
+@dataclass
+class RandomTokens(LanguageModeling):
+    """Blocks of random tokens, and no tokenizer."""
+
+    num_words: int = 33278
+    num_blocks: int = 20
+
+    def datasets(self) -> dict[str, Any]:
+        draw = np.random.RandomState(0)
+        rows = [draw.randint(0, self.num_words, self.block_length + 1) for _ in range(self.num_blocks)]
+        blocks = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+        return {"train": blocks, "eval": blocks[:1]}
+
+    def build_model(self) -> nn.Module:
+        from hftune.models.transformer_lm import TransformerLM, TransformerLMConfig
+
+        fields = {name: value for name, value in self.model_config.items() if name != "model_type"}
+        return TransformerLM(TransformerLMConfig(vocab_size=self.num_words, **fields))
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        return np.full(len(dataset), self.block_length, np.int32)
+
+    def collate(self, examples: list) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(np.stack([example[name] for example in examples])) for name in ("input_ids", "labels")}
+
+
+def main() -> int:
+    options = parse()
+    if torch.version.cuda is None or on_cpu() or not torch.cuda.is_available():
+        print(
+            "benchmarks/gpu_language_model.py needs a machine with an NVIDIA GPU and a CUDA build of PyTorch.", file=sys.stderr
+        )
+        return 2
+    quiet()
+    settings: list[Setting] = list(product(("no", "bf16"), ("eager", "compiled"), options.micro_batch_sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        turns = {setting: lambda turn, setting=setting: measure(options, setting, folder) for setting in settings}
+        report(options, take_turns(turns, options.rounds))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[20, 80, 320], help="blocks of 35 tokens")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peak-tflops", type=float, help="dense, of one GPU; needed for MFU on GPUs not known here")
+    return parser.parse_args()
+
+
+def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Recipe:
+    """Build recipe wikitext2 with random tokens."""
+    precision, compiled, rows = setting
+    recipe = Recipe.load("wikitext2", f"output_dir={folder}", f"train.mixed_precision={precision}")
+    config = {**recipe.task.model_config, "hidden_size": options.width, "intermediate_size": options.width}
+    config["num_hidden_layers"] = options.layers
+    recipe.task = RandomTokens(model_config=config, tokenizer="words", num_blocks=rows * options.steps)
+    recipe.train.batch_size = recipe.train.micro_batch_size = rows
+    recipe.train.compile = compiled == "compiled"
+    return recipe
+
+
+def measure(options: argparse.Namespace, setting: Setting, folder: str) -> tuple[float, int] | None:
+    """Train one setting alone on the GPU; return tokens a second and the peak memory, None where that does not suffice."""
+    try:
+        return train(options, recipe_for(options, setting, folder))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()  # the model is in cycles
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def train(options: argparse.Namespace, recipe: Recipe) -> tuple[float, int]:
+    data = recipe.task.datasets()["train"]
+    model = build_model(recipe)
+    strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
+    strategy.prepare(model, build_optimizer(model, recipe.train))
+    batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+
+    def run() -> None:
+        for step, batch in enumerate(batches):
+            strategy.forward_backward(batch, recipe.seed, step)
+            strategy.clip_grad_norm(recipe.train.clip_norm)
+            strategy.optimizer_step(recipe.train.lr)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run()
+    tokens = len(data) * recipe.task.block_length
+    return tokens / (time.perf_counter() - began), torch.cuda.max_memory_allocated()
+
+
+def flop_per_token(options: argparse.Namespace, vocabulary: int = 33278, length: int = 35) -> float:
+    """Count forward and backward by the formula above."""
+    width = options.width
+    return 3 * (options.layers * (8 * width**2 + 4 * width * width + 4 * length * width) + 2 * width * vocabulary)
+
+
+def report(options: argparse.Namespace, results: dict[Setting, list[tuple[float, int] | None]]) -> None:
+    """Print medians over the rounds, headed by what was measured on."""
+    name = torch.cuda.get_device_name()
+    peak = options.peak_tflops or next((known for part, known in PEAK_TFLOPS.items() if part in name), None)
+    rows = []
+    for (precision, compiled, size), rounds in results.items():
+        done = [run for run in rounds if run is not None]
+        if not done:
+            rows.append((precision, compiled, size, "out of memory", "", ""))
+            continue
+        rate, memory = median(rate for rate, _ in done), max(memory for _, memory in done) / 2**30
+        share = f"{rate * flop_per_token(options) / peak / 1e12:.1%}" if peak else "-"
+        rows.append((precision, compiled, size, f"{rate:,.0f}", share, f"{memory:.2f}"))
+    title = (
+        f"{name}, torch {torch.__version__}; TransformerLM {options.layers} x {options.width}, blocks of 35, {options.rounds} "
+        f"rounds of {options.steps} steps; " + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
+    )
+    print_table(title, ("precision", "compile", "blocks a step", "tokens/s", "MFU", "peak GiB"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

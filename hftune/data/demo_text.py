@@ -1,0 +1,120 @@
+"""A generator of English-like paragraphs, for a language model to learn in a minute: no file, no network, the same everywhere.
+
+Used as ``task.dataset=hftune.data.demo_text:paragraphs``. Two things in it no pair of neighbouring words tells: a verb agrees
+with a subject that stands several words before it, and a paragraph keeps to its topic and to the one who is in it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+NUM_PARAGRAPHS = {"train": 1500, "eval": 150, "test": 150}
+
+# Topic -> things (with a plural in s), what they do (with a singular in s), how they are, where that is.
+TOPICS: dict[str, tuple[list[str], list[str], list[str], list[str]]] = {
+    "harbour": (
+        ["ship", "sailor", "captain", "anchor", "boat", "crane"],
+        ["sail", "float", "drift", "unload", "dock"],
+        ["rusty", "salty", "seaworthy", "tarred"],
+        ["pier", "lighthouse", "quay", "breakwater"],
+    ),
+    "forest": (
+        ["owl", "badger", "hunter", "pine", "squirrel", "woodcutter"],
+        ["rustle", "hoot", "dig", "wander", "whisper"],
+        ["mossy", "shadowy", "furry", "ancient"],
+        ["clearing", "brook", "hollow", "thicket"],
+    ),
+    "kitchen": (
+        ["cook", "kettle", "spoon", "baker", "oven", "pancake"],
+        ["simmer", "sizzle", "boil", "bake", "stir"],
+        ["sweet", "peppery", "golden", "buttery"],
+        ["stove", "cupboard", "pantry", "table"],
+    ),
+    "school": (
+        ["teacher", "pupil", "lesson", "pencil", "reader", "globe"],
+        ["explain", "count", "answer", "read", "spell"],
+        ["clever", "patient", "curious", "attentive"],
+        ["blackboard", "library", "desk", "classroom"],
+    ),
+    "market": (
+        ["merchant", "basket", "buyer", "apple", "coin", "seller"],
+        ["bargain", "sell", "pay", "weigh", "deliver"],
+        ["ripe", "cheap", "crowded", "costly"],
+        ["stall", "fountain", "square", "gate"],
+    ),
+    "orchestra": (
+        ["violin", "drummer", "flute", "singer", "trumpet", "conductor"],
+        ["play", "rehearse", "sing", "tune", "echo"],
+        ["loud", "gentle", "solemn", "shrill"],
+        ["stage", "balcony", "curtain", "hall"],
+    ),
+    "railway": (
+        ["engine", "driver", "wagon", "guard", "signal", "passenger"],
+        ["depart", "arrive", "whistle", "brake", "rattle"],
+        ["punctual", "delayed", "sooty", "electric"],
+        ["platform", "tunnel", "viaduct", "depot"],
+    ),
+    "garden": (
+        ["gardener", "rose", "beetle", "tulip", "sparrow", "rake"],
+        ["bloom", "grow", "weed", "water", "nest"],
+        ["fragrant", "thorny", "leafy", "sunny"],
+        ["hedge", "pond", "greenhouse", "lawn"],
+    ),
+}
+PEOPLE = {
+    "she": ["anna", "clara", "edith", "greta", "irene", "maria", "olga", "sophie", "ursula", "vera"],
+    "he": ["albert", "boris", "david", "felix", "henry", "jacob", "leo", "martin", "oscar", "simon"],
+}
+HOURS = ["morning", "noon", "dusk", "midnight"]
+GLANCES = ["looks at", "asks about", "waits for", "thinks of", "is fond of"]
+PATHS = ["walks to", "hurries to", "returns to", "rests at", "leaves"]
+ENDS = ["until {hour} because {they} must", "as long as {they} can", "as {they} did last {hour}", "whenever {they} like"]
+
+
+def paragraphs(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield a heading, an empty line and a paragraph ("text", words between spaces), again and again, as WikiText has them.
+
+    A paragraph has 3 to 9 sentences of 8 to 16 words. No paragraph comes twice, in whichever parts.
+
+    Args:
+        part: "train", "eval" or "test".
+        count: how many paragraphs; by default NUM_PARAGRAPHS of the part.
+    """
+    draw = random.Random(f"{seed} {part}")
+    parts = list(NUM_PARAGRAPHS)
+    seen = {row["text"] for earlier in parts[: parts.index(part)] for row in paragraphs(earlier, seed=seed)}
+    for _ in range(NUM_PARAGRAPHS[part] if count is None else count):
+        topic = draw.choice(list(TOPICS))
+        text = _paragraph(draw, topic)
+        while text in seen:
+            text = _paragraph(draw, topic)
+        seen.add(text)
+        yield from ({"text": f"= {topic} ="}, {"text": ""}, {"text": text})
+
+
+def _paragraph(draw: random.Random, topic: str) -> str:
+    pronoun = draw.choice(list(PEOPLE))
+    name = draw.choice(PEOPLE[pronoun])
+    sentences = [_sentence(draw, topic, name, pronoun) for _ in range(draw.randint(3, 9))]
+    return " ".join(sentences)
+
+
+def _sentence(draw: random.Random, topic: str, name: str, pronoun: str) -> str:
+    """Write a sentence about things of the topic, or about the one person of the paragraph."""
+    things, verbs, qualities, places = TOPICS[topic]
+    place, hour = draw.choice(places), draw.choice(HOURS)
+    if draw.random() < 0.35:
+        first, then, what = draw.choice(GLANCES), draw.choice(PATHS), f"{draw.choice(qualities)} {_thing(draw, topic)}"
+        return f"at {hour} , {name} {first} the {what} and {pronoun} {then} the {place} ."
+    is_plural = draw.random() < 0.5
+    subject, verb = draw.choice(things), draw.choice(verbs)
+    subject, verb, they = (f"{subject}s", verb, "they") if is_plural else (subject, f"{verb}s", "it")
+    beside = f"{draw.choice(['near', 'behind', 'beside'])} the {_thing(draw, topic)} of the {place}"  # of either number
+    end = draw.choice(ENDS).format(they=they, hour=hour)
+    return f"the {draw.choice(qualities)} {subject} {beside} {verb} {end} ."
+
+
+def _thing(draw: random.Random, topic: str) -> str:
+    return draw.choice(TOPICS[topic][0]) + draw.choice(["", "s"])

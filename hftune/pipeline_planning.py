@@ -1,0 +1,297 @@
+"""What a run in a pipeline is made of: its stages, the memory of each process, its idle time. Knows no file and no launcher.
+
+As in ``hftune.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``, the order of their
+passes is torch's, and so are the functions that compute backward; only what is sent is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+
+from hftune.batch_plan import BatchPlan, MicroBatch, balance
+from hftune.config import Recipe
+from hftune.errors import ConfigError
+from hftune.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
+from hftune.sections import ParallelConfig
+from hftune.strategies.base import LayerSeeds
+from hftune.strategies.data_parallel import stand_in
+from hftune.strategies.pipeline import Stage, Work
+from hftune.strategies.schedules import Action, Pass, idle_share, order_of
+from hftune.strategies.stages import check_stages, cut, layers_of
+
+
+@dataclass
+class StagePlan:
+    """A part of the model."""
+
+    place: int
+    """Of its process in the pipeline, from 0."""
+    modules: list[str]
+    """Names in the model of what it computes, layers one by one."""
+    parameters: int
+
+
+@dataclass
+class PlaceMemory(StepMemory):
+    """Of a process at one place of the pipeline."""
+
+    receive_bytes: int
+    """Part of the peak: torch's buffers for what neighbours send, one a micro-batch and direction, each as large as the step's
+    largest micro-batch."""
+
+
+@dataclass
+class PipelinePlan:
+    """How a model is spread over several processes."""
+
+    replicas: int
+    """Pipelines beside each other. The process at a place of a replica is number replica * places + place."""
+    schedule: str
+    micro_batches: int
+    """That one pipeline computes in a step, most often."""
+    idle_share: float
+    """Of the time of such a step, in which processes wait for each other, were all stages and micro-batches of equal cost."""
+    idle_share_of_twice: float
+    """The same with twice as many micro-batches."""
+    filled_up: int
+    """Micro-batches of the first epoch that the schedule needs and that do not count: one sample each."""
+    stages: list[StagePlan] = field(default_factory=list)
+    """First to last; none where the model cannot be built without values."""
+    places: list[PlaceMemory] = field(default_factory=list)
+    """Memory of each process of a pipeline, first to last; none where it cannot be estimated."""
+
+
+@dataclass
+class PipelineSurvey:
+    """What one walk through the first epoch found of pipelines."""
+
+    usual: int
+    """Micro-batches that a pipeline computes in a step, most often; the larger number of two."""
+    filled_up: int
+    heaviest: list[list[MicroBatch]]
+    """What one pipeline computes in a step, stand-ins included: those that may take the most memory."""
+
+
+def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, num_replicas: int) -> PipelineSurvey:
+    """Walk through the first epoch, or the part of it that is trained, as the pipelines would."""
+    order, counts, filled_up = batches.epoch(0), Counter(), 0
+    heaviest: dict[str, tuple[int, list[MicroBatch]]] = {}
+    for index in range(min(num_steps, batches.num_steps)):
+        step = order[index]
+        for places in balance([micro_batch.cost for micro_batch in step], num_replicas):
+            num_missing = config.fill_up(len(places)) - len(places)
+            counts[len(places)] += 1
+            filled_up += num_missing
+            share = [*(step[place] for place in places), *[stand_in(step)] * num_missing]
+            for kind, size in sizes(share, config).items():
+                if kind not in heaviest or size > heaviest[kind][0]:
+                    heaviest[kind] = size, share
+    usual = max(counts, key=lambda count: (counts[count], count))
+    different = {id(share): share for _, share in heaviest.values()}
+    return PipelineSurvey(usual, filled_up, [*different.values()])
+
+
+def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]:
+    """Measure a pipeline's part of a step by what may take memory: buffers; tokens, pairs of them, and rows in flight."""
+    rows = [len(micro_batch.samples) for micro_batch in share]
+    costs = [micro_batch.cost for micro_batch in share]
+    lengths = [cost // count for cost, count in zip(costs, rows, strict=True)]
+    flying = slice(None if config.schedule == "gpipe" else config.pipeline_stages)  # the longest come first
+    return {
+        "buffers": len(share) * max(rows) * max(lengths),
+        "tokens": sum(costs[flying]),
+        "pairs": sum(cost * length for cost, length in zip(costs[flying], lengths[flying], strict=True)),
+        "rows": sum(rows[flying]),
+    }
+
+
+def plan_pipeline(config: ParallelConfig, found: PipelineSurvey, num_replicas: int) -> PipelinePlan:
+    """Say what is known before there is a model."""
+    shares = [idle_share(config, count) for count in (found.usual, 2 * found.usual)]
+    return PipelinePlan(num_replicas, config.schedule, found.usual, *shares, found.filled_up)
+
+
+def describe_stages(model: nn.Module, stages: Sequence[nn.Module], num_places: int) -> list[StagePlan]:
+    """Say which parts of the model its stages hold."""
+    names = {module: name for name, module in model.named_modules()}
+    part_of = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+    part_of |= {parameter: names[layer] for layer in layers_of(model) for parameter in layer.parameters()}
+    described = []
+    for index, stage in enumerate(stages):
+        own = {*stage.parameters()}
+        modules = [*dict.fromkeys(part for parameter, part in part_of.items() if parameter in own)]
+        described.append(StagePlan(index % num_places, modules, sum(parameter.numel() for parameter in own)))
+    return described
+
+
+class PipelineMeter:
+    """Counts what each process of a pipeline holds in a step. To be used in FakeTensorMode."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer):
+        """Cut a model that is in training mode and an optimizer that has its state.
+
+        Raises:
+            ConfigError: the model cannot be cut as the recipe says.
+        """
+        self.task, self.config, self.optimizer = recipe.task, recipe.parallel, optimizer
+        self.device = next(model.parameters()).device
+        is_bf16, count = recipe.train.mixed_precision == "bf16", self.config.num_stages
+        precision = SimpleNamespace(autocast=partial(torch.autocast, self.device.type, torch.bfloat16, is_bf16))
+        self.model, seeds = model, LayerSeeds(self.device)
+        modules = cut(model, count, self.config.split)
+        self.described = describe_stages(model, modules, self.config.pipeline_stages)
+        self.stages = [Stage(module, index, count, self.task, precision, seeds).train() for index, module in enumerate(modules)]
+        self._known: dict[tuple, dict[Pass, PassMemory]] = {}
+        self._given: dict[int, set[nn.Parameter]] = {}
+
+    def check(self, batch: Mapping[str, Tensor]) -> None:
+        """Let the stages compute one after the other; whether they return what the model does, values alone could say.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        try:
+            check_stages(self.model, self.config.num_stages, self.config.split, self.task.inputs(self._empty(batch)))
+        except NEEDS_VALUES:
+            return  # to compare them
+        except ConfigError as error:
+            if isinstance(error.__cause__, NEEDS_VALUES):
+                raise error.__cause__ from None
+            raise
+
+    def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
+        """Return what each process of a pipeline holds that computes these micro-batches in one step."""
+        weight = torch.ones((), dtype=torch.float64, device=self.device)
+        work = [
+            Work(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight) for batch in map(self._empty, batches)
+        ]
+        buffer = torch.Size([max(item.shape[axis] for item in work) for axis in (0, 1)])
+        with torch.no_grad():
+            width = self.stages[0].stage(None, **work[0].inputs).shape[2:]
+        for stage in self.stages:
+            stage.work, stage.buffer, stage.width = work, buffer, tuple(width)
+        return [self._fullest(place, actions) for place, actions in enumerate(order_of(self.config, len(work)))]
+
+    def _empty(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.empty_like(value, device=self.device) for name, value in batch.items()}
+
+    def unused(self) -> set[nn.Parameter]:
+        """Return the parameters that get no gradient on some process, after ``measure``."""
+        found, num_places = set(), self.config.pipeline_stages
+        for place in range(num_places):
+            own = range(place, len(self.stages), num_places)
+            held = {value for index in own for value in self.stages[index].parameters() if value.requires_grad}
+            found |= held - {value for index in own for value in self._given[index]}
+        return found
+
+    def _fullest(self, place: int, actions: Sequence[Action]) -> PlaceMemory:
+        """Follow a process through a step, and return what it holds at the fullest moment."""
+        own = [*range(place, len(self.stages), self.config.pipeline_stages)]
+        weights, moments, buffers, batch = self._held_always(own)
+        given: set[nn.Parameter] = set()  # a gradient
+        kept: dict[tuple[int, int], int] = {}  # by stage and micro-batch, for later passes
+        gradients, peak, gradients_at_peak = 0, 0, 0
+        for stage, what, micro_batch in actions:
+            now = self._passes(stage, micro_batch, is_first=micro_batch == 0)[what]
+            others = sum(kept.values()) - kept.get((stage, micro_batch), 0)
+            if gradients + others + now.peak_bytes > peak:
+                peak, gradients_at_peak = gradients + others + now.peak_bytes, gradients + now.gradients_bytes
+            kept[stage, micro_batch] = now.left_bytes
+            if what in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
+                given |= {value for value in self.stages[stage].parameters() if value.requires_grad}
+                gradients = sum(value.nbytes for value in given)
+        whole = weights + moments + buffers + batch + peak
+        return PlaceMemory(whole, weights, gradients_at_peak, moments, batch + peak - gradients_at_peak, buffers)
+
+    def _held_always(self, own: Sequence[int]) -> tuple[int, int, int, int]:
+        """Return the bytes of weights, of the optimizer's moments, of torch's buffers and of a step's micro-batches."""
+        modules, first = nn.ModuleList(self.stages[index] for index in own), self.stages[own[0]]
+        counter, work = TensorBytes(), first.work
+        weights = counter.add_all([*modules.parameters(), *modules.buffers()])
+        moments = counter.add_all(
+            value
+            for parameter in modules.parameters()
+            for value in self.optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor)
+        )
+        directions = sum((not self.stages[index].is_first) + (not self.stages[index].is_last) for index in own)
+        hidden = torch.empty(*first.buffer, *first.width, dtype=first.dtype, device="meta")
+        batch = counter.add_all(value for item in work for value in tensors(item))
+        return weights, moments, directions * len(work) * hidden.nbytes, batch
+
+    def _passes(self, index: int, place: int, is_first: bool) -> dict[Pass, PassMemory]:
+        """Let one micro-batch go through a stage, forward and backward; once for each shape."""
+        stage = self.stages[index]
+        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.work[place]))
+        if key not in self._known:
+            self._known[key] = self._measure_passes(stage, place, is_first)
+            if is_first:
+                self._given[index] = {value for value in stage.parameters() if value.grad is not None}
+        return self._known[key]
+
+    def _measure_passes(self, stage: Stage, place: int, is_first: bool) -> dict[Pass, PassMemory]:
+        parameters, work = [*stage.parameters()], stage.work[place]
+        for parameter in parameters:
+            parameter.grad = None if is_first else torch.empty_like(parameter)
+        sent = [
+            torch.empty(*stage.buffer, *stage.width, dtype=stage.dtype, device=self.device, requires_grad=needs_gradient)
+            for needs_gradient in (True, False)
+        ]
+        passes = StagePasses(stage, place, *sent).of(self.config.schedule)
+        there = [*stage.buffers(), *sent, *tensors(work), work.weight]
+        return dict(zip(passes, pass_memory(parameters, there, passes.values()), strict=True))
+
+
+def tensors(work: Work) -> list[Tensor]:
+    """Return what a micro-batch consists of."""
+    return [value for value in (*work.inputs.values(), work.target) if isinstance(value, Tensor)]
+
+
+class StagePasses:
+    """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and what it keeps between them."""
+
+    def __init__(self, stage: Stage, place: int, received: Tensor, gradient: Tensor):
+        self.stage, self.place = stage, place
+        self.received = [] if stage.is_first else [received]
+        self.gradients = None if stage.is_last else [gradient]
+        self.outputs: list[Tensor] = []
+        self.groups: list[dict[str, Any]] = []
+
+    def of(self, schedule: str) -> dict[Pass, Callable[[], None]]:
+        """Return them in order."""
+        if schedule == "zero_bubble":
+            halves = {Pass.BACKWARD_INPUT: self.backward_input, Pass.BACKWARD_WEIGHT: self.backward_weight}
+            return {Pass.FORWARD: self.forward, **halves}
+        return {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
+
+    def forward(self) -> None:
+        """Keep the outputs, and with them all that the backward pass needs."""
+        output = self.stage(self.received[0] if self.received else None, self.place)
+        self.outputs = [output.sum() if self.stage.is_last else output]
+
+    def backward(self) -> None:
+        """Compute the gradients of the weights and of what was received."""
+        stage_backward(self.outputs, self.gradients or [None], self.received)
+        self.outputs = []
+
+    def backward_input(self) -> None:
+        """Compute the gradient of what was received; the first stage, which received nothing, has nothing to do."""
+        if self.received:
+            _, self.groups = stage_backward_input(self.outputs, self.gradients, self.received, self.stage.parameters())
+
+    def backward_weight(self) -> None:
+        """Compute the gradients of the weights."""
+        if self.received:
+            stage_backward_weight(self.stage.parameters(), self.groups)
+            self.outputs, self.groups = [], []
+        else:
+            self.backward()

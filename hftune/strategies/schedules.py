@@ -1,0 +1,115 @@
+"""The order in which a pipeline's processes compute, and how long they wait in it. Knows no model and no process.
+
+The order is torch's own, so that what is planned is what runs; times are those of an ideal pipeline, whose stages take equally
+long and whose messages take none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from hftune.sections import ParallelConfig
+
+
+class Pass(StrEnum):
+    """What a process does to one micro-batch in one stage. The letters are torch's."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    """The half of the backward pass that the stage before waits for."""
+    BACKWARD_WEIGHT = "W"
+    """The other half, which nobody waits for."""
+
+
+DURATION = {Pass.FORWARD: 1, Pass.BACKWARD: 2, Pass.BACKWARD_INPUT: 1, Pass.BACKWARD_WEIGHT: 1}
+"""In forward passes of a stage: a backward pass multiplies twice, once for the inputs and once for the weights."""
+
+
+class Action(NamedTuple):
+    """One pass."""
+
+    stage: int
+    what: Pass
+    micro_batch: int
+
+
+def order_of(config: ParallelConfig, num_micro_batches: int) -> list[list[Action]]:
+    """Return what each process of a pipeline computes in one step, in order.
+
+    Args:
+        num_micro_batches: such that ``config.fill_up`` adds none.
+    """
+    places = range(config.pipeline_stages)
+    if config.schedule in ("gpipe", "1f1b"):
+        ahead = {"gpipe": [num_micro_batches] * len(places), "1f1b": [len(places) - place for place in places]}
+        return [_ahead_then_in_turns(*one, num_micro_batches) for one in enumerate(ahead[config.schedule])]
+    kind = ScheduleInterleaved1F1B if config.schedule == "interleaved" else ScheduleInterleavedZeroBubble
+    # All that torch asks of stages before they compute.
+    stage = SimpleNamespace(num_stages=config.num_stages, group_size=len(places), group_rank=0, submod=None)
+    order = kind([stage] * (config.num_stages // len(places)), num_micro_batches).pipeline_order
+    return [
+        [
+            Action(found.stage_index, Pass(found.computation_type.value), found.microbatch_index)
+            for found in order[place]
+            if found
+        ]
+        for place in places
+    ]
+
+
+def _ahead_then_in_turns(stage: int, num_ahead: int, num_micro_batches: int) -> list[Action]:
+    """Compute so many forward passes, then a backward and a forward pass in turns, then the backward passes that are left.
+
+    torch lists these two schedules only to draw them, and not as it computes them (2.13: its last stage of 1f1b never computes
+    micro-batch 0); this is the order in its ``_step_microbatches``.
+    """
+    forwards = [Action(stage, Pass.FORWARD, index) for index in range(num_micro_batches)]
+    backwards = [Action(stage, Pass.BACKWARD, index) for index in range(num_micro_batches)]
+    num_ahead = min(num_ahead, num_micro_batches)
+    turns = zip(backwards, forwards[num_ahead:], strict=False)
+    rest = backwards[num_micro_batches - num_ahead :]
+    return [*forwards[:num_ahead], *(action for turn in turns for action in turn), *rest]
+
+
+def idle_share(config: ParallelConfig, num_micro_batches: int) -> float:
+    """Return the share of a step's time in which the processes of a pipeline wait for each other, from 0 to 1.
+
+    For micro-batches of equal cost. Those that fill up the schedule cost nothing.
+    """
+    order = order_of(config, config.fill_up(num_micro_batches))
+    worked = [sum(_duration(action, num_micro_batches) for action in actions) for actions in order]
+    return 1 - sum(worked) / (len(order) * _makespan(order, config.num_stages, num_micro_batches))
+
+
+def _makespan(order: Sequence[Sequence[Action]], num_stages: int, num_micro_batches: int) -> int:
+    """Let each process compute its next pass as soon as what that needs is there; return when the last one is done."""
+    left, free = [deque(actions) for actions in order], [0] * len(order)
+    ended: dict[tuple[int, bool, int] | None, int] = {None: 0}
+    while ready := [place for place, actions in enumerate(left) if actions and _needed(actions[0], num_stages) in ended]:
+        for place in ready:
+            action = left[place].popleft()
+            free[place] = max(free[place], ended[_needed(action, num_stages)]) + _duration(action, num_micro_batches)
+            if action.what != Pass.BACKWARD_WEIGHT:
+                ended[action.stage, action.what == Pass.FORWARD, action.micro_batch] = free[place]
+    return max(free)
+
+
+def _needed(action: Action, num_stages: int) -> tuple[int, bool, int] | None:
+    """Return the stage, direction (True: forward) and micro-batch that has to be done before; None where nothing has."""
+    stage, what, micro_batch = action
+    if what == Pass.FORWARD:
+        return (stage - 1, True, micro_batch) if stage else None
+    if what == Pass.BACKWARD_WEIGHT or stage == num_stages - 1:
+        return None  # but for a pass of the same process, which comes earlier in its order
+    return stage + 1, False, micro_batch
+
+
+def _duration(action: Action, num_micro_batches: int) -> int:
+    return DURATION[action.what] if action.micro_batch < num_micro_batches else 0

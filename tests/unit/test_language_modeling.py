@@ -1,0 +1,304 @@
+"""Language modelling: what the tokens are, that each is predicted once and never seen before, and what is refused."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hftune import ConfigError, DataError, Recipe
+from hftune.data.blocks import Blocks
+from hftune.data.demo_text import NUM_PARAGRAPHS, TOPICS, paragraphs
+from hftune.data.word_tokenizer import train_word_tokenizer
+from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
+from hftune.tasks.language_modeling import LanguageModeling
+
+OWN = {"model_type": "transformer_lm", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+OWN |= {"num_attention_heads": 2, "max_position_embeddings": 16}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LINES = [" The cat saw the <unk> . ", "", " The dog saw the cat . "]
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Return a function that makes a task on three lines, trained and evaluated on."""
+    (tmp_path / "lines.txt").write_text("\n".join(LINES) + "\n")
+
+    def make(**fields):
+        files = dict.fromkeys(("train", "eval"), str(tmp_path / "lines.txt"))
+        default = {"dataset": "text", "data_files": files, "model_config": OWN, "tokenizer": "words", "block_length": 4}
+        return LanguageModeling(**{**default, **fields})
+
+    return make
+
+
+def test_words_are_numbered_by_frequency_and_ties_by_text_and_keep_their_case():
+    tokenizer = train_word_tokenizer(LINES, "words")
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == [
+        *("<unk>", "<eos>", ".", "The", "cat", "saw", "the"),
+        "dog",
+    ]
+    assert tokenizer("The bird saw the <unk>")["input_ids"] == [3, 0, 5, 6, 0]
+    bound = train_word_tokenizer(reversed(LINES), "words", vocab_size=4)
+    assert bound.get_vocab() == {"<unk>": 0, "<eos>": 1, ".": 2, "The": 3}
+
+
+@pytest.mark.parametrize(
+    "text", ['It\'s “said” (twice): Yes, no; well...<br />"Quoted"  and\tÜber!? 3.5 @-@ x', "  <unk> don't ", "plain"]
+)
+def test_basic_english_cuts_as_torchtext_does(text):
+    patterns = [r"\'", r"\"", r"\.", r"<br \/>", r",", r"\(", r"\)", r"\!", r"\?", r"\;", r"\:", r"\s+"]
+    replaced = [" '  ", "", " . ", " ", " , ", " ( ", " ) ", " ! ", " ? ", " ", " ", " "]
+    expected = text.lower()
+    for pattern, content in zip(patterns, replaced, strict=True):
+        expected = re.sub(pattern, content, expected)
+    tokenizer = train_word_tokenizer([text], "basic_english")
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == expected.split()
+
+
+def test_word_tokenizer_is_loaded_from_an_export_as_it_was(tmp_path):
+    tokenizer = train_word_tokenizer(LINES, "basic_english")
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab() and (loaded.eos_token, loaded.unk_token) == ("<eos>", "<unk>")
+    assert loaded("The CAT, unseen")["input_ids"] == tokenizer("The CAT, unseen")["input_ids"]
+
+
+def test_a_row_is_its_words_and_an_end_and_an_empty_row_an_end(task):
+    made = task()
+    words = made.text_tokenizer.convert_ids_to_tokens(made.datasets()["train"].stream.tolist())
+    assert words == [*LINES[0].split(), "<eos>", "<eos>", *LINES[2].split(), "<eos>"]
+
+
+@pytest.fixture
+def subwords(tmp_path):
+    """The folder of a byte-level tokenizer, as GPT-2's."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        LINES, trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
+    )
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(tmp_path / "subwords")
+    return str(tmp_path / "subwords")
+
+
+def test_a_row_of_subwords_is_its_text_and_a_newline(task, subwords):
+    made = task(tokenizer=subwords)
+    assert made.text_tokenizer.decode(made.datasets()["train"].stream) == "".join(f"{line}\n" for line in LINES)
+    assert made.remarks(made.datasets(), None) == []  # nothing is unknown to it
+
+
+@pytest.mark.parametrize("length", [1, 2, 35, 99, 100])
+@pytest.mark.parametrize("num_tokens", [101, 102])
+def test_every_token_but_the_first_is_a_label_exactly_once(length, num_tokens):
+    stream = np.arange(num_tokens, dtype=np.int32)
+    blocks = Blocks(stream, length)
+    assert np.concatenate([block["labels"] for block in blocks]).tolist() == list(range(1, num_tokens))
+    assert all((block["labels"] - block["input_ids"] == 1).all() for block in blocks)
+    counts = [len(block["labels"]) for block in blocks]
+    assert counts == blocks.lengths.tolist() and set(counts[:-1]) <= {length}
+
+
+def test_fewer_blocks_are_drawn_once_and_stay_in_order():
+    drawn = Blocks(np.arange(1000), 10, count=7)
+    starts = [int(block["input_ids"][0]) for block in drawn]
+    assert starts == sorted({*starts}) and len(drawn) == len(drawn.lengths) == 7
+    assert starts != list(range(0, 70, 10)) and starts == [int(block["input_ids"][0]) for block in Blocks(drawn.stream, 10, 7)]
+
+
+def test_unknown_words_are_told_by_their_share(task):
+    made = task(vocab_size=4)
+    assert made.remarks(made.datasets(), None) == ["<unk> stands for 53.3% of train, 53.3% of eval."]
+
+
+@pytest.mark.parametrize("config", [OWN, GPT2, LLAMA], ids=["transformer_lm", "gpt2", "llama"])
+def test_no_token_sees_a_later_one_and_padding_changes_no_loss(task, config):
+    """Through the task: its batches, its inputs, its loss."""
+    made = task(model_config=config, block_length=6)
+    blocks = made.datasets()["train"]
+    torch.manual_seed(0)
+    model = made.build_model().eval()
+    batch = made.collate([blocks[0], blocks[len(blocks) - 1]])
+    assert (batch["labels"] == -100).sum() == 4 and made.num_items(made.target(batch)) == 8
+    logits = model(**made.inputs(batch)).logits
+    for place in range(1, 6):
+        changed = {name: value.clone() for name, value in batch.items()}
+        changed["input_ids"][:, place] = (changed["input_ids"][:, place] + 1) % 7
+        after = model(**made.inputs(changed)).logits
+        torch.testing.assert_close(after[:, :place], logits[:, :place])
+        assert (after[:, place:] - logits[:, place:]).abs().amax((1, 2)).min() > 1e-6
+    alone = [made.collate([blocks[place]]) for place in (0, len(blocks) - 1)]
+    apart = sum(made.loss(model(**made.inputs(one)), made.target(one)) for one in alone)
+    torch.testing.assert_close(made.loss(model(**made.inputs(batch)), made.target(batch)), apart)
+    rows = made.predict(model(**made.inputs(batch)), model, batch)
+    assert [row["tokens"] for row in rows] == [6, 2] and sum(row["loss"] for row in rows) == pytest.approx(apart.item())
+
+
+def test_perplexity_is_weighted_by_tokens():
+    rows = [{"loss": 6 * 2.0, "tokens": 6}, {"loss": 2 * 4.0, "tokens": 2}]
+    assert LanguageModeling().metrics(rows) == {"perplexity": math.exp(20 / 8)}
+    assert LanguageModeling().metrics([{"loss": 1e6, "tokens": 1}]) == {"perplexity": math.inf}
+
+
+def test_text_is_continued_and_its_own_perplexity_said(task):
+    made = task(generation={"max_new_tokens": 3})
+    made.datasets()
+    model = made.build_model().eval()
+    text = "The cat saw the dog ."
+    answers = made.answer(model, [text, "cat", " ".join([text] * 9)])  # the last has more words than the model positions
+    ids = torch.tensor(made.text_tokenizer(text)["input_ids"])[None]
+    loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:])
+    assert answers[0]["perplexity"] == round(math.exp(loss), 2) and answers[1]["perplexity"] is None
+    written = model.generate(ids, max_new_tokens=3)[0, ids.shape[1] :]
+    assert answers[0]["generated"] == made.text_tokenizer.decode(written, skip_special_tokens=True)
+    assert all(len(answer["generated"].split()) <= 3 for answer in answers)
+    with pytest.raises(DataError, match=r"^Input 1 is an empty text\.$"):
+        made.answer(model, [text, " "])
+
+
+FILES = "task.data_files={train: x.txt, eval: x.txt}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["task.tokenizer=null"],
+            "task.model=null builds a fresh model: set task.tokenizer to words or basic_english, or to a name or a folder.",
+        ),
+        (
+            ["task.model=gpt2"],
+            "task.tokenizer=words makes a vocabulary that task.model=gpt2 does not know. Set task.tokenizer=null, which takes "
+            "the model's own.",
+        ),
+        (["task.tokenizer=./nowhere"], "task.tokenizer=./nowhere: there is no such folder."),
+        (
+            ["task.tokenizer=gpt2", "task.vocab_size=100"],
+            "task.vocab_size=100 bounds what is made from the text: task.tokenizer=words or basic_english.",
+        ),
+        (["task.block_length=0"], "task.block_length=0 must be at least 1."),
+        (
+            ["task.model_config=null"],
+            "task.model=null builds a fresh model: set task.model_config.model_type (such as gpt2) and its sizes.",
+        ),
+        (
+            ["task.dataset=text", "task.data_files={train: x.txt, eval: x.txt, tset: x.txt}"],
+            "task.data_files.tset is not a key of a recipe. Keys of task.data_files: train, eval, test.",
+        ),
+        (
+            ["task.dataset=text", "task.data_files={train: x.txt, eval: x.txt, test: y.txt}"],
+            "task.data_files.test=y.txt: there is no such file. Did you mean x.txt?",
+        ),
+        (
+            ["eval.metric=accuracy"],
+            "eval.metric='accuracy' is not computed by LanguageModeling. It computes: loss, perplexity.",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_torch(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("a b\n")
+    with pytest.raises(ConfigError) as refused:
+        Recipe.load("wikitext2", *words).check()
+    assert refused.value.problems == [message]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"block_length": 15},
+            "task.block_length=15 needs 16 tokens; the train split has 15. Lower it, or give more text.",
+        ),
+        ({"text_column": "txt"}, "task.text_column=txt is not a column of the train split. It has: text. Did you mean 'text'?"),
+    ],
+)
+def test_data_that_cannot_work_are_refused_before_a_model_is_built(task, fields, message):
+    with pytest.raises(DataError) as refused:
+        task(**fields).datasets()
+    assert str(refused.value) == message
+
+
+def test_row_without_a_text_is_named(write_rows):
+    path = str(write_rows("rows.jsonl", [{"text": "a b c"}, {"text": None}, {"text": ""}]))
+    made = LanguageModeling(dataset="json", data_files={"train": path, "eval": path}, model_config=OWN, tokenizer="words")
+    with pytest.raises(DataError) as refused:
+        made.datasets()
+    assert str(refused.value) == "The train split has no text in column 'text' at row 1. Remove such rows, or fill them."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_config": OWN | {"max_position_embeddings": 3}},
+            "task.block_length=4 is more than the 3 positions of the model.",
+        ),
+        (
+            {"model_config": OWN | {"hidden_size": 15}},
+            "task.model_config cannot be used: hidden_size=15 is not a multiple of 2 * num_attention_heads=4.",
+        ),
+        ({"model_config": OWN | {"nhead": 3}}, "task.model_config.nhead is not a key of TransformerLMConfig."),
+        (
+            {"model_config": {"model_type": "transformer"}},
+            "task.model_config.model_type='transformer' is not one that transformers knows. Did you mean 'transformer_lm'?",
+        ),
+    ],
+)
+def test_model_that_cannot_work_is_refused(task, fields, message):
+    made = task(**fields)
+    made.datasets()
+    with pytest.raises(ConfigError) as refused:
+        made.build_model()
+    assert str(refused.value) == message
+
+
+def test_tokenizer_that_knows_more_than_the_model_is_refused(task, subwords, tmp_path):
+    made = task()
+    made.datasets()
+    made.save(made.build_model(), tmp_path / "model")
+    other = task(model=str(tmp_path / "model"), model_config={}, tokenizer=subwords)
+    with pytest.raises(ConfigError) as refused:
+        other.build_model()
+    assert str(refused.value) == (
+        f"The tokenizer knows {len(other.text_tokenizer)} tokens, task.model={tmp_path}/model only 8. Set "
+        "task.tokenizer=null, which takes the model's own."
+    )
+
+
+def test_counted_pairs_are_probabilities_and_a_pair_tells_more_than_a_word():
+    draw = np.random.RandomState(0)
+    train = draw.randint(0, 5, 200)
+    train[1::2] = (train[::2] + 1) % 5  # every other word follows from the one before it
+    for before in range(6):  # the last of them never seen
+        total = sum(1 / bigram_perplexity(train, np.array([before, after]), 6) for after in range(6))
+        assert total == pytest.approx(1)
+    assert sum(1 / unigram_perplexity(train, np.array([0, after]), 6) for after in range(6)) == pytest.approx(1)
+    assert bigram_perplexity(train, train, 6) < 4 < unigram_perplexity(train, train, 6)
+
+
+def test_generated_parts_share_no_paragraph_and_are_always_the_same():
+    rows = {part: [row["text"] for row in paragraphs(part)] for part in NUM_PARAGRAPHS}
+    texts = {part: texts[2::3] for part, texts in rows.items()}
+    assert {part: len({*texts[part]}) for part in texts} == NUM_PARAGRAPHS
+    assert len({text for part in texts.values() for text in part}) == sum(NUM_PARAGRAPHS.values())
+    assert rows["test"] == [row["text"] for row in paragraphs("test")] and rows["eval"][:30] == [
+        row["text"] for row in paragraphs("eval", 10)
+    ]
+    headings = {f"= {topic} =" for topic in TOPICS}
+    assert all({*texts[::3]} == headings and {*texts[1::3]} == {""} for texts in rows.values())
+
+
+def test_a_verb_agrees_with_its_subject_and_not_with_the_noun_before_it():
+    """Which is always in the singular, so that a pair of words does not tell the number."""
+    verbs = {verb for _, verbs, _, _ in TOPICS.values() for verb in verbs}
+    pattern = r"the \S+ (\w+?)(s?) (?:near|behind|beside) the \w+ of the (\w+) (\w+)"
+    found = [match for row in paragraphs("eval") for match in re.findall(pattern, row["text"])]
+    assert len(found) > 300 and {bool(plural) for _, plural, _, _ in found} == {True, False}
+    for _, plural, place, verb in found:
+        assert (verb in verbs) == bool(plural) and place in {place for *_, places in TOPICS.values() for place in places}

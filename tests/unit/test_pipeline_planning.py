@@ -1,0 +1,190 @@
+"""hftune plan with a pipeline: its stages, what each process holds, and what cannot be planned."""
+
+import json
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hftune import Recipe, cli
+from hftune.batch_plan import BatchPlan
+from hftune.memory import TensorBytes, make_optimizer_state
+from hftune.optim import build_optimizer
+from hftune.pipeline_planning import PipelineMeter, StagePasses, survey_pipelines, tensors
+from hftune.planning import make_plan
+from hftune.sections import ParallelConfig
+from hftune.strategies.pipeline import Pipeline
+from hftune.strategies.schedules import order_of
+from hftune.training import build_model, load_datasets, plan_batches
+from tests.support.tasks import Chain, NextToken
+
+OWN = "recipe=tests/support/next_token.yaml"
+
+
+def recipe_of(*words):
+    return Recipe.load("tests/support/next_token.yaml", *words)
+
+
+def test_stages_are_listed_with_layers_weights_and_processes():
+    plan = make_plan(recipe_of("parallel.pipeline_stages=2", "parallel.split=[3,1]", "task.num_samples=16"), num_processes=4)
+    first, last = plan.pipeline.stages
+    assert first.modules == ["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    assert last.modules == ["transformer.wte", "transformer.h.3", "transformer.ln_f"]  # its head is the embeddings' table
+    assert (first.place, last.place, plan.pipeline.replicas) == (0, 1, 2)
+    assert first.parameters + last.parameters == plan.parameters + 30 * 16
+    assert plan.work.most_per_process == 5  # of at most 8, by one of two pipelines
+    assert plan.memory.peak_bytes == max(place.peak_bytes for place in plan.pipeline.places)
+    assert [place.weights_bytes // 4 for place in plan.pipeline.places] == [first.parameters, last.parameters]
+    assert [place.optimizer_bytes // 4 for place in plan.pipeline.places] == [first.parameters, last.parameters]
+    for found in (plan.memory, *plan.pipeline.places):
+        parts = found.weights_bytes + found.gradients_bytes + found.optimizer_bytes + found.activations_bytes
+        assert found.peak_bytes == parts + found.receive_bytes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model"), [("gpipe", "chain"), ("1f1b", "gpt2"), ("interleaved", "llama_tied"), ("zero_bubble", "gpt2")]
+)
+def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, model):
+    words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", "train.batch_size=8"]
+    recipe = recipe_of("parallel.pipeline_stages=2", *words)
+    task, dataset = recipe.task, load_datasets(recipe)["train"]
+    step = plan_batches(recipe, dataset).epoch(0)[0]
+    batches = [task.collate([dataset[sample] for sample in part.samples.tolist()]) for part in step]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = build_model(recipe).train()
+        optimizer = build_optimizer(module, recipe.train)
+        make_optimizer_state(optimizer)
+        meter = PipelineMeter(recipe, module, optimizer)
+        planned = meter.measure(batches)
+        order = order_of(recipe.parallel, len(batches))
+        taken = [peak_of_step(meter, place, actions, schedule) for place, actions in enumerate(order)]
+    assert [place.peak_bytes for place in planned] == pytest.approx(taken, rel=0.01)
+
+
+def peak_of_step(meter, place, actions, schedule):
+    """What a process holds at most, all of its step computed and nothing summed up."""
+    own = nn.ModuleList(meter.stages[index] for index in range(place, len(meter.stages), 2))
+    work, passes, counter = own[0].work, {}, TensorBytes()
+    meter.optimizer.zero_grad()
+    counter.add_all([*own.parameters(), *own.buffers(), *(value for item in work for value in tensors(item))])
+    counter.add_all(value for one in own.parameters() for value in meter.optimizer.state[one].values())
+    for stage in own:
+        for item in range(len(work)):
+            received = torch.empty(*stage.buffer, *stage.width, requires_grad=True)
+            gradient = torch.empty(*stage.buffer, *stage.width)
+            counter.add_all(([] if stage.is_first else [received]) + ([] if stage.is_last else [gradient]))
+            passes[meter.stages.index(stage), item] = StagePasses(stage, item, received, gradient).of(schedule)
+    with counter:
+        for action in actions:
+            passes[action.stage, action.micro_batch][action.what]()
+    return counter.peak
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_micro_batches_are_dealt_and_filled_up_as_training_does(schedule):
+    lengths = np.random.RandomState(0).randint(1, 90, 203)
+    batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
+    config = ParallelConfig(3, schedule)
+    found = survey_pipelines(batches, 1000, config, num_replicas=2)
+    dealt = [
+        Pipeline._deal(SimpleNamespace(config=config, _num_replicas=2, _replica=replica), step)
+        for step in batches.epoch(0)
+        for replica in (0, 1)
+    ]
+    assert found.filled_up == sum(batch.weights.count(0) for batch in dealt)
+    counts = [sum(batch.weights) for batch in dealt]
+    assert counts.count(found.usual) == max(map(counts.count, counts))
+    shares = [[micro_batch.samples.tolist() for micro_batch in batch.mine] for batch in dealt]
+    heaviest = [[micro_batch.samples.tolist() for micro_batch in share] for share in found.heaviest]
+    assert heaviest and all(share in shares for share in heaviest)
+    most = max(sum(len(samples) for samples in share) for share in shares)
+    if schedule == "gpipe":  # which holds all of them
+        assert most in [sum(len(samples) for samples in share) for share in heaviest]
+
+
+class Spare(Chain):
+    """Has a layer that nothing is computed with, in its last stage."""
+
+    def __init__(self):
+        super().__init__(4, 0.0)
+        self.spare = nn.Linear(2, 2)
+
+    def stage(self, index, count):
+        stage = super().stage(index, count)
+        stage.spare = self.spare if index == count - 1 else None
+        return stage
+
+
+@dataclass
+class SpareNextToken(NextToken):
+    def build_model(self):
+        return Spare()
+
+
+def test_parameters_without_a_gradient_are_named():
+    recipe = recipe_of("parallel.pipeline_stages=2", "task.type=tests.unit.test_pipeline_planning.SpareNextToken")
+    assert make_plan(recipe, 2).unused_parameters == ["spare.weight", "spare.bias"]
+
+
+def refused(capsys, *words):
+    assert cli.main(["plan", OWN, "parallel.pipeline_stages=2", *words]) == 2
+    return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
+
+
+def test_what_training_refuses_is_refused(capsys):
+    assert refused(capsys, "--processes=3") == (
+        "parallel.pipeline_stages=2 does not divide the 3 processes that were started. Start 2, or a multiple of it; or set "
+        "parallel.pipeline_stages to one of 1, 3."
+    )
+    assert refused(capsys, "--processes=2", "train.micro_batch_size=auto") == (
+        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need unequal memory. Set a number, "
+        "such as train.micro_batch_size=4; hftune plan says what each stage needs."
+    )
+    assert refused(capsys, "--processes=16") == (
+        "parallel.schedule=1f1b with parallel.pipeline_stages=2 needs at least 2 micro-batches in a step for each of 8 "
+        "pipelines, 16 in all; a step of train.batch_size=16 has 8. Lower train.micro_batch_size or train.micro_batch_tokens, "
+        "or raise train.batch_size."
+    )
+    assert refused(capsys, "--processes=2", "parallel.split=[3,3]") == (
+        "parallel.split=[3, 3] are 6 layers, and GPT2LMHeadModel has 4."
+    )
+    assert refused(capsys, "--processes=2", "task.num_layers=1") == (
+        "GPT2LMHeadModel has 1 layers, too few for 2 stages of one or more."
+    )
+
+
+TEXT = """\
+  pipeline       4 stages on 2 processes, 4 pipelines beside each other
+                 stage 1  processes 0, 2, …, 6  752 parameters  embed, layers.0
+                 stage 2  processes 1, 3, …, 7  272 parameters  layers.1
+                 stage 3  processes 0, 2, …, 6  272 parameters  layers.2
+                 stage 4  processes 1, 3, …, 7  782 parameters  head, layers.3
+                 interleaved with 3 micro-batches a pipeline: 14% of the time idle; 6 would make it 8%
+                 short steps are filled up for it, in the first epoch by 8 micro-batches of one sample
+"""
+
+
+def test_the_text_can_be_read(capsys):
+    words = ["parallel.pipeline_stages=2", "parallel.schedule=interleaved", "task.model=chain", "train.batch_size=24"]
+    assert cli.main(["plan", OWN, *words, "--processes=8"]) == 0
+    said = capsys.readouterr().out
+    assert f"\n\n{TEXT}\n  memory  " in said
+    assert "\n                 3 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
+    assert "\n                 the work is 95.0% even: the rest of the time pipelines wait for the busiest one\n" in said
+    memory = re.sub(r"[\d.]+ (Ki)?B\b", "N KiB", said.split("  memory         ")[1].split("\n\n")[0]).splitlines()
+    places = ["processes 0, 2, …, 6", "processes 1, 3, …, 7"]
+    assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}
+    assert memory[0].endswith(" (cpu), in a step with micro-batches of 2 samples of at most 18 tokens")
+    assert memory[-3].endswith(" buffers for what other stages send")
+
+
+def test_numbers_are_plain_json(capsys):
+    assert cli.main(["plan", OWN, "parallel.pipeline_stages=2", "task.model=chain", "--processes=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["pipeline"]
+    assert (found["schedule"], found["micro_batches"], found["replicas"]) == ("1f1b", 8, 1)
+    assert found["idle_share"] == pytest.approx(1 / 9) and found["idle_share_of_twice"] == pytest.approx(1 / 17)

@@ -1,0 +1,245 @@
+"""How models are cut into stages, and what is refused, each with its whole message."""
+
+import logging
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hftune import ConfigError, Recipe
+from hftune.joining import check_launcher
+from hftune.strategies.stages import balanced, check_stages, cut, layers_of
+from hftune.training import check_pipeline, plan_batches
+from tests.support.runs import FSDP
+from tests.support.tasks import Chain, NextToken
+
+RECIPE = "tests/support/next_token.yaml"
+IDS = {"input_ids": torch.arange(1, 19).reshape(2, 9)}
+SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES |= {"max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HOW = (
+    "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
+    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains it uncut."
+)
+
+
+def decoder(kind, **fields):
+    torch.manual_seed(0)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **fields))
+
+
+def sizes(stages):
+    return [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "phi", "gpt_neox"])
+def test_decoders_are_cut_without_any_change(kind):
+    model = decoder(kind, **({} if kind in ("gpt2", "gpt_neox") else {"num_key_value_heads": 2, "head_dim": 8}))
+    for count in (1, 2, 3, 4):
+        check_stages(model, count, None, IDS)
+    stages = cut(model, 2)
+    assert {parameter for stage in stages for parameter in stage.parameters()} == {*model.parameters()}
+    assert max(sizes(stages)) < 0.6 * sum(sizes(stages)) and len(layers_of(model)) == 4
+
+
+def test_a_given_split_is_kept():
+    model = decoder("llama")
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    first, last = sizes(cut(model, 2, [1, 3]))
+    assert (first, last) == (layer + 30 * 16, 3 * layer + 30 * 16 + 16)
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([9, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 9], 3, [1, 2, 1]),
+        ([5, 1, 1, 1, 1, 5], 2, [3, 3]),
+        ([1, 2], 2, [1, 1]),
+    ],
+)
+def test_the_largest_stage_is_as_small_as_can_be(costs, count, expected):
+    found = balanced(costs, count)
+
+    def largest(counts):
+        stops = [sum(counts[:place]) for place in range(len(counts) + 1)]
+        return max(sum(costs[start:stop]) for start, stop in pairwise(stops))
+
+    assert largest(found) == largest(expected) and len(found) == count and min(found) >= 1 and sum(found) == len(costs)
+
+
+def test_a_stage_holds_no_weights_of_others_and_no_copies():
+    model = decoder("gpt2")
+    first, last = cut(model, 2)
+    table = model.transformer.wte.weight
+    assert any(parameter is table for parameter in first.parameters())
+    assert any(parameter is table for parameter in last.parameters()), "the head is tied to the embeddings"
+    assert sum(sizes([first, last])) == sum(parameter.numel() for parameter in model.parameters()) + table.numel()
+
+
+def test_a_decoder_whose_stages_would_compute_something_else_is_refused(monkeypatch):
+    model = decoder("llama")
+    plain = type(model.model).forward
+
+    def doubling(self, input_ids=None, inputs_embeds=None, **kwargs):
+        return plain(
+            self, inputs_embeds=2 * (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds), **kwargs
+        )
+
+    monkeypatch.setattr(type(model.model), "forward", doubling)
+    with pytest.raises(ConfigError) as caught:
+        check_stages(model, 2, None, IDS)
+    assert str(caught.value) == (
+        "LlamaForCausalLM cannot be cut into stages: one after the other they do not return what the whole model does. " + HOW
+    )
+
+
+class Copying(Chain):
+    def stage(self, index, count):
+        return deepcopy(super().stage(index, count))
+
+
+class Forgetful(Chain):
+    def stage(self, index, count):
+        stage = super().stage(index, count)
+        stage.head = None
+        return stage
+
+
+REFUSED = {
+    "no decoder": (
+        lambda: nn.Linear(2, 2),
+        None,
+        f"Linear cannot be cut into stages: it is no transformers model, nor does it have a method stage. {HOW}",
+    ),
+    "too few layers": (lambda: decoder("gpt2"), None, "GPT2LMHeadModel has 4 layers, too few for 5 stages of one or more."),
+    "other split": (
+        lambda: decoder("gpt2"),
+        [1, 1, 1, 1, 1],
+        "parallel.split=[1, 1, 1, 1, 1] are 5 layers, and GPT2LMHeadModel has 4.",
+    ),
+    "split of its own": (
+        lambda: Chain(5, 0.0),
+        [1, 1, 1, 1, 1],
+        "parallel.split=[1, 1, 1, 1, 1]: Chain cuts itself, by its method stage. Leave it null.",
+    ),
+    "copies": (
+        lambda: Copying(5, 0.0),
+        None,
+        "The stages of Copying have parameters that the model has not: its method stage must return modules of the model itself, "
+        "not copies.",
+    ),
+    "forgotten": (
+        lambda: Forgetful(5, 0.0),
+        None,
+        "The stages of Forgetful leave out head.weight, head.bias: each parameter needs a stage.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused(name):
+    build, split, message = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        cut(build(), 5, split)
+    assert str(caught.value) == message
+
+
+ASKED = {
+    "world": (
+        "4",
+        ("parallel.pipeline_stages=3",),
+        "parallel.pipeline_stages=3 does not divide the 4 processes that were started. Start 3, or a multiple of it; or set "
+        "parallel.pipeline_stages to one of 1, 2, 4.",
+    ),
+    "one process": (
+        "1",
+        ("parallel.pipeline_stages=2",),
+        "parallel.pipeline_stages=2 does not divide the 1 process that was started. Start 2, or a multiple of it; or set "
+        "parallel.pipeline_stages to one of 1.",
+    ),
+    "FSDP": (
+        "4",
+        ("parallel.pipeline_stages=2",),
+        "parallel.pipeline_stages=2 does not work under FSDP: both deal the model out. Use accelerate_configs/4gpu.yaml, or "
+        "parallel.pipeline_stages=1.",
+    ),
+    "auto": (
+        "4",
+        ("parallel.pipeline_stages=2", "train.micro_batch_size=auto"),
+        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need unequal memory. Set a number, such "
+        "as train.micro_batch_size=4; hftune plan says what each stage needs.",
+    ),
+    "fp16": (
+        "4",
+        ("parallel.pipeline_stages=2", "train.mixed_precision=fp16"),
+        "train.mixed_precision=fp16 does not work with parallel.pipeline_stages=2: its loss scale is one process's. Use bf16 or no.",
+    ),
+    "compile": (
+        "4",
+        ("parallel.pipeline_stages=2", "train.compile=true"),
+        "train.compile=true does not work with parallel.pipeline_stages=2. Set it to false.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_does_not_go_with_a_pipeline_is_refused_before_anything_is_loaded(name, monkeypatch):
+    world_size, words, message = ASKED[name]
+    for variable, value in {"WORLD_SIZE": world_size, **(FSDP if name == "FSDP" else {})}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as caught:
+        check_launcher(Recipe.load(RECIPE, *words))
+    assert str(caught.value) == message
+
+
+def test_too_few_micro_batches_for_the_schedule_are_counted(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    recipe = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain")
+    task = NextToken(model="chain")
+    dataset = task.datasets()["train"]
+    with pytest.raises(ConfigError) as caught:
+        check_pipeline(recipe, plan_batches(recipe, dataset), dataset, task.build_model())
+    assert str(caught.value) == (
+        "parallel.schedule=1f1b with parallel.pipeline_stages=4 needs at least 4 micro-batches in a step for each of 2 pipelines, 8 "
+        "in all; a step of train.batch_size=16 has 4. Lower train.micro_batch_size or train.micro_batch_tokens, or raise "
+        "train.batch_size."
+    )
+    enough = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain", "train.micro_batch_size=2")
+    check_pipeline(enough, plan_batches(enough, dataset), dataset, task.build_model())
+
+
+SPELLED = {
+    "parallel.schedule=interleavd": "parallel.schedule='interleavd' is not one of gpipe, 1f1b, interleaved, zero_bubble. Did you mean "
+    "'interleaved'?",
+    "parallel.schedule=zbv": "parallel.schedule='zbv' puts the first and the last stage on one process, where torch's evaluation "
+    "fails. Use zero_bubble.",
+    "parallel.virtual_stages=2": "parallel.virtual_stages=2 is for parallel.schedule=interleaved or zero_bubble, not for 1f1b.",
+    "parallel.pipeline_stages=0": "parallel.pipeline_stages=0 must be at least 1.",
+    "parallel.split=[2,2]": "parallel.split=[2, 2] must have a number of layers for each of the 1 stages.",
+}
+
+
+@pytest.mark.parametrize("word", SPELLED)
+def test_values_that_make_no_sense_are_refused(word):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(RECIPE, word)
+    assert str(caught.value) == SPELLED[word]
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        (("parallel.schedule=gpipe",), (0, 1, 5), (1, 1, 5)),
+        ((), (0, 1, 5), (4, 4, 5)),
+        (("parallel.schedule=interleaved",), (0, 5, 9, 10, 13), (4, 5, 10, 10, 15)),
+    ],
+)
+def test_schedules_are_filled_up_to_what_they_take(words, given, expected):
+    config = Recipe.load(RECIPE, "parallel.pipeline_stages=4", *words).parallel
+    assert tuple(map(config.fill_up, given)) == expected
