@@ -125,7 +125,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     data = load_datasets(recipe)["train"]
     data = data.select(np.random.default_rng(0).integers(len(data), size=options.steps * options.batch_size))
     model = build_model(recipe)
-    strategy = DataParallel(start_accelerator(recipe), recipe.task)
+    strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
     strategy.prepare(model, build_optimizer(model, recipe.train))
     batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
 

@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace, setting: Setting, folder: str) -> tuple
 def train(options: argparse.Namespace, recipe: Recipe) -> tuple[float, int]:
     data = recipe.task.datasets()["train"]
     model = build_model(recipe)
-    strategy = DataParallel(start_accelerator(recipe), recipe.task)
+    strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
     strategy.prepare(model, build_optimizer(model, recipe.train))
     batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
 

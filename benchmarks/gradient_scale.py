@@ -98,7 +98,7 @@ def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     from hftune.training import build_model, plan_batches
 
     model = build_model(recipe)
-    strategy = DataParallel(start_accelerator(recipe), recipe.task)
+    strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
     strategy.prepare(model, build_optimizer(model, recipe.train))
     batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
     loss = strategy.forward_backward(batch, recipe.seed, step=0)

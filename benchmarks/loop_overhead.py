@@ -74,7 +74,7 @@ def race(recipe: Recipe, folder: Path) -> tuple[list[float], list[float]]:
     bare = bare_loop(recipe, build_model(recipe), datasets["train"], plan)
 
     model = build_model(recipe)
-    accelerator = start_accelerator(recipe)
+    accelerator = start_accelerator(recipe.train)
     strategy = DataParallel(accelerator, recipe.task)
     strategy.prepare(model, build_optimizer(model, recipe.train))
     num_steps = total_steps(recipe.train, plan)

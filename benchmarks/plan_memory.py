@@ -134,7 +134,7 @@ def measure(name: str) -> int:
     hide_progress_bars()
     tiny, recipe = recipe_of(name, TINY), recipe_of(name, SIZES[name])
     datasets = {id(one): load_datasets(one)["train"] for one in (tiny, recipe)}
-    accelerator = start_accelerator(recipe)
+    accelerator = start_accelerator(recipe.train)
     batches = plan_batches(recipe, datasets[id(recipe)])
     steps = heavy_steps(recipe, batches, accelerator.num_processes)
     for one in (tiny, recipe):

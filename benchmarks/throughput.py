@@ -216,7 +216,7 @@ class ByHftune(Contender):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self.strategy = DataParallel(start_accelerator(recipe), recipe.task)
+        self.strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
         self.strategy.prepare(self.model, build_optimizer(self.model, recipe.train))
 
     def train(self, data: datasets.Dataset) -> Times:

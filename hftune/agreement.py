@@ -71,25 +71,25 @@ def packages() -> Mapping[str, str]:
     return found
 
 
-def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> list[str]:
-    """Say in which facts a process differs from the main one, a sentence for each kind."""
-    said = []
-    for kind in ("code", "packages", "recipe", "data"):
+def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, str]:
+    """Say in which facts a process differs from the main one: by kind, what it has instead."""
+    said = {}
+    for kind in _NAMES:
         mine, theirs = own.get(kind, {}), main.get(kind, {})
         names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         if names:
             shown = [_describe(kind, name, mine, theirs) for name in names[:SHOWN]]
             rest = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-            said.append(f"another {_KINDS[kind]}: {', '.join([*shown, *rest])}")
+            said[kind] = f"another {_NAMES[kind]}: {', '.join([*shown, *rest])}"
     return said
 
 
-_KINDS = {"code": "code", "packages": "version", "recipe": "recipe", "data": "data set"}
+_NAMES = {"code": "code", "packages": "version", "recipe": "recipe", "data": "data set"}
 _WAYS_OUT = {
     "code": "Install the same hftune, and put the same task file, on all machines.",
-    "version": "Install the same versions on all machines.",
+    "packages": "Install the same versions on all machines.",
     "recipe": "Start all with the same recipe and the same key=value words.",
-    "data set": "Give all machines the same files, or the same data set of the Hub at the same revision.",
+    "data": "Give all machines the same files, or the same data set of the Hub at the same revision.",
 }
 
 
@@ -110,10 +110,9 @@ def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str
     if not found:
         return None
     who = f"Process {ranks[0]}" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))}"
-    ways = [way for kind, way in _WAYS_OUT.items() if any(text.startswith(f"another {kind}:") for text in found)]
     return (
-        f"{who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} {'; '.join(found)}. "
-        f"Compared with process 0 on {main['host']}. {' '.join(ways)}"
+        f"{who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} {'; '.join(found.values())}. "
+        f"Compared with process 0 on {main['host']}. {' '.join(_WAYS_OUT[kind] for kind in found)}"
     )
 
 

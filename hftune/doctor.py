@@ -32,9 +32,10 @@ from hftune.console import hide_progress_bars
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launch, check_launcher, check_machine, leave_group, start_accelerator
 from hftune.machines import PORT, owner_of
-from hftune.network import interfaces, own_addresses
+from hftune.network import outward_interfaces, own_addresses
 from hftune.progress import Progress
 from hftune.run import fail, leave
+from hftune.sections import TrainConfig
 from hftune.strategies.data_parallel import DataParallel
 from hftune.training import check_facts, data_digest, load_datasets
 
@@ -177,8 +178,7 @@ def _network() -> Finding:
         means = socket.gethostbyname(host)
     except OSError:
         means = None
-    outward = [name for name, found in interfaces().items() if not any(address.startswith("127.") for address in found)]
-    if not outward:
+    if not outward_interfaces():
         return Finding("network", addresses, REMARK, "no interface but the loopback: this machine can only train alone")
     said = f"{addresses}; the name {host} means {means or 'nothing'}"
     return Finding("network", said)
@@ -354,7 +354,8 @@ def _join(recipe: Recipe | None, found: list[Finding]) -> int:
         check_launch() if recipe is None else _check(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
         progress.at("joining the others")
-        strategy = DataParallel(start_accelerator(recipe or Recipe.load("yelp_demo")), recipe and recipe.task, progress)
+        accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
+        strategy = DataParallel(accelerator, recipe and recipe.task, progress)
         heartbeat.join()
         atexit.register(leave_group)
         progress.at("comparing with the others")

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -184,14 +185,14 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
 
 
-def start_accelerator(recipe: Recipe) -> Accelerator:
-    """Join the other processes of the job.
+def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_dir: str = "") -> Accelerator:
+    """Join the other processes of the job. Dashboards, where there are any, keep their files in ``output_dir``.
 
     Raises:
         ConfigError: another number of processes joined than the launcher announced, or they cannot do FSDP as it asks.
     """
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with another precision
-    set_float32(recipe.train)
+    set_float32(train)
     expected = int(os.environ.get("WORLD_SIZE", 1))
     # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
     group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
@@ -202,9 +203,9 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         cpu=on_cpu(),
-        mixed_precision=recipe.train.mixed_precision,
-        log_with=[name for name in recipe.track.with_ if name != "mlflow"] or None,  # its Tracker adds that one
-        project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / "tensorboard")),
+        mixed_precision=train.mixed_precision,
+        log_with=[name for name in trackers if name != "mlflow"] or None,  # its Tracker adds that one
+        project_config=ProjectConfiguration(output_dir, logging_dir=str(Path(output_dir) / "tensorboard")),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.

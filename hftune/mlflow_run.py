@@ -23,6 +23,7 @@ from hftune.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 STORE = Path("outputs/mlflow.db")
 """Where runs are kept if nobody says otherwise; their files lie beside it, in mlflow-artifacts."""
@@ -119,6 +120,7 @@ class MlflowRun(GeneralTracker):
         self._unsent: list[Any] = []
         self._send_at = 0.0
         self._is_lost = False
+        self._monitor: SystemMetricsMonitor | None = None  # until start has made it
 
     @property
     def tracker(self) -> MlflowClient:
@@ -227,8 +229,6 @@ class MlflowRun(GeneralTracker):
 
     def finish(self) -> None:
         """Send the files and the model, and close the run. Where the server is gone, say what it lacks."""
-        from hftune.mlflow_model import log_model
-
         self._send()
         if not self._is_lost:
             with self._forgiven():
@@ -237,8 +237,9 @@ class MlflowRun(GeneralTracker):
                     if (path := self._path(name)).is_file():
                         self.client.log_artifact(self.run_id, str(path))
         if not self._is_lost:
-            with self._forgiven(is_brief=False):  # a model takes its time
-                log_model(self.recipe, self.run_id, self.uri)
+            self._log_model()
+        if not self._is_lost:
+            with self._forgiven():
                 self.client.set_terminated(self.run_id, "FINISHED")
                 shown_by = f" `mlflow ui --backend-store-uri {self.uri}` shows it." if self.uri.startswith("sqlite") else ""
                 print(f"MLflow has it as run {self.run_id}.{shown_by}", flush=True)
@@ -249,11 +250,25 @@ class MlflowRun(GeneralTracker):
                 flush=True,
             )
 
+    def _log_model(self) -> None:
+        """Send the model. Training is done and saved by now: whatever is wrong with this copy of it is told, and no more."""
+        from hftune.mlflow_model import log_model
+
+        try:
+            with self._forgiven(is_brief=False):  # a model takes its time
+                log_model(self.recipe, self.run_id, self.uri)
+        except Exception as error:  # of transformers, of MLflow's flavors, or of the task's own examples and answers
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            where = self._path("model")
+            print(f"MLflow gets no model of run {self.run_id}: {reason}. The model itself is whole, in {where}.", flush=True)
+
     def abandon(self) -> None:
         """Close a run that failed."""
         self._send()
         if not self._is_lost:
             with self._forgiven():
+                if self._monitor is not None:
+                    self._monitor.finish()
                 self.client.set_terminated(self.run_id, "FAILED")
 
     def _send(self) -> None:

@@ -41,6 +41,11 @@ def interfaces() -> dict[str, list[str]]:
     return {name: found for name, found in addresses.items() if found and is_up(name)}
 
 
+def outward_interfaces() -> dict[str, list[str]]:
+    """Return those of them that lead out of this machine: all but the loopback."""
+    return {name: found for name, found in interfaces().items() if not any(map(_is_loopback, found))}
+
+
 def resolve(host: str) -> str:
     """Return the address of a host; IPv4 where there is one.
 
@@ -122,13 +127,15 @@ def choose_interface(main_host: str) -> Route:
     present = interfaces()
     route = route_to(main_host)
     if ipaddress.ip_address(route.address).is_loopback and main_host != "localhost" and not _is_address(main_host):
-        outward = [name for name, found in present.items() if not any(map(_is_loopback, found))]
+        outward = outward_interfaces()
         if len(outward) != 1 and VARIABLES[0] not in os.environ:
             raise ConfigError(
                 f"{main_host} means {route.address} on this machine, which others do not reach. Set main_process_ip to its "
                 f"address in the network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has {own_addresses()}."
             )
-        route = Route(outward[0], present[outward[0]][0]) if len(outward) == 1 else route
+        if len(outward) == 1:
+            ((name, addresses),) = outward.items()
+            route = Route(name, addresses[0])
     if route.interface not in present:
         raise ConfigError(f"No interface of this machine has {route.address}. It has {own_addresses()}. Set {VARIABLES[0]}.")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)

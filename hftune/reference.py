@@ -13,9 +13,16 @@ from itertools import pairwise
 
 from hftune import tasks
 from hftune.messages import spell
-from hftune.sections import CheckpointConfig, EvalConfig, RunConfig, TrackConfig, TrainConfig, key_of
+from hftune.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, TrackConfig, TrainConfig, key_of
 
-SECTIONS = {"": RunConfig, "train": TrainConfig, "eval": EvalConfig, "checkpoint": CheckpointConfig, "track": TrackConfig}
+SECTIONS = {
+    "": RunConfig,
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "checkpoint": CheckpointConfig,
+    "parallel": ParallelConfig,
+    "track": TrackConfig,
+}
 
 
 def task_types() -> dict[str, type]:
@@ -41,7 +48,7 @@ def _default(item: dataclasses.Field) -> str:
 
 
 def section_text(name: str) -> str | None:
-    """Lay out the keys of ``train``, ``eval``, ``checkpoint``, ``track`` or ``task`` for a terminal; None for another name."""
+    """Lay out the keys of ``task``, or of a section such as ``train``, for a terminal; None for another name."""
     if name == "task":
         parts = [f"task.type: {kind}\n{_columns('task', type_)}" for kind, type_ in task_types().items()]
         return "\n\n".join(parts)

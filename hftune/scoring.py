@@ -76,7 +76,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         elif recipe.train.compile:
             built.compile(dynamic=True)
         progress.at("joining the others")
-        accelerator = start_accelerator(recipe)
+        accelerator = start_accelerator(recipe.train)
         heartbeat.join()
         atexit.register(leave_group)
         strategy = choose_strategy(accelerator, recipe, progress)

@@ -115,7 +115,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     check_pipeline(recipe, plan, datasets["train"], model)
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
-    accelerator = start_accelerator(recipe)
+    accelerator = start_accelerator(recipe.train, recipe.track.with_, recipe.output_dir)
     heartbeat.join()
     atexit.register(leave_group)
     strategy = choose_strategy(accelerator, recipe, progress)

@@ -15,7 +15,6 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 
 REGIONS = ("", "_inside", "_outside")
 """Of the mask: all pixels, those that it marks, the others."""
-NAMES = tuple(f"{metric}{region}" for region in REGIONS for metric in ("l1", "psnr", "ssim"))
 MOST_DB = 100.0
 """PSNR of equal images, in place of infinity, which JSON and plots do not have."""
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-SMALLEST_IMAGE = 16
-"""Pixels a side; of anything smaller nothing is left after two convolutions and two poolings."""
-
 
 class ConvNet(nn.Module):
     """Two 5x5 convolutions, each pooled by 2, and two linear layers.
@@ -19,7 +16,7 @@ class ConvNet(nn.Module):
     Source: PyTorch's basic MNIST example, as Databricks' notebooks on TorchDistributor and Horovod train it.
 
     Args:
-        image_size: pixels a side, at least SMALLEST_IMAGE.
+        image_size: pixels a side, at least 16: of anything smaller nothing is left after two convolutions and two poolings.
         in_channels: 1 for grey, 3 for colour.
         width: multiplies the 10 and 20 channels and the 50 features between.
         dropout: share of the second convolution's channels, and of the features between, that are dropped in training.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hftune.models.convnet import ConvNet
     from hftune.task import Batch
 
+SMALLEST_IMAGE = 16
+"""Pixels a side, of which ConvNet leaves something. Here, because that module imports torch."""
 MOST = {"shift": None, "rotate": 180}
 """Largest values of ``augmentation``'s keys; a shift is bounded by the size of the images."""
 
@@ -74,7 +76,7 @@ class ImageClassification(Task):
         from hftune.data.files import data_file_problems, image_folder_problems
 
         splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
-        least = {"width": 1, "image_size": 16, "max_train_samples": 1, "max_eval_samples": 1}
+        least = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *image_folder_problems(self.dataset, self.data_dir, splits),

@@ -160,8 +160,9 @@ def test_no_arguments_print_the_help_and_fail(capsys):
 # The data
 
 
-def test_the_data_that_the_others_differ_from_is_trained_on(tiny, tmp_path):
-    code, _, err = launch("python", "-m", "hftune.run", *tiny())
+def test_the_data_that_the_others_differ_from_is_trained_on(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    code, err = hftune.run.main(tiny()), capsys.readouterr().err
     assert code == 0, err
     assert own_lines(err) == []
     assert (tmp_path / "out" / "result.json").is_file()

@@ -19,9 +19,11 @@ from hftune import ConfigError, DataError, Recipe, cli, train
 from hftune.checkpoint import newest, open_checkpoint
 from hftune.ledger import audit
 from hftune.optim import lr_at
-from tests.support.runs import NO_DROPOUT, SMALL, Run, environment, train_on
+from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
 
-ROOT = Path(__file__).parents[2]
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import kill
+
 STEPS = 14  # two epochs of 7
 JOB = (
     *SMALL,
@@ -491,12 +493,29 @@ def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path
     assert run.result["steps"] == 14
 
 
-def test_ten_seeded_kills_leave_no_trace(tmp_path):
+class Forked(Group):
+    """Stands in for the launcher that benchmarks/kill.py starts: seventeen of them would take minutes to import."""
+
+    pid = None
+
+    def __init__(self, folder, count):
+        recipe, *words = kill.RECIPE
+        job = [recipe.removeprefix("recipe="), [*words, f"output_dir={folder}"], None, {}]
+        super().__init__(count, [job], folder.parent / f"{folder.name}.log")
+        Forked.last = self
+
+    def wait(self):
+        return max(map(abs, super().wait()))
+
+
+def test_ten_seeded_kills_leave_no_trace(monkeypatch, capsys):
     """Of one and of two processes, and while a checkpoint is written: five runs, each killed twice."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "kill.py"), "5", "--kills", "2", "--seed", "7"]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": bit-equal") == 5
+    monkeypatch.setattr(kill, "start", Forked)
+    monkeypatch.setattr(kill, "processes_of", lambda pid: set(Forked.last.pids))
+    monkeypatch.setattr(sys, "argv", ["kill.py", "5", "--kills", "2", "--seed", "7"])
+    code, said = kill.main(), capsys.readouterr().out
+    assert code == 0, said
+    assert said.count(": bit-equal") == 5
 
 
 @pytest.fixture

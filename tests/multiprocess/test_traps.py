@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hftune import Recipe, TrainingError, train
 from tests.support.runs import Run, environment, train_on
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -21,13 +22,11 @@ def runs(tmp_path_factory):
     return {(name, size): run for size in (1, 2) for name, run in train_on(size, JOBS, folder, RECIPE).items()}
 
 
-def refused(tmp_path, trap, world_size=2, **extra):
-    """Train on real processes and return the exit code and what hftune itself said."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+def refused(tmp_path, trap):
+    """Train on two processes and return the exit code and what hftune itself said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = ["-m", "hftune.run", f"recipe={RECIPE}", f"task.trap={trap}", f"output_dir={tmp_path}/out"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *words], env=environment(**extra), capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, *launcher, *words], env=environment(), capture_output=True, text=True, timeout=120)
     said = [line for line in done.stderr.splitlines() if line.startswith("hftune: ")]
     return done.returncode, said
 
@@ -66,14 +65,18 @@ def test_numpy_metrics_are_written_and_what_is_not_finite_becomes_null(runs):
     assert [(line["eval/numpy"], line["eval/nothing"]) for line in evaluations] == [(0.5, None), (0.5, None)]
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_unused_parameters_are_named(tmp_path, world_size):
-    code, said = refused(tmp_path, "unused parameters", world_size)
-    assert code == 1
-    assert said == [
-        "hftune: 2 parameters get no gradient: unused.weight, unused.bias. "
-        "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
-    ]
+UNUSED = (
+    "2 parameters get no gradient: unused.weight, unused.bias. Freeze them in build_model (requires_grad_(False)), or leave them "
+    "out of the model."
+)
+
+
+def test_unused_parameters_are_named(tmp_path, monkeypatch):
+    assert refused(tmp_path, "unused parameters") == (1, [f"hftune: {UNUSED}"])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(TrainingError) as caught:
+        train(Recipe.load(RECIPE, "task.trap=unused parameters", f"output_dir={tmp_path}/alone"))
+    assert str(caught.value) == UNUSED
 
 
 def test_other_data_on_one_process_are_noticed_in_the_evaluation_set_too(tmp_path):
@@ -95,11 +98,11 @@ def test_a_step_without_items_says_so(tmp_path):
     ]
 
 
-def test_settings_of_the_launcher_do_not_reach_the_mathematics(runs, tmp_path):
+def test_settings_of_the_launcher_do_not_reach_the_mathematics(runs, tmp_path, monkeypatch):
     extra = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
-    command = [sys.executable, "-m", "hftune.run", f"recipe={RECIPE}", f"output_dir={tmp_path}/out"]
-    subprocess.run(command, env=environment(**extra), check=True, capture_output=True, timeout=120)
-    run, expected = Run(tmp_path / "out"), runs["plain", 1]
+    for name, value in {"ACCELERATE_USE_CPU": "true", **extra}.items():
+        monkeypatch.setenv(name, value)
+    run, expected = Run(train(Recipe.load(RECIPE, f"output_dir={tmp_path}/out")).output_dir), runs["plain", 1]
     assert run.logged("train/grad_norm") == expected.logged("train/grad_norm")
     weights = [(made.folder / "model" / "model.safetensors").read_bytes() for made in (run, expected)]
     assert weights[0] == weights[1]

@@ -1,6 +1,5 @@
 """FSDP is only another way to compute the same training: as under DDP, with a part of everything on each process."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +87,7 @@ def test_each_process_has_half_of_weights_gradient_and_moments(runs):
     for name in ("dropout", "prefix_lm"):
         run = runs[f"fsdp {name}"]
         whole = sum(value.nbytes for value in load_file(run.folder / "model_last" / "model.safetensors").values())
-        parts = [json.loads((run.folder / f"bytes-{rank}.json").read_text()) for rank in (0, 1)]
+        parts = [run.weighed(rank) for rank in (0, 1)]
         for what, size in {"weights": whole, "gradient": whole, "moments": 2 * whole}.items():
             assert sum(part[what] for part in parts) == size
             assert max(part[what] for part in parts) < 0.51 * size

@@ -126,7 +126,7 @@ def test_a_run_goes_on_in_any_layout_and_ends_as_one_that_never_stopped(runs):
 
 
 def held(run, size):
-    return [json.loads((run.folder / f"bytes-{rank}.json").read_text()) for rank in range(size)]
+    return [run.weighed(rank) for rank in range(size)]
 
 
 def test_each_process_of_two_stages_holds_half_of_weights_gradient_and_optimizer(runs):

@@ -7,15 +7,16 @@ import pytest
 
 from tests.support.runs import NO_DROPOUT, SMALL, train_on
 
+FEW = (*SMALL, "task.dataset=tests.support.tasks:few_reviews")
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCH_SIZES = (2, 4, 8, 16)
 JOBS = {
-    **{f"micro{size}": (*SMALL, *NO_DROPOUT, "train.epochs=2", f"train.micro_batch_size={size}") for size in MICRO_BATCH_SIZES},
-    "tokens": (*SMALL, *NO_DROPOUT, "train.epochs=2", "train.micro_batch_size=null", "train.micro_batch_tokens=128"),
-    "dropout": (*SMALL, "train.epochs=2", "train.micro_batch_size=4"),
-    "workers": (*SMALL, "train.epochs=2", "train.micro_batch_size=4", "train.num_workers=1"),
-    "sgd": (*SMALL, *NO_DROPOUT, "train.epochs=2", "train.micro_batch_size=4", "train.optimizer=sgd", "train.lr=0.1"),
-    "eval5": (*SMALL, *NO_DROPOUT, "train.epochs=2", "train.micro_batch_size=4", "eval.batch_size=5"),
+    **{f"micro{size}": (*FEW, *NO_DROPOUT, "train.epochs=2", f"train.micro_batch_size={size}") for size in MICRO_BATCH_SIZES},
+    "tokens": (*FEW, *NO_DROPOUT, "train.epochs=2", "train.micro_batch_size=null", "train.micro_batch_tokens=128"),
+    "dropout": (*FEW, "train.epochs=2", "train.micro_batch_size=4"),
+    "workers": (*FEW, "train.epochs=2", "train.micro_batch_size=4", "train.num_workers=1"),
+    "sgd": (*FEW, *NO_DROPOUT, "train.epochs=2", "train.micro_batch_size=4", "train.optimizer=sgd", "train.lr=0.1"),
+    "eval5": (*FEW, *NO_DROPOUT, "train.epochs=2", "train.micro_batch_size=4", "eval.batch_size=5"),
 }
 
 

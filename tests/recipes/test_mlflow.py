@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import closing, suppress
@@ -20,7 +21,7 @@ import pytest
 from hftune import ConfigError, Recipe, TrainingError, load_model, train
 from hftune.config import flat
 from tests.support.runs import DATA, TINY, Run, train_on
-from tests.support.tasks import Trapped
+from tests.support.tasks import Signs, Trapped
 
 mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install hftune[mlflow]")
 
@@ -36,6 +37,9 @@ def somewhere_else(tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("mlflow"))
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+        # MLflow imports pyspark, which takes a main module without a file, such as that of xdist's workers, for a doctest,
+        # and calls sys.exit (check_dependencies in pyspark/sql/connect/utils.py, 4.3).
+        patch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
         yield
 
 
@@ -165,6 +169,25 @@ def test_failed_run_is_marked_as_failed():
         train(points("track.project=failed", "output_dir=outputs/failed", "eval.metric=nothing"))
     run = only_run(experiment="failed")
     assert run.info.status == "FAILED" and history(run, "train/loss")
+    assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+
+
+@dataclass
+class WithoutExamples(Signs):
+    """Points that somebody has made a mistake with."""
+
+    def example_inputs(self):
+        raise LookupError("no examples. None at all")
+
+
+def test_model_that_cannot_be_logged_is_told_and_the_run_is_finished(capsys):
+    recipe = points("track.project=speechless", "output_dir=outputs/speechless")
+    recipe.task = WithoutExamples()
+    assert train(recipe).steps == 8
+    run = only_run(experiment="speechless")
+    assert run.info.status == "FINISHED" and history(run, "train/loss")
+    told = f"MLflow gets no model of run {run.info.run_id}: LookupError: no examples. None at all. "
+    assert f"{told}The model itself is whole, in outputs/speechless/model." in capsys.readouterr().out.splitlines()
 
 
 def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkeypatch):

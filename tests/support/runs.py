@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
@@ -40,6 +45,10 @@ class Run:
         """All values of one metric, in the order of the steps."""
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return [line[name] for line in lines if name in line]
+
+    def weighed(self, rank: int) -> dict[str, int]:
+        """Bytes of weights, gradient and moments that a process of train_on had after a step."""
+        return json.loads(self.folder.with_name(f"{self.folder.name}-bytes-{rank}.json").read_text())
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
@@ -79,14 +88,50 @@ def train_on(
         ]
         for name, overrides in jobs.items()
     ]
-    (folder / f"{Path(recipe).stem}-{world_size}.json").write_text(json.dumps(listed))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)] if world_size > 1 else []
-    command = [
-        sys.executable,
-        *launcher,
-        str(Path(__file__).with_name("worker.py")),
-        str(folder / f"{Path(recipe).stem}-{world_size}.json"),
-    ]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = folder / f"{Path(recipe).stem}-{world_size}.log"
+    codes = Group(world_size, listed, log).wait()
+    assert not any(codes), f"{codes}\n{log.read_text()}"
     return {name: Run(path) for name, path in folders.items()}
+
+
+class Group:
+    """Processes that tests/support/worker.py has started for these jobs; one group at a time. What they say goes into ``log``."""
+
+    def __init__(self, world_size: int, jobs: list[Any], log: Path):
+        variables: dict[str, str] = {}
+        if world_size > 1:
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            count = str(world_size)
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+            variables |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
+        _worker().stdin.write(json.dumps({**request, "log": str(log)}).encode() + b"\n")
+        self.pids: list[int] = json.loads(_worker().stdout.readline())
+        self._codes: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        """Wait for the end, and return the exit code of each process."""
+        if self._codes is None:
+            self._codes = json.loads(_worker().stdout.readline())
+        return self._codes
+
+    def poll(self) -> list[int] | None:
+        """Return the exit codes; None where there are none yet."""
+        if self._codes is None and not select.select([_worker().stdout], [], [], 0)[0]:
+            return None
+        return self.wait()
+
+
+@cache
+def _worker() -> subprocess.Popen:
+    """Start the one interpreter that this one's process groups are forks of; it ends with its input, at the end of the tests."""
+    root = Path(__file__).parents[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}  # what select does not see was not read either
+    worker = subprocess.Popen([sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(), **pipes)
+    atexit.register(worker.communicate)
+    return worker

@@ -1,9 +1,17 @@
-"""Trains several recipes one after the other in one process group: starting processes costs more than the small runs."""
+"""Starts process groups that train several recipes one after the other, as forks of one interpreter that has imported everything.
 
+Starting interpreters and importing costs far more than the small runs. The processes are like those of torchrun: real ones, with
+its variables and an agent's store (which tests/support/runs.py keeps). What torchrun and accelerate launch themselves do is
+tested where tests start them.
+"""
+
+import gc
+import importlib
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +20,60 @@ from typing import Any
 from hftune import Interrupted, Recipe, train
 from hftune.strategies.data_parallel import DataParallel
 
+TIMEOUT_S = 540.0
+LAST_WORDS_S = 10.0
+"""For the others to end by themselves, once a process has failed."""
+IMPORTED = (
+    *("hftune.training", "hftune.tasks", "hftune.models.bigbird", "hftune.models.unet", "hftune.metrics.restoration"),
+    *("tests.support.tasks", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sklearn.metrics"),
+    "transformers.models.bert.modeling_bert",
+)
+"""Before there are processes. What is missing here they import themselves, each of them."""
+
 
 def main() -> None:
-    before = dict(os.environ)
-    for source, overrides, stop, environment in json.loads(Path(sys.argv[1]).read_text()):
+    """Start a group for each line of the input; answer with its process ids, and at its end with their exit codes."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy what all share
+    for line in sys.stdin:
+        request = json.loads(line)
+        children: dict[int, int] = {}
+        for rank in range(request["world_size"]):
+            if (child := os.fork()) == 0:
+                return work(rank, **request)
+            children[child] = rank
+        print(json.dumps(list(children)), flush=True)
+        print(json.dumps(wait(children)), flush=True)
+    return None
+
+
+def wait(children: dict[int, int]) -> list[int]:
+    """Return the exit codes of process ids; where one fails or nobody comes to an end, the others are killed."""
+    codes, until = {}, time.monotonic() + TIMEOUT_S
+    while len(codes) < len(children):
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in children:
+            codes[children[child]] = code = os.waitstatus_to_exitcode(status)
+            until = min(until, time.monotonic() + LAST_WORDS_S) if code else until
+        elif time.monotonic() > until:
+            for other in children.keys() - {pid for pid, rank in children.items() if rank in codes}:
+                os.kill(other, signal.SIGKILL)
+        else:
+            time.sleep(0.01)
+    return [codes[rank] for rank in sorted(codes)]
+
+
+def work(rank: int, world_size: int, jobs: list[Any], environment: dict[str, str], cwd: str, log: str) -> None:
+    """Be one process of a group: train each job."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.chdir(cwd)
+    before = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else environment
+    for source, overrides, stop, extra in jobs:
         os.environ.clear()  # accelerate writes there, too
-        os.environ.update({**before, **environment})
+        os.environ.update({**before, **extra})
         recipe = Recipe.load(source, *overrides)
         with weighed(Path(recipe.output_dir)):
             if stop is None:
@@ -29,7 +85,7 @@ def main() -> None:
 
 @contextmanager
 def weighed(folder: Path) -> Iterator[None]:
-    """Write down how many bytes of weights, gradient and moments each process has after a step: bytes-0.json, ..."""
+    """Write down how many bytes of weights, gradient and moments each process has after a step, beside the folder: Run.weighed reads it."""
     original = DataParallel.optimizer_step
 
     def own(tensors: Iterable[Any]) -> int:
@@ -42,7 +98,7 @@ def weighed(folder: Path) -> Iterator[None]:
         original(self, lr)
         state = self._bare_optimizer().state
         found["moments"] = own(value for values in state.values() for value in values.values() if value is not None)
-        if not (path := folder / f"bytes-{self.process_index}.json").exists():
+        if not (path := folder.with_name(f"{folder.name}-bytes-{self.process_index}.json")).exists():
             path.write_text(json.dumps(found))
 
     DataParallel.optimizer_step = optimizer_step

@@ -14,7 +14,7 @@ MAIN = {
 
 
 def test_equal_processes_have_nothing_to_say():
-    assert differences(dict(MAIN, host="nodeB"), MAIN) == []
+    assert differences(dict(MAIN, host="nodeB"), MAIN) == {}
     assert disagreement([3], dict(MAIN, host="nodeB"), MAIN) is None
 
 
@@ -37,9 +37,9 @@ def test_every_kind_of_difference_is_spelled_out_with_what_to_do():
 
 def test_a_long_list_of_differences_is_cut():
     other = dict(MAIN, host="nodeB", code=dict.fromkeys("abcd", "0"))
-    assert differences(other, MAIN) == [
-        "another code: hftune/loop.py (missing), hftune/run.py (missing), a (too many), and 3 more"
-    ]
+    assert differences(other, MAIN) == {
+        "code": "another code: hftune/loop.py (missing), hftune/run.py (missing), a (too many), and 3 more"
+    }
 
 
 def test_facts_hold_each_file_of_hftune_and_each_key_of_the_recipe():

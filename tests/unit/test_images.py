@@ -17,8 +17,9 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.augmentation import Augmented, augmented
 from hftune.data.demo_digits import NUM_DIGITS, digits
 from hftune.data.images import move
-from hftune.models.convnet import SMALLEST_IMAGE, ConvNet
+from hftune.models.convnet import ConvNet
 from hftune.tasks import ImageClassification
+from hftune.tasks.image_classification import SMALLEST_IMAGE
 from tests.support.tasks import Tagging
 
 NAMES = [str(number) for number in range(10)]

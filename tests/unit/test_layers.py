@@ -51,7 +51,7 @@ MAY_IMPORT = {
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
-        *("console", "errors"),
+        *("sections", "console", "errors"),
     },
     "memory": set(),
     "pipeline_planning": {"memory", "strategies", "batch_plan", "config", "sections", "errors"},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hftune import reference
+from hftune.config import SECTIONS
 from hftune.run import main
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +23,15 @@ def test_every_key_has_a_default_and_a_sentence(type_):
         assert default and text.endswith("."), key
 
 
-@pytest.mark.parametrize("section", ["task", "train", "eval", "track"])
+@pytest.mark.parametrize("section", ["task", *SECTIONS])
 def test_help_of_a_section_lists_its_keys(section, capsys):
     assert main(["--help", section]) == 0
     said = capsys.readouterr().out
     assert f"  {section}." in said and all(len(line) <= 160 for line in said.splitlines())
+
+
+def test_every_section_of_a_recipe_has_its_place_in_the_reference():
+    assert {name: type_ for name, type_ in reference.SECTIONS.items() if name} == SECTIONS
 
 
 def test_help_of_what_is_no_section_says_what_is(capsys):
