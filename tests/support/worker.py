@@ -26,7 +26,8 @@ LAST_WORDS_S = 10.0
 IMPORTED = (
     *("hftune.training", "hftune.tasks", "hftune.models.bigbird", "hftune.models.unet", "hftune.metrics.restoration"),
     *("tests.support.tasks", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sklearn.metrics"),
-    "transformers.models.bert.modeling_bert",
+    *("hftune.strategies.pipeline", "hftune.models.transformer_lm", "transformers.models.bert.modeling_bert"),
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 """Before there are processes. What is missing here they import themselves, each of them."""
 
