@@ -69,7 +69,7 @@ class LanguageModeling(Task):
     """How texts are continued, such as max_new_tokens, do_sample, temperature: fields of GenerationConfig."""
 
     metric_names = ("perplexity",)
-    shown = ("text", "loss")
+    shown = ("text", "perplexity")
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems
@@ -216,13 +216,14 @@ class LanguageModeling(Task):
         return int((target != -100).sum())
 
     def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Rows of text (a block's first words), tokens (that were predicted) and loss (their sum)."""
+        """Rows of text (a block's first words), tokens (that were predicted), loss (their sum) and perplexity (a token's)."""
         labels_NT = batch["labels"]
         losses_N = token_losses(outputs.logits, labels_NT).sum(1).tolist()
         counts_N = (labels_NT != -100).sum(1).tolist()
         texts = self.text_tokenizer.batch_decode(batch["input_ids"][:, :12])
         return [
-            {"text": text, "tokens": count, "loss": loss} for text, count, loss in zip(texts, counts_N, losses_N, strict=True)
+            {"text": text, "tokens": count, "loss": loss, "perplexity": perplexity(loss, count)}
+            for text, count, loss in zip(texts, counts_N, losses_N, strict=True)
         ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def test_perplexity_is_weighted_by_tokens():
     assert LanguageModeling().metrics([{"loss": 1e6, "tokens": 1}]) == {"perplexity": math.inf}
 
 
+@torch.no_grad()
 def test_text_is_continued_and_its_own_perplexity_said(task):
     made = task(generation={"max_new_tokens": 3})
     made.datasets()
