@@ -48,7 +48,8 @@ class Console:
         """Print a few predictions, each as a small table."""
         for sample in samples:
             if sample:
-                self.line("  " + table({name: one_line(str(value)) for name, value in sample.items()}).lstrip() + "\n")
+                said = {name: short(value) if is_number(value) else one_line(str(value)) for name, value in sample.items()}
+                self.line("  " + table(said).lstrip() + "\n")
 
     def close(self) -> None:
         if self.bar is not None:
