@@ -169,10 +169,14 @@ def _cut_decoder(
     before = children[:place]
     if split is not None and sum(split) != len(layers):
         raise ConfigError(
-            f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}."
+            f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}. "
+            "Let it add up to them."
         )
     if len(layers) < count:
-        raise ConfigError(f"{type(model).__name__} has {len(layers)} layers, too few for {count} stages of one or more.")
+        raise ConfigError(
+            f"{type(model).__name__} has {len(layers)} layers, too few for {count} stages of one or more: lower "
+            "parallel.pipeline_stages or parallel.virtual_stages."
+        )
     if split is None:
         costs = [_size(layer) for layer in layers]
         costs[0] += sum(_size(getattr(body, name)) for name in before)

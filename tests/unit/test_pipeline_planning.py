@@ -154,7 +154,8 @@ def test_what_training_refuses_is_refused(capsys):
         "parallel.split=[3, 3] are 6 layers, and GPT2LMHeadModel has 4."
     )
     assert refused(capsys, "--processes=2", "task.num_layers=1") == (
-        "GPT2LMHeadModel has 1 layers, too few for 2 stages of one or more."
+        "GPT2LMHeadModel has 1 layers, too few for 2 stages of one or more: lower parallel.pipeline_stages or "
+        "parallel.virtual_stages."
     )
 
 

@@ -117,11 +117,15 @@ REFUSED = {
         None,
         f"Linear cannot be cut into stages: it is no transformers model, nor does it have a method stage. {HOW}",
     ),
-    "too few layers": (lambda: decoder("gpt2"), None, "GPT2LMHeadModel has 4 layers, too few for 5 stages of one or more."),
+    "too few layers": (
+        lambda: decoder("gpt2"),
+        None,
+        "GPT2LMHeadModel has 4 layers, too few for 5 stages of one or more: lower parallel.pipeline_stages or parallel.virtual_stages.",
+    ),
     "other split": (
         lambda: decoder("gpt2"),
         [1, 1, 1, 1, 1],
-        "parallel.split=[1, 1, 1, 1, 1] are 5 layers, and GPT2LMHeadModel has 4.",
+        "parallel.split=[1, 1, 1, 1, 1] are 5 layers, and GPT2LMHeadModel has 4. Let it add up to them.",
     ),
     "split of its own": (
         lambda: Chain(5, 0.0),
