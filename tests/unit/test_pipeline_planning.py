@@ -151,7 +151,7 @@ def test_what_training_refuses_is_refused(capsys):
         "or raise train.batch_size."
     )
     assert refused(capsys, "--processes=2", "parallel.split=[3,3]") == (
-        "parallel.split=[3, 3] are 6 layers, and GPT2LMHeadModel has 4."
+        "parallel.split=[3, 3] are 6 layers, and GPT2LMHeadModel has 4. Let it add up to them."
     )
     assert refused(capsys, "--processes=2", "task.num_layers=1") == (
         "GPT2LMHeadModel has 1 layers, too few for 2 stages of one or more: lower parallel.pipeline_stages or "
