@@ -45,7 +45,11 @@ class Task(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """Return a fresh model on the CPU. Called after ``datasets`` and after seeding, on every process."""
+        """Return a fresh model on the CPU. Called after ``datasets`` and after seeding, on every process.
+
+        For pipelines it is a transformers decoder, or has a method ``stage(index, count)``; hftune.strategies.stages says how
+        that is called.
+        """
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
