@@ -2,8 +2,9 @@
 
     python benchmarks/wikitext2.py --data FOLDER [--processes 2] [--output_dir outputs/wikitext2_small] [section.key=value ...]
 
-FOLDER has train.txt, valid.txt and test.txt: a line a paragraph, words between spaces, with <unk>. An epoch takes about 12
-minutes on two free cores. A second call goes on where the first was stopped, or only counts; more train.epochs train longer.
+FOLDER has train.txt, valid.txt and test.txt: a line a paragraph, words between spaces, with <unk>. An epoch, the default, took
+half an hour on two busy cores, and gave a test perplexity of 240; counting words gives 914, counting pairs 268. A second call
+goes on where the first was stopped, or only counts; more train.epochs train longer.
 """
 
 from __future__ import annotations
