@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # in the order of testpaths: the long files first
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m ruff format .
