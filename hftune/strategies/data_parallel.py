@@ -100,16 +100,19 @@ class DataParallel(Strategy):
             yield batch
 
     def _deal(self, step: list[MicroBatch]) -> StepBatch:
-        places = balance([micro_batch.cost for micro_batch in step], self._num_replicas)[self._replica]
-        if places:
-            return StepBatch(step, [step[place] for place in places], [1] * len(places))
+        if mine := self._share(step):
+            return StepBatch(step, mine, [1] * len(mine))
         return StepBatch(step, [stand_in(step)], [0])  # for the all-reduce of the gradient
+
+    def _share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return those of them that this process computes, by cost."""
+        places = balance([micro_batch.cost for micro_batch in micro_batches], self._num_replicas)[self._replica]
+        return [micro_batches[place] for place in places]
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        places = balance([micro_batch.cost for micro_batch in micro_batches], self._num_replicas)[self._replica]
-        mine = [micro_batches[place] for place in places]
+        mine = self._share(micro_batches)
         loaded = iter(self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
         with self._evaluating():
             for micro_batch in takewhile(lambda _: not should_stop(), mine):

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
-from hftune.batch_plan import MicroBatch, balance
+from hftune.batch_plan import MicroBatch
 from hftune.errors import TrainingError
 from hftune.progress import Progress
 from hftune.sections import ParallelConfig
@@ -149,7 +149,7 @@ class Pipeline(DataParallel):
             own = {*stage.parameters()}
             stage.first_layer = next((n for n, layer in enumerate(layers) if not own.isdisjoint(layer.parameters())), 0)
             stage.to(self.device).train()
-        self.optimizer, self.model, self._checked_gradients = optimizer, NotHere(), False
+        self.optimizer, self.model = optimizer, NotHere()
         self._tied = self._groups_of_ties()
 
     def _describe(self, model: nn.Module, stages: Sequence[nn.Module]) -> None:
@@ -222,8 +222,7 @@ class Pipeline(DataParallel):
         refuse_unused([*dict.fromkeys(found)])
 
     def _deal(self, step: list[MicroBatch]) -> StepBatch:
-        places = balance([micro_batch.cost for micro_batch in step], self._num_replicas)[self._replica]
-        mine = [step[place] for place in places]
+        mine = self._share(step)
         num_missing = self.config.fill_up(len(mine)) - len(mine)
         return StepBatch(step, [*mine, *[stand_in(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
 
@@ -235,7 +234,8 @@ class Pipeline(DataParallel):
         work = []
         for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
             self.progress.on(micro_batch.samples)
-            work.append(self._work(loaded, (seed, step, micro_batch.index), weight / items))
+            on_device = send_to_device(loaded, self.device, non_blocking=True)
+            work.append(self._work(on_device, (seed, step, micro_batch.index), weight / items))
         with self._naming_memory(batch.batches[0], step):
             self._run(work, backward=True)
         self._sum_gradients()
@@ -248,8 +248,7 @@ class Pipeline(DataParallel):
         """The last stage, on the processes that have it."""
         return self._stages.get(self.config.num_stages - 1)
 
-    def _work(self, loaded: dict[str, Tensor], key: tuple[int, int, int], weight: Tensor | None) -> Work:
-        batch = send_to_device(loaded, self.device, non_blocking=True)
+    def _work(self, batch: dict[str, Tensor], key: tuple[int, int, int], weight: Tensor | None = None) -> Work:
         return Work(self.task.inputs(batch), self.task.target(batch), key, weight)
 
     def _run(self, work: Sequence[Work], backward: bool) -> None:
@@ -349,8 +348,7 @@ class Pipeline(DataParallel):
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        places = balance([micro_batch.cost for micro_batch in micro_batches], self._num_replicas)[self._replica]
-        mine = [micro_batches[place] for place in places]
+        mine = self._share(micro_batches)
         loaded = iter(self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
         size = self.config.fill_up(2 * self._num_places)
         with self._evaluating(), torch.no_grad():
@@ -366,7 +364,7 @@ class Pipeline(DataParallel):
         for micro_batch in micro_batches:
             self.progress.on(micro_batch.samples)
             batches.append(send_to_device(next(loaded), self.device))
-            work.append(Work(self.task.inputs(batches[-1]), self.task.target(batches[-1]), (0, 0, micro_batch.index)))
+            work.append(self._work(batches[-1], (0, 0, micro_batch.index)))
         self._run(work + work[-1:] * (size - len(work)), backward=False)
         last = self._last
         for place, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True) if last else ()):

@@ -165,7 +165,7 @@ def _cut_decoder(
 ) -> list[nn.Module]:
     layers, children = getattr(body, layers_name), [name for name, _ in body.named_children()]
     place = children.index(layers_name)
-    after = [name for name in children[place + 1 :] if any(True for _ in getattr(body, name).parameters())]
+    after = [name for name in children[place + 1 :] if _size(getattr(body, name))]
     before = children[:place]
     if split is not None and sum(split) != len(layers):
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -21,11 +21,11 @@ def hollow_copy(model: nn.Module) -> nn.Module:
     return deepcopy(model, empty)
 
 
-def filled_copy(hollow: nn.Module, values: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> nn.Module:
+def filled_copy(hollow: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
     """Return a copy of a hollow model with these parameters and buffers, by name; what is not among them stays as it is."""
     empty = dict(chain(hollow.named_parameters(), hollow.named_buffers()))
     filled: dict[int, Any] = {}
-    for name, value in dict(values).items():
+    for name, value in values:
         old = empty[name]
         filled[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     return deepcopy(hollow, filled)
