@@ -13,23 +13,28 @@ demo: $(VENV)/.installed
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
 	@echo "The real thing, on the Hub's Yelp reviews: $(BIN)/accelerate launch --config_file accelerate_configs/4gpu.yaml -m hftune.run recipe=yelp"
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed-dev
 	for name in batch_plan gradient_scale loop_overhead throughput; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-# constraints.txt pins every version. On Linux the package index may give torch with CUDA, gigabytes of it: to get the small
-# CPU build instead, point pip at PyTorch's CPU wheels (PIP_FIND_LINKS or PIP_INDEX_URL).
+# constraints.txt pins every version. The demo needs the package alone; tests and benchmarks need 63 packages more (pyspark, mlflow, ...).
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV). On Linux the package index may give torch with CUDA, gigabytes of it: to get the small CPU"
+	@echo "build, point pip at PyTorch's CPU wheels first (PIP_FIND_LINKS or PIP_INDEX_URL)."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
