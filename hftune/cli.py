@@ -87,14 +87,22 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("slurm", help="write the batch script that trains a recipe on nodes of a SLURM cluster")
     command.set_defaults(command=slurm)
     command.add_argument("words", nargs="*", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
-    command.add_argument("--nodes", type=int, required=True, help="machines")
-    command.add_argument("--gpus", type=int, required=True, help="GPUs, and so processes, on each of them")
-    command.add_argument("--time", default="24:00:00", help="after which the job is requeued and goes on (default %(default)s)")
-    command.add_argument("--partition", help="of the cluster")
-    command.add_argument("--account", help="that pays")
-    command.add_argument("--job-name", dest="name", help="default: the recipe's name")
+    command.add_argument("--nodes", required=True, help="number of nodes; 1-2: as many of up to two as are free")
+    where = command.add_mutually_exclusive_group(required=True)
+    where.add_argument("--gpus", type=int, help="GPUs of each node, with a process on each")
+    where.add_argument("--cpu", action="store_true", help="train on CPUs, on a cluster without GPUs")
+    command.add_argument("--processes", type=int, help="processes on each node, with --cpu (default 1)")
+    command.add_argument(
+        *("--cpus-per-gpu", "--cpus-per-process"),
+        type=int,
+        dest="cores",
+        help="CPU cores of each process (default: 2, with --cpu 1; and train.num_workers)",
+    )
+    command.add_argument("--time", default="24:00:00", help="time limit, at which the job is requeued (default %(default)s)")
+    command.add_argument("--partition", help="partition to submit to")
+    command.add_argument("--account", help="account to charge")
+    command.add_argument("--job-name", dest="name", help="name of the job and its log (default: the recipe's)")
     command.add_argument("--config", help="launch configuration, such as fsdp_2node or a .yaml file (default: plain DDP)")
-    command.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
     command.add_argument("--grace-s", type=int, default=120, help="seconds to finish a step and save (default %(default)s)")
 
     command = commands.add_parser("audit", help="prove that every sample was used exactly once an epoch")
@@ -271,7 +279,10 @@ def slurm(options: argparse.Namespace) -> int:
     from hftune.launchers.slurm import Job, batch_script
 
     asked = {item.name: getattr(options, item.name) for item in dataclasses.fields(Job)}
-    print(batch_script(options.words, Job(**asked)), end="")
+    script = batch_script(options.words, Job(**asked))
+    for remark in script.remarks:
+        print(f"hftune: {remark}", file=sys.stderr)
+    print(script.text, end="")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,54 +16,96 @@ from hftune.errors import ConfigError
 from hftune.resources import config_path
 
 MARGIN_S = 20
-"""Of the grace, for the launchers to end and the job to go back into the queue."""
+"""Of the grace period, for the launchers to exit and the job to be requeued."""
+EARLY_S = 60
+"""How much earlier than asked SLURM may send the signal (sbatch's manual, --signal)."""
+START_S = 60
+"""For imports, data and model, before the first step. More for large ones."""
 
 
 @dataclass(kw_only=True)
 class Job:
-    """What is asked of SLURM. The sizes of the training itself are the recipe's."""
+    """What to ask SLURM for. What is trained, and in which batches, is the recipe's."""
 
-    nodes: int
-    gpus: int
-    """Of each node: as many processes run there."""
+    nodes: str
+    """Number of nodes: "2"; or the fewest and the most that the job starts with, "1-2"."""
+    gpus: int | None = None
+    """GPUs of each node, one process on each. None for a job on CPUs."""
+    cpu: bool = False
+    """Train on CPUs."""
+    processes: int | None = None
+    """Processes on each node of a job on CPUs. None: 1."""
+    cores: int | None = None
+    """CPU cores of each process. None: 1 for a process on CPUs, 2 for one with a GPU, and 1 for each loader worker."""
     time: str = "24:00:00"
-    """Until SLURM ends the job, and it goes on from its place in the queue; in SLURM's spelling, such as 2-12:00:00."""
+    """Time limit in SLURM's spelling, such as 2-12:00:00. At the limit the job is requeued and later resumes."""
     partition: str | None = None
     account: str | None = None
     name: str | None = None
     """None: the recipe's."""
     config: str | None = None
     """A launch configuration, such as one for FSDP: a shipped one's name or the path of a .yaml file. None: plain DDP."""
-    cpus_per_gpu: int | None = None
-    """Cores for each process. None: what the cluster gives."""
     grace_s: int = 120
-    """Seconds before the end of the time in which training finishes its step and writes a checkpoint."""
+    """Seconds before the time limit at which training finishes its step and writes a checkpoint."""
 
     def __post_init__(self):
         if problems := list(self._problems()):
             raise ConfigError("\n  ".join(problems))
 
+    @property
+    def fewest_nodes(self) -> int:
+        return int(self.nodes.partition("-")[0])
+
+    @property
+    def processes_a_node(self) -> int:
+        return self.gpus or self.processes or 1
+
+    @property
+    def may_be_one_process(self) -> bool:
+        return self.fewest_nodes == self.processes_a_node == 1
+
+    @property
+    def is_one_process(self) -> bool:
+        return self.may_be_one_process and self.nodes in ("1", "1-1")
+
     def _problems(self) -> Iterator[str]:
-        for name, least in {"nodes": 1, "gpus": 1, "cpus_per_gpu": 1, "grace_s": 2 * MARGIN_S}.items():
+        counts = {"gpus": 1, "processes": 1, "cores": 1, "grace_s": 2 * MARGIN_S}
+        cores = "cpus-per-process" if self.cpu else "cpus-per-gpu"
+        if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", self.nodes):
+            yield f"--nodes {self.nodes} is not a number of nodes, such as 2, nor a range, such as 1-2."
+        elif self.nodes.partition("-")[2] and self.fewest_nodes > int(self.nodes.partition("-")[2]):
+            yield f"--nodes {self.nodes} begins with the larger number."
+        for name, least in counts.items():
             if (value := getattr(self, name)) is not None and value < least:
-                yield f"--{name.replace('_', '-')} {value} must be at least {least}."
+                yield f"--{cores if name == 'cores' else name.replace('_', '-')} {value} must be at least {least}."
+        if self.cpu == (self.gpus is not None):
+            yield "Give either --gpus, the number in each node, or --cpu."
+        if self.processes is not None and not self.cpu:
+            yield f"--processes {self.processes} is for --cpu. With --gpus there is one process for each GPU."
         for name in ("partition", "account", "name"):
             if (value := getattr(self, name)) is not None and not re.fullmatch(r"[\w.,:@%+-]+", value):
                 option = "job-name" if name == "name" else name
                 yield f"--{option} {value!r} has characters that SLURM's names do not: it goes into an #SBATCH line."
+        yield from self._problems_of_time()
+        if self.config is not None and self.nodes.startswith("1") and self.may_be_one_process:
+            yield f"--config {self.config} is for several processes, and --nodes {self.nodes} {self._each()} may be one."
+
+    def _problems_of_time(self) -> Iterator[str]:
         if (seconds := time_s(self.time)) is None:
             yield f"--time {self.time!r} is not a time as SLURM writes it: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
-        elif seconds <= self.grace_s:
+        elif seconds < (least := START_S + EARLY_S + self.grace_s):
             yield (
-                f"--time {self.time} is {seconds:,} s, and --grace-s {self.grace_s} stops training so many seconds before its "
-                "end: at once. A bare number means minutes; 2 hours are 2:00:00."
+                f"--time {self.time} is {seconds:,} s and must be at least {least:,} s: {START_S} to start, --grace-s "
+                f"{self.grace_s} to stop, and {EARLY_S} by which SLURM may send its signal early. With less, the job would be "
+                "requeued again and again without training. A bare number means minutes; 2 hours are 2:00:00."
             )
-        if self.config is not None and self.nodes * self.gpus == 1:
-            yield f"--config {self.config} is for several processes, and --nodes 1 --gpus 1 are one."
+
+    def _each(self) -> str:
+        return f"--gpus {self.gpus}" if self.gpus else f"--processes {self.processes_a_node}"
 
 
 def time_s(text: str) -> int | None:
-    """Return the seconds of a SLURM time; None where it is none."""
+    """Return the seconds of a SLURM time; None if it is none."""
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", text):
         return None
     days, _, rest = text.rpartition("-")
@@ -76,8 +119,16 @@ def time_s(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def batch_script(words: list[str], job: Job) -> str:
-    """Return the script for ``recipe=... key=value ...``, once these have been checked as the run itself would.
+@dataclass(frozen=True)
+class BatchScript:
+    """What goes to sbatch, and what its reader should know."""
+
+    text: str
+    remarks: list[str]
+
+
+def batch_script(words: list[str], job: Job) -> BatchScript:
+    """Write the script for ``recipe=... key=value ...``, once these have been checked as the run itself would.
 
     Raises:
         ConfigError: a mistyped key, a recipe that would not resume, or a launch configuration that starts one process.
@@ -87,89 +138,116 @@ def batch_script(words: list[str], job: Job) -> str:
     if recipe.resume != "auto":
         raise ConfigError(f"resume={recipe.resume} would begin there again each time that the job is requeued. Leave it out.")
     name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
-    options = {"partition": job.partition, "account": job.account}
-    if job.cpus_per_gpu is not None:
-        options["cpus-per-task"] = job.cpus_per_gpu * job.gpus
-    optional = "".join(f"\n#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
+    cores, remarks = job.cores, []
+    if cores is None:
+        cores = (2 if job.gpus else 1) + recipe.train.num_workers
+        remarks.append(_remark_on_cores(job, cores, recipe.train.num_workers))
+    options = {
+        "gpus-per-node": job.gpus,
+        "cpus-per-task": cores * job.processes_a_node,
+        "partition": job.partition,
+        "account": job.account,
+    }
+    asked = "\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
     listed = "\n".join(f"    {shlex.quote(word)}" for word in words)
-    return f"""#!/bin/bash
+    text = f"""#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node=1  # a launcher, which starts a process for each GPU
-#SBATCH --gpus-per-node={job.gpus}{optional}
+{asked}
 #SBATCH --time={job.time}
-#SBATCH --signal=B:USR1@{job.grace_s}  # to this script alone, so many seconds before the time is up
+#SBATCH --signal=B:USR1@{job.grace_s}  # to this script alone, so many seconds before the time limit
 #SBATCH --requeue
 #SBATCH --open-mode=append  # one log, however often the job is requeued
 #SBATCH --output=%x-%j.log
 
-# Relative paths, such as outputs/, are seen from here. The Python environment is that in which sbatch is called.
+# Relative paths, such as outputs/, start from this folder. The Python environment is the one that wrote this script; what else
+# training needs, such as `module load`, goes here.
 cd {shlex.quote(str(Path.cwd()))} || exit
+export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH
 
-# What is trained. When the job comes back, the same words go on from the newest checkpoint.
+# What is trained. When the job is requeued, the same words resume from the newest checkpoint.
 words=(
 {listed}
 )
-{_launch(job)}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.grace_s - MARGIN_S}  # seconds that a launcher gives its processes to end
-{_cores(job)}
-# One launcher on each node, none of which is ended because another one has ended first: it may be writing.
-srun --kill-on-bad-exit=0 --wait=0 {_start(job)} "${{words[@]}}" &
-training=$!
 
-# The time is nearly up: the processes finish their step, write a checkpoint, and end with an exit code that is not 0.
-# Not `kill "$training"`: srun makes a SIGKILL of a SIGTERM. scancel sends it to the launchers as it is.
+{_environment(job, cores)}{_launch(job)}
+# One task on each node, and none is killed because another one has exited first: it may be writing. --export: also under
+# `sbatch --export=NONE`, which would keep the variables above from the tasks.
+srun --export=ALL --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0 \\
+    "${{launch[@]}}" -m hftune.run "${{words[@]}}" &
+training=$!
+{_END}"""
+    return BatchScript(text, remarks)
+
+
+_END = """
+# Near the time limit, the processes finish their step, write a checkpoint, and exit with a code that is not 0.
+# Not `kill "$training"`: srun turns SIGTERM into SIGKILL. scancel sends it to the launchers as it is.
 stopped=
 trap 'stopped=yes; trap "" USR1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 wait "$training"
 code=$?
 if [[ $stopped ]]; then
-    wait "$training"  # the signal cut the first waiting short
+    wait "$training"  # the signal cut the first wait short
     code=$?
-    if ((code != 0)); then
-        scontrol requeue "$SLURM_JOB_ID"
-        exit
-    fi
 fi
-exit "$code"  # 0: all is done and saved; else training failed, and the log says why
+if ((code == 0)); then
+    exit 0  # all is done and saved
+elif [[ ! $stopped ]]; then
+    echo "hftune: job $SLURM_JOB_ID failed: the message is above. Not requeued; sbatch resumes from the newest checkpoint."
+    exit "$code"
+fi
+echo "hftune: job $SLURM_JOB_ID stopped at the time limit: back into the queue, to resume from the newest checkpoint."
+scontrol requeue "$SLURM_JOB_ID" && exit
+echo "hftune: scontrol did not requeue it. sbatch resumes from the newest checkpoint."
+exit "$code"
 """
 
 
+def _remark_on_cores(job: Job, cores: int, num_workers: int) -> str:
+    option = "--cpus-per-gpu" if job.gpus else "--cpus-per-process"
+    each = "GPU" if job.gpus else "process"
+    workers = f", {num_workers} of them for train.num_workers={num_workers}" if num_workers else ""
+    return f"The script asks for {cores} CPU core{'s' if cores > 1 else ''} for each {each}{workers}. {option} N asks for more."
+
+
+def _environment(job: Job, cores: int) -> str:
+    """Return the lines that set what training reads from the environment."""
+    lines = []
+    if job.cpu:
+        lines += ["export ACCELERATE_USE_CPU=true", f"export OMP_NUM_THREADS={cores}"]
+    if not job.is_one_process:
+        lines += [
+            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.grace_s - MARGIN_S}  # seconds that a launcher gives its processes",
+            "# Without PyTorch's warnings of broken connections, which are the others' when one process fails.",
+            'export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"',
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _launch(job: Job) -> str:
-    """Return the lines that set the launcher's options; none where one process needs no launcher."""
-    processes = job.nodes * job.gpus
-    if processes == 1:
-        return ""
+    """Return the lines that set the command of each node, up to the module."""
+    python = Path(sys.executable).name
+    if job.is_one_process:
+        return f"launch=({python})\n"
     if job.config is None:
         kind = "--multi_gpu --mixed_precision no --dynamo_backend no"
     else:
         kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
-    meeting = "\n    --rdzv_backend hftune" if job.nodes > 1 else ""
+    alone = f"((SLURM_JOB_NUM_NODES > 1)) || launch=({python})  # one process\n" if job.may_be_one_process else ""
     return f"""
-# The launchers meet on the first node, at a port of this job's own; a node that does not come is named. The recipe decides on
-# precision and compilation.
+# One launcher on each node. They meet on the first one, at a port of this job's own; a node that does not come is named.
+# The recipe decides on precision and compilation.
 export HFTUNE_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 launch=(
-    {kind}
-    --num_machines {job.nodes} --num_processes {processes}
-    --main_process_ip "$(head -n 1 <<< "$HFTUNE_MACHINES")" --main_process_port $((10000 + SLURM_JOB_ID % 20000)){meeting}
+    {python} -m hftune.launchers.quietly accelerate launch {kind}
+    --num_machines "$SLURM_JOB_NUM_NODES" --num_processes $((SLURM_JOB_NUM_NODES * {job.processes_a_node}))
+    --machine_rank=0  # on every node; the address decides which one is the first
+    --main_process_ip "$(head -n 1 <<< "$HFTUNE_MACHINES")" --main_process_port $((10000 + SLURM_JOB_ID % 20000))
 )
-"""
-
-
-def _cores(job: Job) -> str:
-    """Return the line that hands the cores of the job on to its step; none where none were asked for."""
-    line = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it over by itself\n'
-    return "" if job.cpus_per_gpu is None else line
-
-
-def _start(job: Job) -> str:
-    """Return what srun starts on each node; only there is the node's own number known."""
-    if job.nodes * job.gpus == 1:
-        return "python -m hftune.run"
-    line = """bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' accelerate"""
-    return f'{line} \\\n    "${{launch[@]}}" -m hftune.run'
+((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune)
+{alone}"""
 
 
 def _launch_config(name: str) -> Path:

@@ -1,7 +1,8 @@
 """The batch script that `hftune slurm` writes does what it says, under stand-ins for SLURM's commands.
 
 The nodes are this machine's loopback, each with one process. What the stand-ins do with signals is what SLURM does: srun ends
-its tasks with SIGKILL where it gets a SIGTERM itself, scancel --signal reaches the tasks and not the batch script.
+its tasks with SIGKILL if it gets a SIGTERM itself, scancel --signal reaches the tasks and not the batch script. If SLURM is
+installed, test_slurm_cluster.py does the same on a real one.
 """
 
 import os
@@ -26,9 +27,10 @@ STAND_INS = {
         while [[ $1 == -* ]]; do shift; done
         trap 'kill -KILL "${tasks[@]}"' TERM
         for ((node = 0; node < STAND_IN_NODES; node++)); do
-            SLURM_NODEID=$node setsid "$@" &
+            # Both nodes are this machine, where accelerate would find the port of node 0 taken.
+            setsid "${@/#--machine_rank=0/--machine_rank=$node}" &
             tasks+=($!)
-            # Both nodes are this machine: the first one has to hold the port of the job before the second one looks.
+            # And the first one has to hold the port of the job before the second one looks.
             until ((node > 0 || STAND_IN_NODES == 1)) || : < "/dev/tcp/127.0.0.1/$((10000 + SLURM_JOB_ID))"; do
                 kill -0 "$!" || break
                 sleep 0.1
@@ -69,6 +71,7 @@ def sbatch(tmp_path, capsys, monkeypatch):
         script.write_text(capsys.readouterr().out)
         subprocess.run(["bash", "-n", script], check=True)
         slurm = {"SLURM_JOB_ID": start.job_id, "SLURM_JOB_NODELIST": "node[1-2]", "STAND_IN_NODES": str(nodes)}
+        slurm |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "4"}
         env = environment(PATH=path, STAND_IN=str(tmp_path), **slurm)
         with (tmp_path / "job.log").open("a") as log:  # --open-mode=append
             jobs.append(subprocess.Popen(["bash", script], cwd="/", env=env, stdout=log, stderr=log))
@@ -108,6 +111,10 @@ def test_job_saves_at_the_grace_signal_is_requeued_and_goes_on_to_the_end(sbatch
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=120) == 0, said(tmp_path)
     assert requeued(tmp_path) == [f"requeue {sbatch.job_id}"]
+    assert said(tmp_path).endswith(
+        f"hftune: job {sbatch.job_id} stopped at the time limit: back into the queue, to resume from the newest checkpoint.\n"
+    )
+    assert "Traceback" not in said(tmp_path)
     folder = tmp_path / "it's here" / "a folder's name"
     (checkpoint,) = [path.name for path in (folder / "checkpoints").iterdir()]
     stopped = int(checkpoint.removeprefix("step_"))
@@ -126,4 +133,6 @@ def test_job_whose_training_fails_is_not_requeued(sbatch, tmp_path):
     """On one node, with a process for each of its two GPUs."""
     assert sbatch(FAULTY, "task.fault=raise", "task.sample=17", nodes=1).wait(timeout=120) != 0
     assert "[process 1 of 2 on host " in said(tmp_path) and "ValueError: bad sample 17" in said(tmp_path)
+    assert "site-packages" not in said(tmp_path)  # no call stack of the launcher's own
     assert requeued(tmp_path) == []
+    assert said(tmp_path).splitlines()[-1].startswith(f"hftune: job {sbatch.job_id} failed: the message is above. ")

@@ -1,5 +1,6 @@
 """The hftune command: what it refuses, and how."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -155,24 +156,102 @@ SLURM = ("slurm", "recipe=yelp", "--nodes", "2", "--gpus", "2")
 
 def test_job_that_cannot_be_asked_of_slurm_is_refused(capsys):
     assert refused(capsys, *SLURM, "--nodes", "0", "--cpus-per-gpu", "0", "--job-name", "a b", "--grace-s", "10") == (
-        "--nodes 0 must be at least 1.\n"
+        "--nodes 0 is not a number of nodes, such as 2, nor a range, such as 1-2.\n"
         "  --cpus-per-gpu 0 must be at least 1.\n"
         "  --grace-s 10 must be at least 40.\n"
         "  --job-name 'a b' has characters that SLURM's names do not: it goes into an #SBATCH line."
     )
-    assert refused(capsys, *SLURM, "--time", "2") == (
-        "--time 2 is 120 s, and --grace-s 120 stops training so many seconds before its end: at once. A bare number means "
-        "minutes; 2 hours are 2:00:00."
-    )
+    assert refused(capsys, *SLURM, "--nodes", "2-1") == "--nodes 2-1 begins with the larger number."
     assert refused(capsys, *SLURM, "--time", "2h") == (
         "--time '2h' is not a time as SLURM writes it: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
     )
-    assert refused(capsys, *SLURM, "--gpus", "1", "--nodes", "1", "--config", "4gpu") == (
-        "--config 4gpu is for several processes, and --nodes 1 --gpus 1 are one."
-    )
+    for nodes in ("1", "1-2"):
+        assert refused(capsys, *SLURM, "--gpus", "1", "--nodes", nodes, "--config", "4gpu") == (
+            f"--config 4gpu is for several processes, and --nodes {nodes} --gpus 1 may be one."
+        )
     assert refused(capsys, *SLURM, "--config", "cpu") == (
         "--config cpu has distributed_type NO: accelerate launch would start one process on each node."
     )
+
+
+def test_time_limit_that_would_requeue_for_ever_without_training_is_refused(capsys):
+    """SLURM may send its signal a minute early, and imports and data take time before the first step."""
+    assert refused(capsys, *SLURM, "--time", "3") == (
+        "--time 3 is 180 s and must be at least 240 s: 60 to start, --grace-s 120 to stop, and 60 by which SLURM may send "
+        "its signal early. With less, the job would be requeued again and again without training. A bare number means "
+        "minutes; 2 hours are 2:00:00."
+    )
+    assert cli.main([*SLURM, "--time", "4"]) == 0
+    assert cli.main([*SLURM, "--time", "3", "--grace-s", "60"]) == 0
+
+
+def test_gpus_or_cpus_are_asked_of_slurm_but_not_both(capsys):
+    for words, message in {
+        (): "one of the arguments --gpus --cpu is required",
+        ("--gpus", "1", "--cpu"): "argument --cpu: not allowed with argument --gpus",
+    }.items():
+        with pytest.raises(SystemExit):
+            cli.main(["slurm", "recipe=yelp", "--nodes", "2", *words])
+        assert message in capsys.readouterr().err
+    assert refused(capsys, *SLURM, "--processes", "2") == (
+        "--processes 2 is for --cpu. With --gpus there is one process for each GPU."
+    )
+
+
+def test_job_on_cpus_asks_for_no_gpu_and_trains_on_none(capsys):
+    assert cli.main(["slurm", "recipe=yelp", "--nodes", "2", "--cpu", "--processes", "3", "--cpus-per-process", "4"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --cpus-per-task=12" in script and "gpus" not in script
+    assert "\nexport ACCELERATE_USE_CPU=true\nexport OMP_NUM_THREADS=4\n" in script
+    assert "--num_processes $((SLURM_JOB_NUM_NODES * 3))" in script
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "remark"),
+    [
+        (("--gpus", "4"), 8, "The script asks for 2 CPU cores for each GPU. --cpus-per-gpu N asks for more."),
+        (("--gpus", "1", "train.num_workers=3"), 5, "5 CPU cores for each GPU, 3 of them for train.num_workers=3. --cpus"),
+        (("--cpu", "--processes", "3"), 3, "The script asks for 1 CPU core for each process. --cpus-per-process N asks"),
+    ],
+)
+def test_each_process_gets_a_core_and_the_user_is_told_how_many(capsys, asked, cores, remark):
+    """SLURM's own default is one core for all processes of a node together."""
+    assert cli.main(["slurm", "recipe=yelp", "--nodes", "2", *asked]) == 0
+    said = capsys.readouterr()
+    assert f"#SBATCH --cpus-per-task={cores}" in said.out and remark in said.err
+    assert cli.main([*SLURM, "--cpus-per-gpu", "8"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_script_brings_the_interpreter_that_wrote_it(capsys, tmp_path, monkeypatch):
+    """Whatever environment is active where sbatch is called, and whatever --export keeps from the job."""
+    python = tmp_path / "its env" / "bin" / "python3.12"
+    monkeypatch.setattr(sys, "executable", str(python))
+    for gpus, command in {"1": "launch=(python3.12)", "2": "python3.12 -m hftune.launchers.quietly accelerate launch"}.items():
+        assert cli.main([*SLURM, "--nodes", "1", "--gpus", gpus]) == 0
+        script = capsys.readouterr().out
+        assert f"\nexport PATH='{python.parent}':$PATH\n" in script and command in script
+        assert "srun --export=ALL " in script
+
+
+@pytest.mark.parametrize(
+    ("nodes", "started"), [("1", ["python"]), ("2", ["accelerate", "--num_processes 2", "--rdzv_backend"])]
+)
+def test_job_on_one_to_two_nodes_starts_as_many_processes_as_it_got(capsys, nodes, started):
+    assert cli.main([*SLURM, "--nodes", "1-2", "--gpus", "1"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=1-2\n" in script and "#SBATCH --ntasks" not in script  # with which SLURM 22.05 gives one node
+    said = before_srun(script, 'printf "%s " "${launch[@]}"', SLURM_JOB_NUM_NODES=nodes, SLURM_JOB_ID="7")
+    assert all(words in said for words in started)
+    assert ("accelerate" in said) == (nodes == "2")
+
+
+def before_srun(script, command, **variables):
+    """Run what comes before training, and then a command, and return what it prints."""
+    first = script.split("# One task on each node")[0]
+    text = f"scontrol() {{ echo node1; }}\n{first}\n{command}"
+    run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={**os.environ, **variables})
+    return run.stdout
 
 
 def test_mistyped_key_or_recipe_that_does_not_resume_never_reaches_the_queue(capsys):
@@ -199,11 +278,5 @@ def test_batch_script_takes_any_words_as_they_are_and_asks_for_what_was_asked(ca
     for line in ("--job-name=yelp", "--nodes=2", "--gpus-per-node=2", "--partition=long", "--cpus-per-task=16"):
         assert f"#SBATCH {line}" in head
     assert f"--config_file {CONFIGS[0].parent / '4gpu.yaml'}" in script
-    before_srun = script.split("# One launcher on each node")[0]
-    said = subprocess.run(
-        ["bash", "-c", f'scontrol() {{ echo node1; }}\n{before_srun}\nprintf "%s\\n" "${{words[@]}}"'],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    said = before_srun(script, 'printf "%s\\n" "${words[@]}"', SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
     assert said.splitlines() == ["recipe=yelp", *words]
