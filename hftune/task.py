@@ -27,6 +27,8 @@ class Task(ABC):
     """Names that ``metrics`` returns; lets ``eval.metric`` be checked before training. None: not known beforehand."""
     shown: ClassVar[Sequence[str]] = ()
     """Fields of ``predict``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
+    code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
+    """Fields that may name code to import, package.module.Class or module:function."""
 
     def problems(self) -> list[str]:
         """Say what is wrong with the fields or the files they name, one sentence each; called before torch is imported."""
