@@ -68,7 +68,7 @@ def test_folder_that_holds_no_run(capsys, tmp_path):
 def test_task_that_answers_nothing(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: {type: tests.support.tasks.Tagging}\n")
     (tmp_path / "model").mkdir()
-    assert refused(capsys, "predict", tmp_path, "--text", "x") == (
+    assert refused(capsys, "predict", tmp_path, "--text", "x", "--trust-code") == (
         "tests.support.tasks.Tagging does not answer inputs. Give it a method answer(model, inputs)."
     )
 
