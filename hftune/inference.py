@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hftune.config import Recipe
+from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError, DataError
 from hftune.run_folder import check_answers, open_run
 from hftune.task import Task
@@ -77,3 +77,11 @@ def load_export(task: Task, folder: Path) -> nn.Module:
         return task.load(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        if type(task).load is not Task.load:
+            raise
+        said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{folder} cannot be loaded by {type_name(type(task))}: {said}. Its model is built without the data here: if "
+            "build_model needs more than the task's fields, give the task methods save and load that keep it."
+        ) from error

@@ -320,7 +320,7 @@ def _without_password(uri: str) -> str:
     if not separator:
         return uri
     address, mark, query = rest.rpartition("@")[2].partition("?")
-    names = [f"{name}=..." for name, _ in parse_qsl(query, keep_blank_values=True)]
+    names = [f"{name}=..." for name, value in parse_qsl(query, keep_blank_values=True) if value]
     return f"{scheme}{separator}{address}{mark}{'&'.join(names) or '...' * bool(query)}"
 
 
