@@ -319,7 +319,10 @@ def evaluate(options: argparse.Namespace) -> int:
         from hftune.config import Recipe
         from hftune.run_folder import check_checkpoint, check_model
 
-        recipe = Recipe.from_argv(options.words, options.trust_code)
+        words = options.words
+        if not any(word.startswith("replace=") for word in words):
+            words = [*words, "replace=[track]"]  # dashboards are of no use here, and may name variables of another machine
+        recipe = Recipe.from_argv(words, options.trust_code)
         recipe.check()
         model = model_of(options.words, recipe.output_dir)
         if options.checkpoint is None:

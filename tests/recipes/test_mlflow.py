@@ -111,7 +111,7 @@ def test_model_of_texts_is_a_transformers_pipeline_that_gives_labels(yelp, monke
     assert {"transformers", "python_function"} == set(model.metadata.flavors)
     assert str(model.metadata.signature.inputs) == "[string (required)]"
     texts = ["Wonderful food, we will come back.", "terrible " * 300]  # the second is cut, as in training
-    answers = load_model(recipe.output_dir).predict(texts)
+    answers = load_model(recipe.output_dir, trust_code=True).predict(texts)
     said = model.predict(texts)
     assert list(said["label"]) == [row["label"] for row in answers]
     assert list(said["score"]) == pytest.approx([row["probability"] for row in answers], abs=2e-6)

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from hftune.checkpoint import BrokenCheckpoint, Checkpointer, _digest, newest, open_checkpoint, path_of
+from hftune.checkpoint import BrokenCheckpoint, Checkpoint, Checkpointer, _digest, newest, open_checkpoint, path_of
+from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.loop import TrainState
+from hftune.resume import _changes
 from hftune.training import read_state
 
 PROGRESS = {"state": {}, "values": {}, "digests": {}, "run_ids": {}, "micro_batch_size": [1, 8]}
@@ -63,6 +65,19 @@ def test_progress_that_lacks_what_training_needs_is_skipped_with_the_reason(chec
     found, skipped = newest(path.parent)
     assert found is None
     assert skipped == [f"Skipped {path}: progress.json lacks {missing}: a different version of hftune wrote it."]
+
+
+def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeypatch):
+    for token in ("old", "new"):
+        monkeypatch.setenv("A_TOKEN", token)
+        recipe = Recipe.load("yelp_demo", "track.run_name=${oc.env:A_TOKEN}", "task.text_column=${oc.env:A_TOKEN}")
+        if token == "old":
+            (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert _changes(Checkpoint(tmp_path, 0, {}, {}), recipe) == {}
+    changed = Recipe.load("yelp_demo", "track.run_name=mine", "task.text_column=${oc.env:A_TOKEN}")
+    assert _changes(Checkpoint(tmp_path, 0, {}, {}), changed) == {
+        "track.run_name": "Changed: track.run_name=mine (it was ${oc.env:A_TOKEN})."
+    }
 
 
 def test_state_of_another_version_is_refused():
