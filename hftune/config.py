@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from hftune.errors import ConfigError
 from hftune.importing import find_beside, import_named, is_own
@@ -298,13 +298,22 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
         except MissingMandatoryValue as error:
             problems.append(f"{error.full_key} is missing. It has no default: set {error.full_key}=...")
         except OmegaConfBaseException as error:
-            problems.append(f"{(error.full_key or name).removeprefix('top.')}: {str(error).splitlines()[0]}.")
+            reads_environment = _reads_environment(OmegaConf.to_container(schema.values, resolve=False))
+            problems.append(f"{(error.full_key or name).removeprefix('top.')}: {_reason(error, reads_environment)}.")
     if problems:
         raise ConfigError(problems, default_name)
     _check_named_code(sections["task"], source, layers, trust_code)
     source.as_written = dict(_texts_from_environment(schema, sections))
     top = sections.pop("top")
     return Recipe(**vars(top), **sections, source=source)
+
+
+def _reason(error: OmegaConfBaseException, reads_environment: bool) -> str:
+    if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
+        return f"the environment variable {missing[1]} is not set"
+    if reads_environment and isinstance(error, ValidationError):  # OmegaConf would show the value, which may be a secret
+        return "the value that it refers to is of a wrong type"
+    return str(error).splitlines()[0]
 
 
 def _without(values: DictConfig, full_key: str) -> DictConfig:

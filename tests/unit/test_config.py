@@ -970,6 +970,13 @@ def test_a_text_from_the_environment_is_used_and_written_nowhere(plain, secret, 
     assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
 
 
+def test_a_secret_in_the_wrong_place_is_not_shown(plain, secret):
+    assert refusal(f"recipe={plain}", "train.lr=${oc.env:A_TOKEN}") == (
+        "train.lr: the value that it refers to is of a wrong type."
+    )
+    assert refusal(f"recipe={plain}", "train.lr=${oc.env:NO_SUCH}") == "train.lr: the environment variable NO_SUCH is not set."
+
+
 def test_a_number_from_the_environment_is_written_as_it_was_used(plain, monkeypatch):
     monkeypatch.setenv("SIZE", "16")
     recipe = Recipe.load(plain, "train.batch_size=${oc.env:SIZE}", "track.run_name=${oc.env:SIZE}")
