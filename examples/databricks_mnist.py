@@ -9,7 +9,8 @@
 #     python examples/databricks_mnist.py
 #
 # RECIPE=mnist_demo draws its own digits instead of downloading MNIST; OUTPUT has to be a folder that the driver and all
-# executors see (on Databricks one of /Volumes or /dbfs).
+# executors see, and in which files can be appended to and locked. Databricks' /Volumes and /dbfs are object storage and may
+# refuse that (which is said before training): mount a network file system there, or train on the driver alone and copy OUTPUT.
 
 # %%
 import os

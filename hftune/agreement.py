@@ -39,7 +39,7 @@ def facts(recipe: Recipe | None) -> dict[str, Any]:
     own = {"host": socket.gethostname(), "pid": os.getpid(), "code": dict(code()), "packages": dict(packages())}
     if recipe is not None:
         own["code"] = own["code"] | code_of(recipe.task)
-        own["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml())))
+        own["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()
     return own
 
 

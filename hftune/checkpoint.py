@@ -31,6 +31,9 @@ from hftune.disk import flush, flush_folder, sha256_of
 FORMAT = 1
 """Version of the layout. A newer one is refused, older ones are read as long as this says so."""
 
+PROGRESS = ("state", "values", "digests", "run_ids", "micro_batch_size")
+"""What training must find in ``progress.json``."""
+
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """Groups of tensors by name: {"model": {...}, "optimizer": {...}}; each group is a file."""
 
@@ -58,10 +61,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         BrokenCheckpoint: a file is missing or has other contents, or this version of hftune cannot read it.
     """
     manifest = _manifest(path)
+    if not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("step"), int):
+        raise BrokenCheckpoint("manifest.json lists no files and no step: hftune did not write it")
     for name, written in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise BrokenCheckpoint(f"{name} is missing")
+        if not isinstance(written, dict) or not {"bytes", "sha256"} <= written.keys():
+            raise BrokenCheckpoint(f"manifest.json does not say what {name} holds: hftune did not write it")
         if (size := file.stat().st_size) != written["bytes"]:
             raise BrokenCheckpoint(f"{name} has {size:,} bytes where {written['bytes']:,} were written")
         if sha256_of(file) != written["sha256"]:
@@ -72,8 +79,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
             tensors[file.stem] = load_file(file)
         except SafetensorError as error:
             raise BrokenCheckpoint(f"{file.name} is no safetensors file ({error})") from error
-    progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
-    return Checkpoint(path, manifest["step"], progress, tensors)
+    return Checkpoint(path, manifest["step"], _progress(path), tensors)
+
+
+def _progress(path: Path) -> dict[str, Any]:
+    try:
+        progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpoint(f"progress.json cannot be read ({type(error).__name__})") from error
+    if missing := [name for name in PROGRESS if not isinstance(progress, dict) or name not in progress]:
+        raise BrokenCheckpoint(f"progress.json lacks {', '.join(missing)}: a different version of hftune wrote it")
+    return progress
 
 
 def _manifest(path: Path) -> dict[str, Any]:

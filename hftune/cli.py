@@ -1,6 +1,7 @@
-"""The ``hftune`` command: what is done around training. Thin: each command reads its arguments and calls one function.
+"""The ``hftune`` command: training, and what is done around it. Thin: a command checks its arguments and calls one function.
 
-Exit codes: 0 done; 1 an audit, a plan or the doctor found something; 2 it cannot be done as asked.
+The arguments are checked before torch is imported, which takes seconds.
+Exit codes: 0 done; 1 an audit, a plan or the doctor found something; 2 it cannot be done as asked; ``train`` as hftune.run.
 """
 
 from __future__ import annotations
@@ -8,27 +9,49 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from hftune import __version__
+from hftune.console import print_any_character
 from hftune.errors import ConfigError, DataError
+from hftune.messages import did_you_mean
+from hftune.resources import recipe_names
+
+CLOSED = 141
+"""Exit code where nobody reads the output any more, as in ``hftune configs | head -1``: 128 + SIGPIPE, as other programs."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = parse(argv)
+    print_any_character()
     try:
-        return options.command(options)
+        options = parse(argv)
+        code = options.command(options)
+        sys.stdout.flush()
+        return code
     except (ConfigError, DataError) as error:
         print(f"hftune: {error}", file=sys.stderr)
         return 2
+    except PermissionError as error:
+        print(f"hftune: {error.filename} cannot be opened: {error.strerror}.", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more at its end
+        return CLOSED
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the arguments; options may stand between the words of a recipe, which argparse alone refuses."""
+    """Read the arguments; options may stand between the words of a recipe, which argparse alone refuses.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     root = parser()
+    check_command(argv, root)
     options, more = root.parse_known_args(argv)
     takes_words = hasattr(options, "words")
     if unknown := [word for word in more if word.startswith("-") or not takes_words]:
@@ -38,14 +61,48 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def check_command(argv: list[str], root: argparse.ArgumentParser) -> None:
+    """Refuse a command that does not exist with the one that was meant, or raise ConfigError."""
+    word = argv[0] if argv else "-"
+    commands = list(next(action.choices for action in root._actions if isinstance(action, argparse._SubParsersAction)))
+    if word.startswith("-") or word in commands:
+        return
+    if word.startswith("recipe="):
+        hint = f" To train, say: hftune train {' '.join(argv)}"
+    elif word in recipe_names():
+        hint = f" To train, say: hftune train recipe={' '.join(argv)}"
+    else:
+        hint = " Did you mean 'train'?" if word in ("run", "fit", "launch") else did_you_mean(word, commands)
+    raise ConfigError(f"{word!r} is not a command. Commands: {', '.join(commands)}.{hint}")
+
+
+def find_modules_here() -> None:
+    """Let modules of the user's own be found in the current folder: last, so that none of them hides an installed one."""
+    if "" not in sys.path:
+        sys.path.append("")
+
+
 def parser() -> argparse.ArgumentParser:
     """Describe the commands."""
     root = argparse.ArgumentParser(
         prog="hftune",
-        description="Around training, which is: accelerate launch -m hftune.run recipe=NAME (python -m hftune.run --help).",
+        description="Train by recipe, and what is done around it. On several machines: accelerate launch -m hftune.run "
+        "recipe=NAME (python -m hftune.run --help).",
     )
     root.add_argument("--version", action="version", version=f"hftune {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="train a recipe; the same as python -m hftune.run")
+    command.set_defaults(command=train)
+    command.add_argument("words", nargs="*", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
+    command.add_argument("--processes", type=int, help="processes to start on this machine (default: train in this one)")
+
+    command = commands.add_parser("recipes", help="list the shipped recipes")
+    command.set_defaults(command=recipes)
+
+    command = commands.add_parser("show", help="print a recipe with all its keys as YAML, bases and overrides applied")
+    command.set_defaults(command=show)
+    command.add_argument("words", nargs="+", metavar="recipe=NAME [section.key=value ...]", help="as for hftune.run")
 
     command = commands.add_parser("plan", help="what a run would do, and the memory and disk it would take; trains nothing")
     command.set_defaults(command=plan)
@@ -65,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, help="folder for the pictures that come out")
     command.add_argument("--batch-size", type=int, default=8, help="inputs at a time (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON object an input")
+    command.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
 
     command = commands.add_parser(
         "evaluate",
@@ -77,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--checkpoint", type=Path, help="evaluate this checkpoint instead of the model")
     command.add_argument("--part", choices=("eval", "test"), default="eval", help="of the data (default %(default)s)")
     command.add_argument("--output", type=Path, help="write the metrics into this file, as JSON")
+    command.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
 
     command = commands.add_parser("configs", help="list, print or copy launch configurations for accelerate launch")
     command.set_defaults(command=configs)
@@ -122,12 +181,65 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+TRUST_CODE = "import the code that the recipe names beside hftune's own, such as a task of yours"
+
+
+def train(options: argparse.Namespace) -> int:
+    """``hftune train``: exit codes as those of hftune.run."""
+    from hftune.run import fail, main
+
+    find_modules_here()
+    if options.processes is None:
+        return main(options.words)
+    check_at_least_1(options, "processes")
+    try:
+        from hftune.config import Recipe
+
+        recipe, count = Recipe.from_argv(options.words), options.processes
+        recipe.check()
+        print(f"hftune {__version__}: recipe {recipe.recipe}; starting {count} process{'es' * (count > 1)} ...", flush=True)
+        from hftune.launchers.local import launch
+
+        launch(recipe, count)
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
+    return 0
+
+
+def recipes(options: argparse.Namespace) -> int:
+    """``hftune recipes``: each recipe with the first line of its file."""
+    from hftune.console import table
+    from hftune.resources import recipe_path
+
+    lines = {name: recipe_path(name).read_text(encoding="utf-8").partition("\n")[0] for name in recipe_names()}
+    print(table({name: line.removeprefix("# ") for name, line in lines.items()}))
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """``hftune show``: what a run would write into recipe.yaml."""
+    find_modules_here()
+    from hftune.config import Recipe
+
+    print(Recipe.from_argv(options.words).to_yaml(), end="")
+    return 0
+
+
+def check_at_least_1(options: argparse.Namespace, *names: str) -> None:
+    """Refuse a number below 1, or raise ConfigError."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+
+
 def plan(options: argparse.Namespace) -> int:
     """``hftune plan``: exit code 1 where training would refuse the model."""
-    sys.path.insert(0, "")  # as python -m does: the task may be the user's own
+    check_at_least_1(options, "processes", "gpus_per_machine")
+    find_modules_here()
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(options.words)
+    recipe.check()
     from hftune.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
     from hftune.plan_text import plan_text
     from hftune.planning import make_plan
@@ -143,15 +255,21 @@ def predict(options: argparse.Namespace) -> int:
     inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
     if not inputs:
         raise ConfigError("Nothing to answer: give --text, --text-file or --input.")
-    if options.batch_size < 1:
-        raise ConfigError(f"--batch-size {options.batch_size} must be at least 1.")
-    sys.path.insert(0, "")  # as python -m does: the run's task may be the user's own
+    check_at_least_1(options, "batch_size")
+    if options.trust_code:
+        find_modules_here()
+    from hftune.run_folder import check_answers, open_run
+
+    recipe, _ = open_run(options.folder, options.trust_code)
+    check_answers(recipe.task)
     from hftune.answers import keep_pictures, named, output_names
+
+    names = output_names(inputs, options.output)
     from hftune.console import hide_progress_bars
     from hftune.inference import load_model
 
     hide_progress_bars()
-    model, names = load_model(options.folder), output_names(inputs, options.output)
+    model = load_model(options.folder, trust_code=options.trust_code)
     for value, name, row in zip(inputs, names, model.answers(inputs, options.batch_size), strict=True):
         said = {**named(value), **keep_pictures(row, name)}
         print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
@@ -203,17 +321,29 @@ def evaluate(options: argparse.Namespace) -> int:
     """``hftune evaluate``: print a table of the metrics. Under a launcher every process calls it."""
     from hftune.run import fail
 
-    sys.path.insert(0, "")
+    if options.trust_code:
+        find_modules_here()
     try:
         from hftune.config import Recipe
+        from hftune.run_folder import check_checkpoint, check_model
 
-        recipe = Recipe.from_argv(options.words)
+        words = options.words
+        if not any(word.startswith("replace=") for word in words):
+            words = [*words, "replace=[track]"]  # dashboards are of no use here, and may name variables of another machine
+        recipe = Recipe.from_argv(words, options.trust_code)
         recipe.check()
+        model = model_of(options.words, recipe.output_dir)
+        if options.checkpoint is None:
+            check_model(model)
+        else:
+            check_checkpoint(options.checkpoint)
+        if options.output is not None and os.environ.get("RANK", "0") == "0":
+            check_output(options.output)
         from hftune.console import hide_progress_bars, is_number, short, table
         from hftune.scoring import score
 
         hide_progress_bars()
-        found = score(recipe, model_of(options.words, recipe.output_dir), options.checkpoint, options.part)
+        found = score(recipe, model, options.checkpoint, options.part)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     if found.is_main:
@@ -223,6 +353,17 @@ def evaluate(options: argparse.Namespace) -> int:
             values = {name: getattr(found, name) for name in ("metrics", "model", "num_samples", "world_size")}
             write_output(options.output, values)
     return 0
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written before hours are spent on what it is for, or raise ConfigError."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 
 
 def write_output(path: Path, values: dict[str, Any]) -> None:
@@ -275,7 +416,7 @@ def configs(options: argparse.Namespace) -> int:
 
 def slurm(options: argparse.Namespace) -> int:
     """``hftune slurm``: print a batch script."""
-    sys.path.insert(0, "")  # as python -m does: the recipe's task may be the user's own
+    find_modules_here()
     from hftune.launchers.slurm import Job, batch_script
 
     asked = {item.name: getattr(options, item.name) for item in dataclasses.fields(Job)}
@@ -304,7 +445,11 @@ def audit(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """``hftune doctor``: the same as python -m hftune.doctor."""
-    sys.path.insert(0, "")  # as python -m does: the recipe's task may be the user's own
+    find_modules_here()
+    if options.words:
+        from hftune.config import Recipe
+
+        Recipe.from_argv(options.words).check()
     from hftune.doctor import main
 
     return main(options.words)
@@ -312,6 +457,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 def vocab(options: argparse.Namespace) -> int:
     """``hftune vocab``: write a vocabulary and say how well it fits."""
+    from hftune.data.files import check_corpus
+
+    check_corpus(options.files)
     from hftune.console import hide_progress_bars
     from hftune.data.vocabulary import write_vocabulary
 
@@ -326,6 +474,8 @@ def vocab(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # python -m puts the current folder there, whose modules would hide installed ones
     from hftune.run import leave
 
     leave(main())

@@ -5,23 +5,60 @@ OmegaConf reads and type-checks; it stops here. What leaves this module are plai
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from hftune.errors import ConfigError
+from hftune.importing import find_beside, import_named, is_own
 from hftune.messages import did_you_mean, holds, spell, type_problem
-from hftune.resources import recipe_path
-from hftune.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, Section, TrackConfig, TrainConfig, key_of
+from hftune.resources import recipe_path, resource_dir
+from hftune.sections import (
+    SCHEDULE_KEYS,
+    CheckpointConfig,
+    EvalConfig,
+    ParallelConfig,
+    RunConfig,
+    Section,
+    TrackConfig,
+    TrainConfig,
+    key_of,
+)
 from hftune.task import Task
+
+
+@dataclass
+class Source:
+    """Where the values of a recipe come from, so that messages can say so and secrets are not written down."""
+
+    origins: dict[str, str] = field(default_factory=dict)
+    """The file that set each key; "" for the command line. A key that has its default is not here."""
+    as_written: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Of each key that holds a text from the environment: what the recipe says, and the value that it has here."""
+
+    def locate(self, problem: str) -> str:
+        """Append the files that set the keys which a problem names; nothing where all were typed on the command line.
+
+        A shipped recipe is named only beside other files: by itself it is right.
+        """
+        keys = [key for key in self.origins if re.search(rf"(?<![\w.]){re.escape(key)}=", problem)]
+        origins = {self.origins[key] for key in keys}
+        if len(origins) == 1:
+            (origin,) = origins
+            return problem if origin == "" or _is_shipped(origin) else f"{problem} ({origin})"
+        said = "; ".join(f"{key}: {_name_of(self.origins[key])}" for key in keys)
+        return f"{problem} ({said})" if said else problem
 
 
 @dataclass(kw_only=True)
@@ -35,20 +72,26 @@ class Recipe(RunConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    source: Source = field(default_factory=Source, repr=False, compare=False)
+    """Where the values come from. Not a part of the recipe: it is neither compared nor written."""
 
     @classmethod
-    def load(cls, source: str | Path, *overrides: str) -> Recipe:
+    def load(cls, source: str | Path, *overrides: str, trust_code: bool = True) -> Recipe:
         """Read a shipped recipe by name or any by path, then apply ``section.key=value`` overrides.
+
+        Args:
+            trust_code: import the code that the recipe's files name, looked for next to these files, too. False: refuse a
+                recipe that names code other than hftune's own, or puts environment variables into its task.
 
         Raises:
             ConfigError: holding every problem found: unknown keys, wrong types, values out of bounds.
         """
         path = recipe_path(source)
-        return _build({**_layers(path), "": _parse(overrides)}, default_name=path.stem)
+        return _build([*_layers(path), _parse(overrides)], path.stem, trust_code)
 
     @classmethod
-    def from_argv(cls, argv: list[str]) -> Recipe:
-        """Read ``recipe=<name or path> [section.key=value ...]``.
+    def from_argv(cls, argv: list[str], trust_code: bool = True) -> Recipe:
+        """Read ``recipe=<name or path> [section.key=value ...]``; ``trust_code`` as for ``load``.
 
         Raises:
             ConfigError: as ``load``, and for arguments of another form.
@@ -56,7 +99,8 @@ class Recipe(RunConfig):
         sources = [word.partition("=")[2] for word in argv if word.startswith("recipe=")]
         if len(sources) != 1:
             raise ConfigError(f"Name one recipe, such as recipe=yelp_demo; {len(sources)} were given.")
-        return cls.load(sources[0], *[word for word in argv if not word.startswith("recipe=")])
+        overrides = [word for word in argv if not word.startswith("recipe=")]
+        return cls.load(sources[0], *overrides, trust_code=trust_code)
 
     def check(self) -> None:
         """Look for what can be found wrong without torch: missing files, a metric that the task does not compute.
@@ -72,11 +116,20 @@ class Recipe(RunConfig):
                 f"It computes: {', '.join(known)}.{did_you_mean(self.eval.metric, known)}"
             )
         if problems:
-            raise ConfigError(problems, self.recipe)
+            raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data; loading it again gives an equal recipe."""
-        plain = dataclasses.asdict(self)
+        """Return the resolved recipe as plain data; loading it again gives an equal recipe.
+
+        A text that takes in an environment variable stays as it is written, such as "${oc.env:WANDB_NAME}": it may be a
+        secret, and this goes into files and to dashboards.
+        """
+        plain = dataclasses.asdict(dataclasses.replace(self, source=Source()))
+        del plain["source"]
+        for key, (written, value) in self.source.as_written.items():
+            section, _, name = key.rpartition(".")
+            if getattr(getattr(self, section) if section else self, name) == value:  # else it was replaced since
+                (plain[section] if section else plain)[name] = copy.deepcopy(written)
         plain["task"] = {"type": type_name(type(self.task)), **plain["task"]}
         return {
             key: {key_of(name): item for name, item in value.items()} if key in SECTIONS else value
@@ -84,8 +137,15 @@ class Recipe(RunConfig):
         }
 
     def to_yaml(self) -> str:
-        """Return the resolved recipe as YAML."""
+        """Return the resolved recipe as YAML; texts from the environment as in ``to_dict``."""
         return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
+
+    def environment_digests(self) -> dict[str, str]:
+        """Return a short digest of each value that ``to_dict`` leaves out, to compare processes without telling it."""
+        return {
+            f"{key} (from the environment)": sha256(repr(value).encode()).hexdigest()[:8]
+            for key, (_, value) in self.source.as_written.items()
+        }
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -111,18 +171,41 @@ def type_name(type_: type) -> str:
     return type_.__qualname__ if shipped else f"{type_.__module__}.{type_.__qualname__}"
 
 
-def _layers(path: Path, above: tuple[Path, ...] = ()) -> dict[str, DictConfig]:
-    """Read a recipe file and the ``base`` it names, the lowest first, under the origin that messages give."""
+@dataclass
+class _Layer:
+    """What one recipe file, or the command line, sets."""
+
+    values: DictConfig
+    path: Path | None = None
+    """None: the command line."""
+    replaced: list[str] = field(default_factory=list)
+    """Keys of which nothing is taken over from the layers below."""
+
+    @property
+    def origin(self) -> str:
+        return "" if self.path is None else str(self.path)
+
+    def locate(self, problem: str) -> str:
+        return problem if self.path is None else f"{problem} ({self.path})"
+
+
+def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[_Layer]:
+    """Read a recipe file and the ``base`` it names, the lowest first."""
     origin = f" ({path})"
     try:
-        raw = OmegaConf.load(path)
+        raw, odd = OmegaConf.load(path), _odd_number(path.read_text(encoding="utf-8-sig"))
     except Exception as error:  # YAML's errors share no base with OmegaConf's and OSError
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if odd is not None:
+        raise ConfigError(f"{path}, {odd}")
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"{path} is not a recipe: its top level must be keys such as task: and train:.")
     base = raw.pop("base", None)
+    layer = _Layer(raw, path, _replaced(raw, origin))
     if base is None:
-        return {origin: raw}
+        if layer.replaced:
+            raise ConfigError(f"replace={spell(layer.replaced)} is for what a base sets, and there is no base.{origin}")
+        return [layer]
     if not isinstance(base, str):
         raise ConfigError(f"base={spell(base)} is not the name or the path of a recipe.{origin}")
     beside = path.parent / base
@@ -133,46 +216,206 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> dict[str, DictConfig]:
     above = (*above, path.resolve())
     if below.resolve() in above:
         raise ConfigError(f"base={base} leads back to {below.resolve()}: a recipe cannot build on itself.{origin}")
-    return {**_layers(below, above), origin: raw}
+    return [*_layers(below, above), layer]
 
 
-def _parse(overrides: Sequence[str]) -> DictConfig:
+def _replaced(raw: DictConfig, origin: str) -> list[str]:
+    """Take the key ``replace`` out of a layer, or raise ConfigError."""
+    given = raw.pop("replace", None)
+    keys = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
+    if keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        return keys or []
+    raise ConfigError(f"replace={spell(keys)} is not a list of keys, such as [task.model_config].{origin}")
+
+
+def _parse(overrides: Sequence[str]) -> _Layer:
     for word in overrides:
         if not re.match(r"[A-Za-z_][\w.]*=", word):
             raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.")
         try:
             OmegaConf.from_dotlist([word])
+            odd = _odd_number(word.partition("=")[2])
         except Exception as error:  # as above
             reason = getattr(error, "problem", None) or str(error).splitlines()[0]
             raise ConfigError(f"{word} cannot be read: {reason}.") from error
+        if odd is not None:
+            raise ConfigError(f"{word}: {odd.partition(': ')[2]}")
         if word.startswith("base="):
             raise ConfigError("base=... belongs in a recipe file; here, name the recipe itself: recipe=...")
-    return OmegaConf.from_dotlist(list(overrides))
+    raw = OmegaConf.from_dotlist(list(overrides))
+    return _Layer(raw, None, _replaced(raw, ""))
 
 
-def _build(layers: dict[str, DictConfig], default_name: str) -> Recipe:
+def _odd_number(text: str) -> str | None:
+    """Find a number that YAML 1.1 takes for a different one: 1:30 is 90 there, and 010 is 8. Return what is wrong with it."""
+    tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    nodes, seen = [tree] if tree is not None else [], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            nodes += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif node.style is None and node.tag.endswith((":int", ":float")) and _ODD_NUMBER.fullmatch(node.value):
+            number = yaml.safe_load(node.value)
+            return (
+                f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {number}. Write {number}, or put a "
+                f"text in quotes: '{node.value}'."
+            )
+    return None
+
+
+_ODD_NUMBER = re.compile(r"[-+]?(\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|0[\d_]+)")
+
+
+def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> Recipe:
     """Apply each layer's values to the typed sections one by one, collecting every problem before giving up."""
-    schema = _Schema(_import_task([_task_type(raw) for raw in layers.values()]))
+    for place, layer in enumerate(layers):
+        for key in layer.replaced:
+            for below in layers[:place]:
+                below.values = _without(below.values, key)
+    schema, source = _Schema(_import_task(layers, trust_code)), Source()
     schema.values.top.recipe = default_name
     problems = []
-    for origin, raw in layers.items():
-        for key, value in schema.leaves(OmegaConf.to_container(raw, resolve=False)):
+    for layer in layers:
+        problems += [layer.locate(problem) for key in layer.replaced if (problem := schema.unknown(key))]
+        for key, value in schema.leaves(OmegaConf.to_container(layer.values, resolve=False)):
             if problem := schema.assign(key, value):
-                problems.append(problem + origin)
+                problems.append(layer.locate(problem))
+            source.origins[key] = layer.origin
+    _drop_keys_of_other_schedules(schema, source, layers)
+    if not trust_code:
+        _check_environment(schema, layers)
     sections: dict[str, Any] = {}
     for name in schema.types:
         try:
             sections[name] = OmegaConf.to_object(schema.values[name])
         except ConfigError as error:
-            problems += error.problems
+            problems += map(source.locate, error.problems)
         except MissingMandatoryValue as error:
             problems.append(f"{error.full_key} is missing. It has no default: set {error.full_key}=...")
         except OmegaConfBaseException as error:
-            problems.append(f"{(error.full_key or name).removeprefix('top.')}: {str(error).splitlines()[0]}.")
+            reads_environment = _reads_environment(OmegaConf.to_container(schema.values, resolve=False))
+            problems.append(f"{(error.full_key or name).removeprefix('top.')}: {_reason(error, reads_environment)}.")
     if problems:
         raise ConfigError(problems, default_name)
+    _check_named_code(sections["task"], source, layers, trust_code)
+    source.as_written = dict(_texts_from_environment(schema, sections))
     top = sections.pop("top")
-    return Recipe(**vars(top), **sections)
+    return Recipe(**vars(top), **sections, source=source)
+
+
+def _reason(error: OmegaConfBaseException, reads_environment: bool) -> str:
+    if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
+        return f"the environment variable {missing[1]} is not set"
+    if reads_environment and isinstance(error, ValidationError):  # OmegaConf would show the value, which may be a secret
+        return "the value that it refers to is of a wrong type"
+    return str(error).splitlines()[0]
+
+
+def _without(values: DictConfig, full_key: str) -> DictConfig:
+    """Return a layer's values without those of a key and below."""
+    plain = parent = OmegaConf.to_container(values, resolve=False)
+    *sections, last = full_key.split(".")
+    for name in sections:
+        parent = parent.get(name) if isinstance(parent, dict) else None
+    if isinstance(parent, dict):
+        parent.pop(last, None)
+    return OmegaConf.create(plain)
+
+
+def _drop_keys_of_other_schedules(schema: _Schema, source: Source, layers: list[_Layer]) -> None:
+    """Give up keys such as train.gamma that belong to the schedule of a layer below the one that chose the schedule."""
+    ranks = {layer.origin: rank for rank, layer in enumerate(layers)}
+    chosen = OmegaConf.to_container(schema.values.train, resolve=False)["schedule"]
+    for name, schedules in SCHEDULE_KEYS.items():
+        origins = [source.origins.get(key) for key in (f"train.{name}", "train.schedule")]
+        if None in origins or "${" in str(chosen):
+            continue
+        if ranks[origins[0]] < ranks[origins[1]] and chosen not in schedules:
+            schema.values.train[name] = getattr(TrainConfig, name)
+            del source.origins[f"train.{name}"]
+
+
+def _texts_from_environment(schema: _Schema, sections: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the keys whose texts may hold an environment variable, with what is written there and their value.
+
+    Where anything comes from the environment, any other reference may lead to it. Numbers are not kept back: they are no
+    secrets, and a run must not go on silently with different ones.
+    """
+    if not _reads_environment(OmegaConf.to_container(schema.values, resolve=False)):
+        return
+    for section in schema.types:
+        raws, values = (OmegaConf.to_container(schema.values[section], resolve=resolve) for resolve in (False, True))
+        for name, raw in raws.items():
+            if (written := _as_written(raw, values[name])) != values[name]:
+                key = name if section == "top" else f"{section}.{name}"
+                yield key, (written, copy.deepcopy(getattr(sections[section], name)))
+
+
+def _as_written(raw: Any, value: Any) -> Any:
+    """Return a value with its texts as they are written, and everything else resolved."""
+    if isinstance(raw, dict) and isinstance(value, dict):
+        return {key: _as_written(raw[key], value[key]) for key in raw}
+    if isinstance(raw, list) and isinstance(value, list):
+        return [_as_written(*pair) for pair in zip(raw, value, strict=True)]
+    return raw if isinstance(value, (str, list, dict)) else value
+
+
+def _reads_environment(raw: Any) -> bool:
+    """Say whether a text calls one of OmegaConf's resolvers, such as ${oc.env:NAME}."""
+    return any(re.search(r"\$\{.*:", text, flags=re.DOTALL) for text in _texts(raw))
+
+
+def _texts(raw: Any) -> Iterator[str]:
+    if isinstance(raw, str):
+        yield raw
+    elif isinstance(raw, (dict, list)):
+        for part in raw.values() if isinstance(raw, dict) else raw:
+            yield from _texts(part)
+
+
+TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrote it."
+
+
+def _check_environment(schema: _Schema, layers: list[_Layer]) -> None:
+    """Refuse a task that takes in environment variables: a file's address, say, would carry them away. Raise ConfigError."""
+    values = OmegaConf.to_container(schema.values, resolve=False)
+    if _reads_environment(values) and any("${" in text for text in _texts(values["task"])):
+        raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
+
+
+def _check_named_code(task: Task, source: Source, layers: list[_Layer], trust_code: bool) -> None:
+    """Refuse code that the fields of a task name if it is not to be trusted, or let it be found next to the recipe's files.
+
+    Raises:
+        ConfigError: as ``find_beside``, and for code that is not trusted.
+    """
+    for name in task.code_fields:
+        value = getattr(task, name, None)
+        if not isinstance(value, str) or is_own(value) or (name == "dataset" and ":" not in value):
+            continue
+        _check_code(f"task.{name}", value, source.origins.get(f"task.{name}", ""), layers, trust_code)
+
+
+def _check_code(key: str, name: str, origin: str, layers: list[_Layer], trust_code: bool) -> None:
+    if not trust_code and origin:  # what was typed on the command line is meant
+        raise ConfigError(f"{key}={name} ({origin}) is not hftune's own code, and importing it would run it. {TRUST}")
+    if trust_code:
+        find_beside(key, name, [layer.path.parent for layer in reversed(layers) if layer.path is not None])
+
+
+def _is_shipped(origin: str) -> bool:
+    return Path(origin).parent == resource_dir("recipes")
+
+
+def _name_of(origin: str) -> str:
+    if origin and _is_shipped(origin):
+        return f"recipe {Path(origin).stem}"
+    return origin or "the command line"
 
 
 def _task_type(raw: DictConfig) -> Any:
@@ -241,6 +484,13 @@ class _Schema:
             return f"{full_key}={spell(value)} {type_problem(hint, value, default)}"
         return None
 
+    def unknown(self, full_key: str) -> str | None:
+        """Say that a key to replace does not exist, or return None."""
+        inside = any(full_key.startswith(f"{mapping}.") for mapping in self.mappings)
+        if inside or full_key in self.types or full_key in self.known:
+            return None
+        return f"replace=[{full_key}]: {full_key} is not a key of a recipe.{self._nearest(full_key)}"
+
     def _field_name(self, section: str, key: str) -> str:
         return f"{key}_" if f"{key}_" in self.hints.get(section, {}) else key
 
@@ -256,7 +506,7 @@ class _Schema:
         siblings = [known.partition(".")[2] for known in self.known if known.startswith(f"{section}.")]
         if siblings:
             return f" Keys of {section}: {', '.join(siblings)}."
-        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: recipe, base, seed, output_dir, resume."
+        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: recipe, base, replace, seed, output_dir, resume."
 
 
 def _structured(type_: type) -> DictConfig:
@@ -268,18 +518,22 @@ def _structured(type_: type) -> DictConfig:
         raise ConfigError(f"task.type={type_name(type_)}: {str(error).splitlines()[0]}") from error
 
 
-def _import_task(names: list[Any]) -> type[Task]:
+def _import_task(layers: list[_Layer], trust_code: bool) -> type[Task]:
     """Import the class that the last layer which names one names; a bare name means hftune.tasks."""
-    name = next((name for name in reversed(names) if name is not None), None)
-    if name is None:
+    named = [(name, layer.origin) for layer in layers if (name := _task_type(layer.values)) is not None]
+    if not named:
         raise ConfigError("task.type is missing. Name a class of hftune.tasks, such as SequenceClassification, or your own.")
+    name, origin = named[-1]
     module, _, attribute = (str(name) if "." in str(name) else f"hftune.tasks.{name}").rpartition(".")
+    if not is_own(f"{module}."):
+        _check_code("task.type", name, origin, layers, trust_code)
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        found = import_named("task.type", name, module, attribute)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, (ImportError, AttributeError, ValueError, TypeError)):
+            raise
         shipped = importlib.import_module("hftune.tasks").__all__
-        hint = did_you_mean(name, shipped)
-        raise ConfigError(f"task.type={name} cannot be imported: {error}. Shipped: {', '.join(shipped)}.{hint}") from error
+        raise ConfigError(f"{error} Shipped: {', '.join(shipped)}.{did_you_mean(name, shipped)}") from error
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task.type={name} is not a subclass of hftune.Task.")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):

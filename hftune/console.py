@@ -56,6 +56,13 @@ class Console:
             self.bar.close()
 
 
+def print_any_character() -> None:
+    """Let output that is not UTF-8 show other characters as \\u4e2d: printing a sample must not end a training."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not in a notebook, which shows everything
+            stream.reconfigure(errors="backslashreplace")
+
+
 def hide_progress_bars() -> None:
     """Silence the bars of datasets and transformers: where nobody draws them, a log would keep every redraw."""
     from datasets.utils import logging as datasets_logging

@@ -71,7 +71,12 @@ def only_writer(folder: Path) -> Iterator[None]:
     lock, owner = FileLock(folder / ".lock"), folder / ".owner"
     try:
         lock.acquire(timeout=0)
-    except Timeout:
+    except OSError as error:  # a Timeout is one as well
+        if not isinstance(error, Timeout):
+            raise ConfigError(
+                f"output_dir={folder} is on a file system without file locks ({error.strerror or error}), which keep two runs "
+                "out of one folder. Set output_dir=... to a folder on another one, and copy it afterwards."
+            ) from error
         who = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
         raise ConfigError(
             f"output_dir={folder} is in use by {who}. Wait for that run to end, or set output_dir=... to another folder."

@@ -14,8 +14,9 @@ import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
@@ -28,7 +29,7 @@ from packaging.requirements import Requirement
 from hftune import __version__
 from hftune.agreement import facts
 from hftune.config import Recipe
-from hftune.console import hide_progress_bars
+from hftune.console import hide_progress_bars, print_any_character
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launch, check_launcher, check_machine, leave_group, start_accelerator
 from hftune.machines import PORT, owner_of
@@ -65,28 +66,38 @@ class Finding:
 
 
 def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
-    """Look at everything that training needs of this machine."""
-    cores = f"{os.cpu_count()} CPU cores"
-    yield Finding("machine", f"{socket.gethostname()}, {cores}, {_memory()}, {platform.platform(terse=True)}")
-    yield Finding("Python", f"{platform.python_version()}, hftune {__version__}")
-    yield from _packages()
-    yield from _gpus()
-    yield _backends()
-    yield _launcher()
-    yield from _disks(output_dir)
-    yield _shared_memory()
-    yield _open_files()
-    yield _network()
-    yield _port()
-    yield _hub()
-    yield _wandb()
+    """Look at everything that training needs of this machine. What cannot even be looked at is a fault of its own."""
+    examinations: dict[str, Callable[[], Finding | Iterable[Finding]]] = {
+        "machine": _machine,
+        "Python": lambda: Finding("Python", f"{platform.python_version()}, hftune {__version__}"),
+        "packages": _packages,
+        "GPUs": _gpus,
+        "collectives": _backends,
+        "launcher": _launcher,
+        "disk, outputs": lambda: _disk("disk, outputs", output_dir, "output_dir"),
+        "disk, cache": _cache,
+        "disk, tmp": lambda: _disk("disk, tmp", Path(tempfile.gettempdir()), "TMPDIR"),
+        "shared memory": _shared_memory,
+        "open files": _open_files,
+        "network": _network,
+        "port": _port,
+        "Hub": _hub,
+        "W&B": _wandb,
+    }
+    for what, examine in examinations.items():
+        try:
+            found = examine()
+            yield from [found] if isinstance(found, Finding) else list(found)
+        except Exception as error:  # the doctor is asked when something is wrong, and has to answer
+            yield Finding(what, f"cannot be examined: {type(error).__name__}: {error}", FAULT)
 
 
-def _memory() -> str:
+def _machine() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    return f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB memory free"
+    free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB memory free"
+    return Finding("machine", f"{socket.gethostname()}, {os.cpu_count()} CPU cores, {free}, {platform.platform(terse=True)}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -144,16 +155,22 @@ def _launcher() -> Finding:
     return Finding("launcher", "rdzv_backend hftune is not registered", FAULT, "pip install hftune again (2node.yaml needs it)")
 
 
-def _disks(output_dir: Path) -> Iterator[Finding]:
-    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    for what, folder in (("disk, outputs", output_dir), ("disk, cache", cache), ("disk, tmp", Path("/tmp"))):
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not os.access(there, os.W_OK):
-            yield Finding(what, f"{there} cannot be written", FAULT, "set output_dir (HF_HOME, TMPDIR) to another folder")
-            continue
-        free = shutil.disk_usage(there).free / GIB
-        todo = "a checkpoint has three times the model's size, and two are kept" if free < 10 else ""
-        yield Finding(what, f"{folder}: {free:.0f} GiB free", REMARK if todo else OK, todo)
+def _cache() -> Iterable[Finding]:
+    """Look at the folders of models and of prepared data, as the libraries choose them from HF_HOME and HOME."""
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    found = [_disk("disk, cache", Path(folder), "HF_HOME") for folder in (HF_DATASETS_CACHE, HF_HUB_CACHE)]
+    return {finding.level: finding for finding in found}.values()  # mostly there is one thing to say of both
+
+
+def _disk(what: str, folder: Path, setting: str) -> Finding:
+    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding(what, f"{folder} cannot be written ({there})", FAULT, f"set {setting} to another folder")
+    free = shutil.disk_usage(there).free / GIB
+    todo = "a checkpoint has three times the model's size, and two are kept" if free < 10 else ""
+    return Finding(what, f"{folder}: {free:.0f} GiB free", REMARK if todo else OK, todo)
 
 
 def _shared_memory() -> Finding:
@@ -217,7 +234,7 @@ def _wandb() -> Finding:
     mode = os.environ.get("WANDB_MODE")
     if mode in ("offline", "disabled"):
         return Finding("W&B", mode)
-    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - Path's raises where there is no HOME
     has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
     todo = "" if has_key else "track.with=[wandb] needs `wandb login`, or WANDB_MODE=offline"
     return Finding("W&B", "a key is there" if has_key else "no key", OK if has_key else REMARK, todo)
@@ -320,6 +337,7 @@ def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Examine, print, and return the exit code. Under a launcher every process calls it."""
+    print_any_character()
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h"):
         print(__doc__)

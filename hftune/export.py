@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from hftune.disk import flush, flush_folder, named_where_it_fails
 from hftune.task import Task
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def export(task: Task, model: nn.Module, directory: Path) -> None:

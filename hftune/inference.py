@@ -14,7 +14,7 @@ from torch import nn
 
 from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError, DataError
-from hftune.export import restore_export
+from hftune.run_folder import check_answers, open_run
 from hftune.task import Task
 
 
@@ -33,11 +33,13 @@ class TrainedModel:
 
         Raises:
             DataError: an input that cannot be answered, such as an empty text or a file that is no image.
+            ConfigError: the task has no method ``answer``.
         """
         return list(self.answers(inputs, batch_size))
 
     def answers(self, inputs: Sequence[Any], batch_size: int = 8) -> Iterator[dict[str, Any]]:
         """Yield what ``predict`` returns, row by row: pictures of a large folder need not all be in memory."""
+        check_answers(self.recipe.task)
         for start in range(0, len(inputs), batch_size):
             try:
                 with torch.no_grad():
@@ -52,7 +54,7 @@ def count_from(start: int, message: str) -> str:
     return re.sub(r"^Input (\d+)", lambda place: f"Input {start + int(place[1])}", message)
 
 
-def load_model(directory: str | Path, device: str | torch.device | None = None) -> TrainedModel:
+def load_model(directory: str | Path, device: str | torch.device | None = None, *, trust_code: bool = False) -> TrainedModel:
     """Load the best model of a run.
 
     Args:
@@ -62,20 +64,7 @@ def load_model(directory: str | Path, device: str | torch.device | None = None) 
     Raises:
         ConfigError: the folder holds no finished model or no recipe, or its task does not answer inputs.
     """
-    directory = Path(directory).expanduser()
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: there is no such folder. Name the output folder of a run, such as outputs/bigbird.")
-    is_run = (directory / "recipe.yaml").is_file()
-    if is_run:
-        restore_export(directory / "model")
-    run, folder = (directory, directory / "model") if is_run else (directory.resolve().parent, directory)
-    if not (run / "recipe.yaml").is_file():
-        raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
-    if not folder.is_dir():
-        raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
-    recipe = Recipe.load(run / "recipe.yaml")
-    if type(recipe.task).answer is Task.answer:
-        raise ConfigError(f"{type_name(type(recipe.task))} does not answer inputs. Give it a method answer(model, inputs).")
+    recipe, folder = open_run(directory, trust_code)
     model = load_export(recipe.task, folder)
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -88,3 +77,11 @@ def load_export(task: Task, folder: Path) -> nn.Module:
         return task.load(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        if type(task).load is not Task.load:
+            raise
+        said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{folder} cannot be loaded by {type_name(type(task))}: {said}. Its model is built without the data here: if "
+            "build_model needs more than the task's fields, give the task methods save and load that keep it."
+        ) from error

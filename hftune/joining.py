@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -176,13 +176,25 @@ def on_cpu() -> bool:
 
 
 def check_writable(folder: Path) -> None:
-    """Try to write in the output folder, or raise ConfigError."""
+    """Try to write in the output folder, and to append to a file there, as logs are written. Raise ConfigError if it fails."""
+    probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with probe.open("w") as file:
+            file.write("a new file\n")
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
+    try:
+        with probe.open("a") as file:
+            file.write("and one more line\n")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} takes new files, but no lines at the end of one: {error.strerror}. Folders that are object "
+            "storage in disguise refuse that. Set output_dir=... to a folder on a disk, and copy it afterwards."
+        ) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_dir: str = "") -> Accelerator:

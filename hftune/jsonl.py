@@ -16,8 +16,9 @@ class LineFile:
     def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
         """Replace what the file holds by ``lines``, and append from there on."""
         self.path = path
-        write_text(path, "".join(map(_spell, lines)))
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        with named_where_it_fails(path):
+            write_text(path, "".join(map(_spell, lines)))
+            self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, line: Mapping[str, Any]) -> None:
         with named_where_it_fails(self.path):

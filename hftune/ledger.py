@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hftune.batch_plan import BatchPlan, samples_digest, spell_digest
 from hftune.errors import ConfigError
 from hftune.jsonl import LineFile, read_lines
-from hftune.strategies.base import StepReport
+
+if TYPE_CHECKING:  # an audit needs no torch
+    from hftune.strategies.base import StepReport
 
 
 @dataclass

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from accelerate.tracking import GeneralTracker
 
@@ -311,7 +312,16 @@ def _cut(value: str) -> str:
 
 
 def _without_password(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", uri)
+    """Return an address without what may be secret in it: user and password, and the values of a query.
+
+    A password should spell / and @ as %2F and %40, but does not always: everything up to the last @ goes.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    address, mark, query = rest.rpartition("@")[2].partition("?")
+    names = [f"{name}=..." for name, value in parse_qsl(query, keep_blank_values=True) if value]
+    return f"{scheme}{separator}{address}{mark}{'&'.join(names) or '...' * bool(query)}"
 
 
 def _reason(error: BaseException) -> str:

@@ -27,13 +27,20 @@ def recipe_path(source: str | Path, key: str = "recipe") -> Path:
     """
     given = Path(source).expanduser()
     if given.suffix in (".yaml", ".yml"):
-        if not given.is_file():
-            raise ConfigError(f"{key}={source}: there is no such file (looked at {given.resolve()}).")
+        try:
+            if given.is_dir():
+                raise ConfigError(f"{key}={source} is a folder. Name the recipe file in it.")
+            if not given.is_file():
+                raise ConfigError(f"{key}={source}: there is no such file (looked at {given.resolve()}).")
+        except OSError as error:  # a folder above it that this user may not look into
+            raise ConfigError(f"{key}={source} cannot be read: {error.strerror}.") from error
         return given
     shipped = resource_dir("recipes") / f"{source}.yaml"
     if shipped.is_file() and given.name == str(source):
         return shipped
     hint = did_you_mean(str(source), recipe_names())
+    if (given / "recipe.yaml").exists():
+        hint = f" Did you mean {key}={given / 'recipe.yaml'}?"
     raise ConfigError(
         f"{key}={source}: there is no such recipe.{hint} Shipped: {', '.join(recipe_names())}. "
         "For a file of your own give its path, ending in .yaml."

@@ -11,21 +11,28 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from hftune import __version__
+from hftune.console import print_any_character
 from hftune.errors import TrainingError
 from hftune.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
 from hftune.progress import Progress
 from hftune.resources import recipe_names
+
+if TYPE_CHECKING:
+    from hftune.config import Recipe
 
 HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, with the same result.
 
   accelerate launch [--config_file F] -m hftune.run recipe=NAME [section.key=value ...]
   torchrun --nproc_per_node N         -m hftune.run recipe=NAME [section.key=value ...]
   python                              -m hftune.run recipe=NAME [section.key=value ...]
+  hftune train [--processes N] recipe=NAME ...    the same; N processes of this machine
 
   recipe=NAME        a shipped recipe: {", ".join(recipe_names())}
-  recipe=PATH.yaml   your own; `base: NAME` in it builds on another
+  recipe=PATH.yaml   your own; `base: NAME` in it builds on another one, whose sections and mappings are merged with it;
+                     `replace: [task.model_config]` takes over nothing of that key
 
   task.*    what is learned: model, dataset, columns        task.max_length=256
   train.*   epochs, batch_size (global), lr, schedule, ...  train.lr=3e-5 train.micro_batch_size=4
@@ -41,6 +48,7 @@ A key that does not exist is refused with the nearest one that does."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code. Every process of the job calls it."""
+    print_any_character()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(help_text(argv[1:]))
@@ -50,12 +58,21 @@ def main(argv: list[str] | None = None) -> int:
 
         recipe = Recipe.from_argv(argv)
         recipe.check()
+        say_start(recipe)
         from hftune.training import train  # only now: a mistyped key should not wait for torch
 
         train(recipe)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     return 0
+
+
+def say_start(recipe: Recipe) -> None:
+    """Print the first line, on the main process: importing the libraries takes seconds, on a cold disk a minute."""
+    if os.environ.get("RANK", "0") == "0":
+        count = os.environ.get("WORLD_SIZE") or "1"
+        processes = "1 process" if count == "1" else f"{count} processes"
+        print(f"hftune {__version__}: recipe {recipe.recipe}, {processes}; loading libraries ...", flush=True)
 
 
 def help_text(sections: list[str]) -> str:

@@ -16,12 +16,12 @@ from hftune.checkpoint import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
-from hftune.export import restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.inference import load_export
 from hftune.joining import check_hardware, check_launcher, leave_group, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
+from hftune.run_folder import check_checkpoint, check_model
 from hftune.sections import TrackConfig
 from hftune.strategies.base import Strategy
 from hftune.training import build_model, check_agreement, choose_strategy, load_datasets
@@ -61,10 +61,8 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         check_launcher(recipe)
         check_hardware(recipe)
         progress.at("loading data and model")
-        if checkpoint is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            restore_export(model)  # a kill may have left it under another name
-        if checkpoint is None and not model.is_dir():
-            raise ConfigError(f"{model}: there is no model yet. Its run's first evaluation writes it; or name a --checkpoint.")
+        if checkpoint is None:
+            check_model(model)
         saved = None if checkpoint is None else read_checkpoint(checkpoint)
         # A finished model first: it brings its tokenizer along, which would otherwise be trained again.
         built = load_export(recipe.task, model) if checkpoint is None else None
@@ -94,8 +92,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     """On the main process: verify and read a checkpoint, or raise ConfigError."""
     if int(os.environ.get("RANK", 0)) != 0:
         return None
-    if not path.is_dir():
-        raise ConfigError(f"--checkpoint {path}: there is no such folder. Name one such as checkpoints/step_00000500 of a run.")
+    check_checkpoint(path)
     try:
         return open_checkpoint(path)
     except BrokenCheckpoint as error:

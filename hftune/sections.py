@@ -145,6 +145,10 @@ class TrainConfig(Section):
         return self.micro_batch_size
 
 
+SCHEDULE_KEYS = {"gamma": ("step",), "step_size": ("step",), "min_lr": ("linear", "cosine")}
+"""Keys of ``train`` that mean something to these schedules only."""
+
+
 @dataclass
 class EvalConfig(Section):
     """When to evaluate, and which metric picks the best model. The numbers do not depend on batch_size."""
@@ -280,7 +284,15 @@ TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 @dataclass(kw_only=True)
 class RunConfig(Section):
-    """The keys at the top of a recipe."""
+    """The keys at the top of a recipe. A recipe file can have two more:
+
+    `base: yelp` builds on a shipped recipe or on a file; its sections and mappings are merged with those of this file.
+    `replace: [task.model_config]` lists keys, or whole sections, of which nothing is taken over from the base. On the command
+    line, `replace=[task.model_config] task.model_config={...}` does the same.
+
+    A value can refer to another one, `${train.batch_size}`, or to an environment variable, `${oc.env:WANDB_NAME}`. A text that
+    does the latter is written to no file: recipe.yaml and the dashboards get it as it stands here.
+    """
 
     recipe: str = "unnamed"
     """Name of the recipe; names the output folder."""

@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 SLOTS_S = 30.0
 """For executors to start, before a cluster counts as too small."""
 TRAVELS = ("MLFLOW_", "DATABRICKS_", "WANDB_", "HF_", "HFTUNE_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "AWS_", "AZURE_")
-"""Beginnings of the driver's environment variables that the processes get, too: dashboards, keys, networks."""
+"""Beginnings of the driver's environment variables that the processes get, too: dashboards, keys, networks.
+
+They travel as arguments of the Spark tasks, HF_TOKEN and AWS_SECRET_ACCESS_KEY among them: whoever can read the cluster's
+traffic or memory can read these. Take what training does not need out of the driver's environment.
+"""
 
 
 def launch(
@@ -160,7 +164,8 @@ def shared_folder(recipe: Recipe) -> Iterator[Path]:
 
 def environment(recipe: Recipe, use_gpu: bool) -> dict[str, str]:
     """Return the environment variables that the processes get from the driver."""
-    values = {name: value for name, value in os.environ.items() if name.startswith(TRAVELS)}
+    named = set(re.findall(r"oc\.env:\s*(\w+)", recipe.to_yaml()))  # by the recipe itself
+    values = {name: value for name, value in os.environ.items() if name.startswith(TRAVELS) or name in named}
     if not use_gpu:
         values["ACCELERATE_USE_CPU"] = "true"
     if "mlflow" in recipe.track.with_:
@@ -189,8 +194,10 @@ def train_here(folder: str, start: str, modules: list[str], values: dict[str, st
     sys.path += [path for path in modules if path not in sys.path]
     if Path(start).is_dir():  # relative paths of the recipe are seen from the driver's folder
         os.chdir(start)
+    from hftune.console import print_any_character
     from hftune.run import fail, leave  # only now: libraries read the environment when they are imported
 
+    print_any_character()
     try:
         own = begin(Path(folder))
         from hftune.training import train

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:  # a recipe must be readable, and refusable, before torch is i
     from torch import Tensor, nn
 
     Batch = dict[str, Tensor]
+
+
+FOUND = "task.json"
+"""File beside the weights with what ``datasets`` has set on the task."""
 
 
 @dataclass
@@ -27,6 +32,8 @@ class Task(ABC):
     """Names that ``metrics`` returns; lets ``eval.metric`` be checked before training. None: not known beforehand."""
     shown: ClassVar[Sequence[str]] = ()
     """Fields of ``predict``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
+    code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
+    """Fields that may name code to import, package.module.Class or module:function."""
 
     def problems(self) -> list[str]:
         """Say what is wrong with the fields or the files they name, one sentence each; called before torch is imported."""
@@ -118,15 +125,25 @@ class Task(ABC):
         return []
 
     def save(self, model: nn.Module, directory: Path) -> None:
-        """Write the finished, unwrapped model into an empty directory. Main process only."""
+        """Write the finished, unwrapped model into an empty directory. Main process only.
+
+        Beside the weights it writes what ``datasets`` has set on the task, such as a number of classes, so far as JSON can
+        hold it: ``build_model`` may need it when the model is loaded. Write ``save`` and ``load`` if that is not enough.
+        """
         from safetensors.torch import save_model
 
         save_model(model, str(directory / "model.safetensors"))
+        names = {item.name for item in fields(self)}
+        found = {name: value for name, value in vars(self).items() if name not in names and _survives_json(value)}
+        if found:
+            (directory / FOUND).write_text(json.dumps(found), encoding="utf-8")
 
     def load(self, directory: Path) -> nn.Module:
         """Return the model that ``save`` wrote, on the CPU, and take from there what ``answer`` needs beside it."""
         from safetensors.torch import load_model
 
+        if (directory / FOUND).is_file():
+            vars(self).update(json.loads((directory / FOUND).read_text(encoding="utf-8")))
         model = self.build_model()
         load_model(model, str(directory / "model.safetensors"))
         return model
@@ -148,3 +165,12 @@ class Task(ABC):
             DataError: an input that cannot be answered, named by its place.
         """
         raise NotImplementedError
+
+
+def _survives_json(value: Any) -> bool:
+    """Say whether JSON gives a value back as it is: not a tuple, nor a mapping whose keys are numbers."""
+    try:
+        again = json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return False
+    return type(again) is type(value) and again == value

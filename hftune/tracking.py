@@ -26,8 +26,10 @@ def check_trackers(recipe: Recipe) -> None:
         ConfigError: a package is not installed, W&B has no key, or MLflow's store does not answer.
     """
     for name in recipe.track.with_:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f'track.with={name} needs a package that is not installed: pip install "hftune[{name}]".')
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # no origin: just a folder of that name, such as the logs of earlier runs
+            package = "wandb" if name == "wandb" else f'"hftune[{name}]"'
+            raise ConfigError(f"track.with={name} needs a package that is not installed: pip install {package}.")
     if "wandb" in recipe.track.with_ and os.environ.get("WANDB_MODE", "online") == "online":
         _log_in_to_wandb()
     if "mlflow" in recipe.track.with_:

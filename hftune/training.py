@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -311,10 +311,25 @@ def load_checkpoint(
         raise ConfigError(f"{path} is of another model: {error}.") from error
     if checkpoint:
         checkpoint.tensors.clear()  # they are as large as model and optimizer
-    state = TrainState(**progress["state"])
+    state = read_state(path, progress["state"])
     if {"eval.metric", "eval.greater_is_better"} & {*changed}:
         state.forget_best()
     return state, progress["run_ids"], tuple(progress["micro_batch_size"])
+
+
+def read_state(path: str, values: Mapping[str, Any]) -> TrainState:
+    """Return the loop's state as a checkpoint holds it.
+
+    Raises:
+        ConfigError: a different version of hftune wrote it, whose state has other fields.
+    """
+    known = {item.name for item in fields(TrainState)}
+    if odd := sorted(values.keys() ^ known):
+        raise ConfigError(
+            f"{path} was written by a different version of hftune: its state differs in {', '.join(odd)}. Resume with that "
+            "version; or start anew with resume=never or a different output_dir."
+        )
+    return TrainState(**values)
 
 
 def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:

@@ -18,12 +18,24 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 
 from hftune import __version__
+from hftune.errors import ConfigError
 
 
 def cache_dir() -> Path:
-    """Return (and make) hftune's folder inside datasets' own cache; HF_DATASETS_CACHE moves both."""
+    """Return (and make) hftune's folder inside datasets' own cache; HF_DATASETS_CACHE moves both.
+
+    Raises:
+        ConfigError: it cannot be made; HOME may be missing or another user's.
+    """
     path = Path(datasets.config.HF_DATASETS_CACHE) / "hftune"
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}, which is to hold prepared data, cannot be used: {error.strerror}. Set HF_HOME (for models and data sets) "
+            "or HF_DATASETS_CACHE (for data sets alone) to a folder that you can write to."
+        ) from error
     return path
 
 

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import difflib
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hftune.data import idx
+from hftune.errors import ConfigError
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """datasets' builders that read ``task.data_files``."""
 
 
+FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Which of FILE_FORMATS reads the files of a corpus, by their ending."""
+
 FOLDER_FORMATS = ("idx", "imagefolder")
 """What reads ``task.data_dir``."""
+
+
+def check_corpus(files: Sequence[str]) -> None:
+    """Refuse files of a corpus that are not there or of an unknown type, or raise ConfigError."""
+    for file in map(Path, files):
+        if not file.is_file():
+            raise ConfigError(f"{file}: there is no such file.")
+        if file.suffix not in FILE_TYPES:
+            raise ConfigError(f"{file} is of no known type. Known: {', '.join(FILE_TYPES)}.")
 
 
 def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from hftune.data.files import FILE_FORMATS
-from hftune.errors import ConfigError, DataError
+from hftune.errors import DataError
+from hftune.importing import import_named
 from hftune.messages import did_you_mean
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ def _of(data_files: Mapping[str, Any] | None, part: str) -> str:
 
 def _from_function(name: str, part: str) -> datasets.Dataset:
     module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"task.dataset={name} cannot be imported: {error}.") from error
+    function = import_named("task.dataset", name, module, attribute)
     return datasets.Dataset.from_list(list(function(part)))
 
 
@@ -164,7 +161,8 @@ def check_inputs(texts: Sequence[Any]) -> None:
     """Raise DataError where one of the texts that a model is to answer is empty or no text."""
     for place, text in enumerate(texts):
         if not isinstance(text, str):
-            raise DataError(f"Input {place} is a {type(text).__name__}, not a text.")
+            what = f"the file {text}; texts come from --text and --text-file" if isinstance(text, Path) else type(text).__name__
+            raise DataError(f"Input {place} is {what}. This model answers texts.")
         if not text.strip():
             raise DataError(f"Input {place} is an empty text.")
 

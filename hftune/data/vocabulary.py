@@ -12,11 +12,10 @@ from datasets.fingerprint import Hasher
 from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
 from hftune.data.cache import cache_dir
+from hftune.data.files import FILE_TYPES, check_corpus
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
 from hftune.data.text import load
 from hftune.errors import ConfigError, DataError
-
-FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, folder: Path) -> dict[str, float]:
@@ -52,11 +51,8 @@ def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, fo
 
 def _read(files: Sequence[str], columns: Sequence[str]) -> list[str]:
     texts: list[str] = []
+    check_corpus(files)
     for file in map(Path, files):
-        if not file.is_file():
-            raise ConfigError(f"{file}: there is no such file.")
-        if file.suffix not in FILE_TYPES:
-            raise ConfigError(f"{file} is of no known type. Known: {', '.join(FILE_TYPES)}.")
         rows = load(FILE_TYPES[file.suffix], str(file), data_files=str(file), split="train")
         for column in ["text"] if file.suffix == ".txt" else columns:
             if column not in rows.column_names:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hftune.config import Recipe
 from hftune.errors import ConfigError
@@ -254,10 +254,16 @@ def _launch_config(name: str) -> Path:
     """Find a launch configuration for several processes.
 
     Raises:
-        ConfigError: there is none, or it starts one process.
+        ConfigError: there is none, it cannot be read, or it starts one process.
     """
     path = Path(name).resolve() if name.endswith(".yaml") and Path(name).is_file() else config_path(name)
-    kind = OmegaConf.load(path).get("distributed_type")
+    try:
+        config = OmegaConf.load(path)
+    except Exception as error:  # YAML's errors share no base with OmegaConf's and OSError
+        raise ConfigError(f"--config {name} cannot be read: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"--config {name} is not a launch configuration: its top level must be keys such as num_processes.")
+    kind = config.get("distributed_type")
     if kind in ("NO", "MULTI_CPU"):
         raise ConfigError(
             f"--config {name} has distributed_type {kind}: accelerate launch would start one process on each node."

