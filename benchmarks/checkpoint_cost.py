@@ -81,7 +81,7 @@ def cost(folder: Path, options: argparse.Namespace) -> tuple[dict, dict[str, str
         ("share (goal: at most 2 %)", f"{100 * median(blocked) / between:.2f} %"),
     ]
     what = f"a checkpoint of {parameters} with AdamW: time that training waits for it"
-    return print_table(title, ("", ""), rows), {what: f"{median(blocked):.3f} s"}
+    return print_table(title, ("", "figure"), rows), {what: f"{median(blocked):.3f} s"}
 
 
 def _size(tensor: Any) -> int:

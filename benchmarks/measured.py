@@ -38,7 +38,7 @@ def with_section(readme: str, content: str) -> str:
     if not (readme.count(START) == readme.count(END) == 1 and readme.index(START) < readme.index(END)):
         raise ValueError(f"README.md needs the lines {START!r} and {END!r}, once each and in this order.")
     before, _, rest = readme.partition(START)
-    return f"{before}{START}\n{content}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{START}\n\n{content}\n\n{END}{rest.partition(END)[2]}"
 
 
 def section(results: Path, scripts: Path) -> str:
