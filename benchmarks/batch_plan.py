@@ -19,7 +19,8 @@ import time
 from statistics import median
 
 import numpy as np
-from contest import print_table, take_turns
+from contest import take_turns
+from record import parse_options, print_table, save
 
 from hftune.batch_plan import BatchPlan
 
@@ -38,7 +39,12 @@ def main() -> None:
         f"{options.rows} rows or {options.tokens} tokens; median of {options.rounds} rounds (goal: under 5 s and 400 MiB)"
     )
     header = ("", "layout s", "walk s", "both s", "MiB before", "peak MiB", "steps", "micro-batches")
-    print_table(title, header, [row(name, runs) for name, runs in results.items()])
+    table = print_table(title, header, [row(name, runs) for name, runs in results.items()])
+    layout, walk, peak = (
+        max(median(run[field] for run in runs) for runs in results.values()) for field in ("layout_s", "walk_s", "peak_mib")
+    )
+    what = f"laying out an epoch of {options.samples:,} samples, and walking through it"
+    save(__file__, options, [table], {what: f"{layout:.1f} s, and {walk:.1f} s; {peak:.0f} MiB in all"})
 
 
 def row(name: str, runs: list[dict[str, float]]) -> tuple[str, ...]:
@@ -57,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="most padded tokens of one, where tokens are bounded")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=BOUNDS, help="measure one in this process and print it as JSON")
-    return parser.parse_args()
+    return parse_options(parser, smoke={"samples": 10_000, "rounds": 1})
 
 
 def in_own_process(name: str) -> dict[str, float]:

@@ -32,7 +32,8 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from contest import print_table, take_turns
+from contest import take_turns
+from record import parse_options, print_table, save
 
 CONTENDERS = ("transformers, sparse", "hftune, sparse", "hftune, flex", "transformers, full", "hftune, full")
 FIELDS = ("seconds", "cpu_seconds", "peak_mib")
@@ -51,9 +52,9 @@ def main() -> int:
     elif options.longest:
         longest(options)
     else:
-        for part in ("layer", "encoder"):
-            for tokens in options.tokens:
-                compare(part, tokens, options)
+        contests = [compare(part, tokens, options) for part in options.parts for tokens in options.tokens]
+        tables, figures = zip(*contests, strict=True)
+        save(__file__, options, tables, {what: figure for parts in figures for what, figure in parts.items()})
     return 0
 
 
@@ -65,16 +66,16 @@ def gpu_found() -> bool:
 
 def contenders(options: argparse.Namespace) -> list[str]:
     """FlexAttention has no backward pass on a CPU (torch 2.13)."""
-    return [name for name in CONTENDERS if options.device == "cuda" or not name.endswith("flex")]
+    return [name for name in options.contenders if options.device == "cuda" or not name.endswith("flex")]
 
 
-def compare(part: str, tokens: int, options: argparse.Namespace) -> None:
-    """Let all contenders take turns and print their table."""
+def compare(part: str, tokens: int, options: argparse.Namespace) -> tuple[dict, dict[str, str]]:
+    """Let all contenders take turns and print their table; return it, and the rows of README's table."""
     results = take_turns(
         {name: lambda turn, name=name: in_own_process(part, tokens, name) for name in contenders(options)}, options.rounds
     )
     medians = {name: [median(run[field] for run in runs) for field in FIELDS] for name, runs in results.items()}
-    seconds, cpu_seconds, peak = medians[CONTENDERS[0]]
+    seconds, cpu_seconds, peak = medians[options.contenders[0]]
     rows = [
         (name, f"{s:.2f}", f"{cpu:.2f}", f"{mib:.0f}", f"{seconds / s:.2f}", f"{cpu_seconds / cpu:.2f}", f"{mib / peak:.2f}")
         for name, (s, cpu, mib) in medians.items()
@@ -84,7 +85,13 @@ def compare(part: str, tokens: int, options: argparse.Namespace) -> None:
         f"{part}, {tokens} tokens, batch 1, width {options.width}, {layers}, {where(options)}, training mode; "
         f"median of {options.rounds} rounds"
     )
-    print_table(title, ("", "seconds", "CPU s", "peak MiB", "times as fast", "by CPU s", "of its memory"), rows)
+    table = print_table(title, ("", "seconds", "CPU s", "peak MiB", "times as fast", "by CPU s", "of its memory"), rows)
+    if tokens < max(options.tokens) or not {*CONTENDERS[:2]} <= {*medians}:
+        return table, {}
+    (seconds, _, peak), (s, _, mib) = (medians[name] for name in CONTENDERS[:2])
+    what = f"block-sparse attention of {tokens} tokens against transformers' BigBird, forward and backward: "
+    what += f"{'one layer' if part == 'layer' else f'an encoder of {layers}'}, {where(options)}"
+    return table, {what: f"{seconds / s:.1f} x as fast in {mib / peak:.2f} of the memory"}
 
 
 def where(options: argparse.Namespace) -> str:
@@ -98,7 +105,9 @@ def longest(options: argparse.Namespace) -> None:
     rows = [(name, *find(name)) for name in contenders(options) if not name.endswith("full")]
     title = f"base-size encoder in {BUDGET_MIB // 1024} GiB with AdamW, {where(options)}; "
     title += "measured" if options.device == "cuda" else "EXTRAPOLATED from 2048, 3072, 4096 tokens of one row"
-    print_table(title, ("", "rows of 4096", "tokens of one row", "MiB measured"), rows)
+    table = print_table(title, ("", "rows of 4096", "tokens of one row", "MiB measured"), rows)
+    if options.output:  # not into the file of the tables that the script makes by default
+        save(__file__, options, [table], {})
 
 
 def longest_on_gpu(name: str) -> tuple[str, str, str]:
@@ -143,10 +152,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--bf16", action="store_true", help="in autocast; default float32")
     parser.add_argument("--longest", action="store_true", help="what fits in 16 GiB, instead of the tables")
+    parser.add_argument("--parts", nargs="+", choices=("layer", "encoder"), default=["layer", "encoder"])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="to leave some out")
     parser.add_argument("--only", choices=CONTENDERS, help="measure one in this process and print it as JSON")
     parser.add_argument("--part", choices=("layer", "encoder", "training"), default="encoder", help="for --only")
     parser.add_argument("--rows", type=int, default=1, help="for --only --part training")
-    return parser.parse_args()
+    smoke = {
+        "tokens": [512],
+        "width": 64,
+        "layers": 1,
+        "steps": 1,
+        "rounds": 1,
+        "parts": ["encoder"],
+        "contenders": CONTENDERS[:2],
+    }
+    return parse_options(parser, smoke)
 
 
 def in_own_process(part: str, tokens: int, name: str, rows: int = 1) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Measure what checkpoints cost the training thread of a 22 M-parameter BERT, and how long it takes to go on.
+"""Measure what checkpoints cost the training thread of a 22 M-parameter BERT, and how long it takes to resume.
 
     python benchmarks/checkpoint_cost.py [--steps 200] [--every 100]
 
@@ -15,45 +15,50 @@ import argparse
 import json
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contest import print_table, take_turns
+from contest import take_turns
+from record import parse_options, print_table, save
 
 from hftune import Recipe, train
 from hftune.checkpoint import Checkpointer, newest
 from hftune.strategies.data_parallel import DataParallel
 
-SIZES = "{model_type: bert, hidden_size: 384, num_hidden_layers: 12, num_attention_heads: 6, intermediate_size: 1536}"
+LARGE = "{model_type: bert, hidden_size: 384, num_hidden_layers: 12, num_attention_heads: 6, intermediate_size: 1536}"
 SMALL = "{model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64}"
-SAMPLES = 200_000
+MODELS = {"large": LARGE, "small": SMALL}
 PLACES = {"beginning": 0.001, "middle": 0.5, "end": 0.999}
-
-
-def many_short_texts(part: str) -> list[dict[str, Any]]:
-    """Rows for ``task.dataset``."""
-    return [{"text": f"number {n % 97}", "label": n % 2} for n in range(SAMPLES if part == "train" else 8)]
 
 
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as name:
-        cost(Path(name), options)
-        going_on(Path(name), options)
+        costs, measured = cost(Path(name), options)
+        starts = resume(Path(name), options)
+    save(__file__, options, [costs, starts], measured)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3, help="of going on (default %(default)s)")
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=3, help="of resuming (default %(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="large", help="for the first part (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=200_000, help="for the second part (default %(default)s)")
+    return parse_options(parser, smoke={"steps": 4, "every": 2, "rounds": 1, "model": "small", "samples": 2000})
 
 
-def cost(folder: Path, options: argparse.Namespace) -> None:
-    """Train with checkpoints and print what they cost."""
-    sizes = (f"task.model_config={SIZES}", "task.vocab_size=1000", "task.max_length=128", "task.max_eval_samples=16")
+def cost(folder: Path, options: argparse.Namespace) -> tuple[dict, dict[str, str]]:
+    """Train with checkpoints and print what they cost; return the table, and the row of README's."""
+    sizes = (
+        f"task.model_config={MODELS[options.model]}",
+        "task.vocab_size=1000",
+        "task.max_length=128",
+        "task.max_eval_samples=16",
+    )
     steps = (
         f"train.max_steps={options.steps}",
         f"checkpoint.every={options.every}",
@@ -63,43 +68,45 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
     train(Recipe.load("yelp_demo", *sizes, *steps, "eval.every=1000000", f"output_dir={folder / 'cost'}"))
     lines = [json.loads(line) for line in (folder / "cost" / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "train/loss" in line]
-    computing = sum(16 * 10 / line["perf/samples_per_s"] for line in training[1:])
+    computing = sum(16 * (b["step"] - a["step"]) / b["perf/samples_per_s"] for a, b in pairwise(training))
     # The checkpoint after the last step is logged by nobody: nothing waits for it.
     blocked = [line["perf/checkpoint_s"] for line in training if "perf/checkpoint_s" in line]
     between = computing * options.every / options.steps
     tensors = newest(folder / "cost" / "checkpoints")[0].tensors["model"]
-    title = (
-        f"{sum(map(_size, tensors.values())) / 1e6:.1f} M parameters, {options.steps} steps, a checkpoint every {options.every}"
-    )
+    parameters = f"{sum(map(_size, tensors.values())) / 1e6:.1f} M parameters"
+    title = f"{parameters}, {options.steps} steps, a checkpoint every {options.every}"
     rows = [
         ("seconds of training between two checkpoints", f"{between:.1f}"),
         ("seconds on the training thread, each", f"{median(blocked):.3f}"),
         ("share (goal: at most 2 %)", f"{100 * median(blocked) / between:.2f} %"),
     ]
-    print_table(title, ("", ""), rows)
+    what = f"a checkpoint of {parameters} with AdamW: time that training waits for it"
+    return print_table(title, ("", "figure"), rows), {what: f"{median(blocked):.3f} s"}
 
 
 def _size(tensor: Any) -> int:
     return tensor.numel()
 
 
-def going_on(folder: Path, options: argparse.Namespace) -> None:
+def resume(folder: Path, options: argparse.Namespace) -> dict:
     """Time the start from several places in an epoch."""
     model = (f"task.model_config={SMALL}", "task.vocab_size=150", "task.max_length=16", "task.label_names=[a,b]")
+    files = {part: folder / f"{part}.jsonl" for part in ("train", "eval")}
+    for part, path in files.items():
+        count = options.samples if part == "train" else 8
+        path.write_text("".join(json.dumps({"text": f"number {n % 97}", "label": n % 2}) + "\n" for n in range(count)))
     data = (
-        f"task.dataset={Path(__file__).stem}:many_short_texts",
-        "train.batch_size=16",
-        "checkpoint.every=1",
-        "checkpoint.keep=1",
+        *("task.dataset=json", *(f"task.data_files.{part}={path}" for part, path in files.items())),
+        *("train.batch_size=16", "checkpoint.every=1", "checkpoint.keep=1"),
     )
     recipe = Recipe.load("yelp_demo", *model, *data, "train.epochs=1", f"output_dir={folder / 'long'}")
     seconds_to_first_step(recipe, steps=1)
     written, _ = newest(folder / "long" / "checkpoints")
     text = (written.path / "recipe.yaml").read_text()
-    num_steps = SAMPLES // 16
+    num_steps = options.samples // 16
 
-    def go_on(place: float) -> float:
-        step = int(place * num_steps)
+    def resume_at(place: float) -> float:
+        step = max(1, int(place * num_steps))
         progress = {**written.progress, "state": {**written.progress["state"], "step": step, "step_in_epoch": step}}
         checkpointer = Checkpointer(folder / "long" / "checkpoints", keep=1)
         for path in (folder / "long" / "checkpoints").glob("step_*"):
@@ -108,12 +115,11 @@ def going_on(folder: Path, options: argparse.Namespace) -> None:
         checkpointer.wait()
         return seconds_to_first_step(recipe)
 
-    places = {name: lambda turn, place=place: go_on(place) for name, place in PLACES.items()}
+    places = {name: lambda turn, place=place: resume_at(place) for name, place in PLACES.items()}
     seconds = take_turns(places, options.rounds)
     rows = [(name, f"{median(runs):.2f}") for name, runs in seconds.items()]
-    print_table(
-        f"going on in an epoch of {num_steps:,} steps; median of {options.rounds} rounds", ("from the", "seconds"), rows
-    )
+    title = f"resuming in an epoch of {num_steps:,} steps; median of {options.rounds} rounds"
+    return print_table(title, ("from the", "seconds"), rows)
 
 
 class Reached(Exception):

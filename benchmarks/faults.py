@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 
-from contest import print_table
+from record import parse_options, print_table, save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.support.machines import Machine, two_machines  # noqa: E402
+from tests.support.machines import Machine, NotAllowed, two_machines  # noqa: E402
 
 SIZES = "{model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64}"
 TINY = (f"task.model_config={SIZES}", "task.vocab_size=300", "task.max_length=64", "train.batch_size=16", "train.log_every=1")
@@ -201,21 +201,36 @@ FAULTS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="of faults; all by default")
-    parser.add_argument("--bound", type=float, default=15.0)
-    options = parser.parse_args()
-    rows = []
+    options, rows = parse(), []
     for fault in FAULTS:
         if options.names and fault.name not in options.names:
             continue
-        with tempfile.TemporaryDirectory() as folder, two_machines() as machines:
-            row = break_job(fault, machines, Path(folder), options.bound)
+        try:
+            with tempfile.TemporaryDirectory() as folder, two_machines() as machines:
+                row = break_job(fault, machines, Path(folder), options.bound)
+        except NotAllowed as error:
+            print(f"benchmarks/faults.py {error}.", file=sys.stderr)
+            return 2
         rows.append(row)
         print(*row, sep="  ", flush=True)
     header = ("fault", "seconds", "codes", "named", "last words")
-    print_table(f"{len(rows)} faults on two machines, bound {options.bound:g} s", header, rows)
-    return 0 if all(row[3] == "yes" for row in rows) else 1
+    table = print_table(f"{len(rows)} faults on two machines, bound {options.bound:g} s", header, rows)
+    named = sum(row[3] == "yes" for row in rows)
+    what = f"a job of two machines, broken in {len(rows)} ways"
+    slowest = max(int(row[1]) for row in rows)
+    figure = f"{named} named, with an exit code that is not 0; at most {slowest} s with bounds of {options.bound:g} s"
+    save(__file__, options, [table], {what: figure})
+    return 0 if named == len(rows) else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of faults; all by default")
+    parser.add_argument("--bound", type=float, default=15.0)
+    options = parse_options(parser, smoke={"names": ["unknown key"]})
+    if unknown := set(options.names) - {fault.name for fault in FAULTS}:
+        parser.error(f"unknown faults: {', '.join(sorted(unknown))}. Choose from: {', '.join(fault.name for fault in FAULTS)}")
+    return options
 
 
 def break_job(fault: Fault, machines: list[Machine], folder: Path, bound_s: float) -> tuple:

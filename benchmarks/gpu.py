@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import tempfile
 import time
@@ -31,7 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 from bert_on_reviews import add_model_options, pad_to, quiet, recipe_of, review_task
-from contest import print_table, take_turns
+from contest import take_turns
+from record import parse_options, print_table, save
 from torch import Tensor
 
 from hftune.config import Recipe
@@ -48,8 +50,8 @@ Setting = tuple[str, str, str, str]  # one word of each
 
 def main() -> int:
     options = parse()
-    if torch.version.cuda is None or on_cpu() or not torch.cuda.is_available():
-        print("benchmarks/gpu.py needs a machine with an NVIDIA GPU and a CUDA build of PyTorch.", file=sys.stderr)
+    if (why_not := missing_gpu(options)) is not None:
+        print(f"benchmarks/gpu.py {why_not}", file=sys.stderr)
         return 2
     quiet()
     settings: list[Setting] = [setting for setting in product(*WORDS) if set(options.only) <= set(setting)]
@@ -57,6 +59,36 @@ def main() -> int:
         turns = {setting: lambda turn, setting=setting: measure(options, setting, folder) for setting in settings}
         report(options, take_turns(turns, options.rounds))
     return 0
+
+
+def missing_gpu(options: argparse.Namespace) -> str | None:
+    """Say why this machine cannot run the benchmark. Under --smoke any can, on its CPU."""
+    if options.smoke:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return None
+    if torch.version.cuda is None or on_cpu() or not torch.cuda.is_available():
+        return "needs a machine with an NVIDIA GPU and a CUDA build of PyTorch; --smoke tries it on the CPU."
+    return None
+
+
+def device_name() -> str:
+    return "CPU" if on_cpu() else torch.cuda.get_device_name()
+
+
+def synchronize() -> None:
+    """Wait for the GPU; nothing waits on a CPU."""
+    if not on_cpu():
+        torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    if not on_cpu():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """Return the most bytes that PyTorch's allocator held since ``reset_peak``; 0 on a CPU, where nobody counts them."""
+    return 0 if on_cpu() else torch.cuda.max_memory_allocated()
 
 
 def parse() -> argparse.Namespace:
@@ -69,7 +101,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="dense, of one GPU; needed for MFU on GPUs not known here")
     words = sorted({word for pair in WORDS for word in pair})
     parser.add_argument("--only", nargs="*", choices=words, default=[], help="measure only settings with all these words")
-    return parser.parse_args()
+    smoke = {"layers": 1, "width": 64, "vocab_size": 500, "batch_size": 8, "rows": 4, "steps": 2, "rounds": 1}
+    return parse_options(parser, {**smoke, "only": ["no", "eager", "stored"]})
 
 
 @dataclass
@@ -134,18 +167,18 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
             strategy.forward_backward(batch, recipe.seed, step)
             strategy.clip_grad_norm(recipe.train.clip_norm)
             strategy.optimizer_step(recipe.train.lr)
-        torch.cuda.synchronize()
+        synchronize()
 
     run()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     began = time.perf_counter()
     run()
-    seconds, peak_bytes = time.perf_counter() - began, torch.cuda.max_memory_allocated()
+    seconds, peak = time.perf_counter() - began, peak_bytes()
     masks = [loaded["attention_mask"] for batch in batches for loaded in batch.batches]
     real = np.concatenate([mask.sum(1).numpy() for mask in masks])
     padded = np.concatenate([np.full(len(mask), mask.shape[1]) for mask in masks])
     real_flop, padded_flop = flop(options, real), flop(options, padded)
-    return Round(seconds, int(real.sum()), int(padded.sum()), real_flop, padded_flop, peak_bytes)
+    return Round(seconds, int(real.sum()), int(padded.sum()), real_flop, padded_flop, peak)
 
 
 def flop(options: argparse.Namespace, lengths: np.ndarray) -> float:
@@ -158,15 +191,15 @@ def flop(options: argparse.Namespace, lengths: np.ndarray) -> float:
 
 def report(options: argparse.Namespace, results: dict[Setting, list[Round | None]]) -> None:
     """Print medians over the rounds, headed by what was measured on."""
-    name = torch.cuda.get_device_name()
+    name = device_name()
     peak = options.peak_tflops or next((known for part, known in PEAK_TFLOPS.items() if part in name), None)
-    rows = []
+    rows, rates = [], {}
     for setting, rounds in results.items():
         done = [run for run in rounds if run is not None]
         if not done:
             rows.append((*setting, "out of memory", "", "", "", ""))
             continue
-        rate = median(run.tokens / run.seconds for run in done)
+        rates[setting] = rate = median(run.tokens / run.seconds for run in done)
         useful, computed = (median(getattr(run, field) / run.seconds for run in done) for field in ("real_flop", "padded_flop"))
         shares = [f"{rate_flop / peak / 1e12:.1%}" if peak else "-" for rate_flop in (useful, computed)]
         padding = 1 - done[0].tokens / done[0].padded
@@ -178,7 +211,19 @@ def report(options: argparse.Namespace, results: dict[Setting, list[Round | None
         + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
     )
     header = ("precision", "compile", "activations", "batches", "tokens/s", "padding", "MFU", "with padding", "peak GiB")
-    print_table(title, header, rows)
+    table = print_table(title, header, rows)
+    save(__file__, options, [table], figure(f"BERT {options.layers} x {options.width} on one {name}", rates, table))
+
+
+def figure(what: str, rates: dict[tuple, float], table: dict[str, Any]) -> dict[str, str]:
+    """Say how fast the fastest setting is, in the words of its row."""
+    if not rates:
+        return {}
+    fastest = [str(word) for word in max(rates, key=rates.get)]
+    row = next(row for row in table["rows"] if row[: len(fastest)] == fastest)
+    cells = dict(zip(table["header"], row, strict=True))
+    said = f"{cells['tokens/s']} tokens/s, MFU {cells['MFU']}, {cells['peak GiB']} GiB at most"
+    return {f"training {what}, {', '.join(fastest)}": said}
 
 
 if __name__ == "__main__":

@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 from bert_on_reviews import quiet
-from contest import print_table, take_turns
-from gpu import PEAK_TFLOPS
+from contest import take_turns
+from gpu import PEAK_TFLOPS, device_name, figure, missing_gpu, peak_bytes, reset_peak, synchronize
+from record import parse_options, print_table, save
 from torch import nn
 
 from hftune.config import Recipe
-from hftune.joining import on_cpu, start_accelerator
+from hftune.joining import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import LanguageModeling
@@ -69,13 +70,11 @@ class RandomTokens(LanguageModeling):
 
 def main() -> int:
     options = parse()
-    if torch.version.cuda is None or on_cpu() or not torch.cuda.is_available():
-        print(
-            "benchmarks/gpu_language_model.py needs a machine with an NVIDIA GPU and a CUDA build of PyTorch.", file=sys.stderr
-        )
+    if (why_not := missing_gpu(options)) is not None:
+        print(f"benchmarks/gpu_language_model.py {why_not}", file=sys.stderr)
         return 2
     quiet()
-    settings: list[Setting] = list(product(("no", "bf16"), ("eager", "compiled"), options.micro_batch_sizes))
+    settings: list[Setting] = list(product(options.precision, options.mode, options.micro_batch_sizes))
     with tempfile.TemporaryDirectory() as folder:
         turns = {setting: lambda turn, setting=setting: measure(options, setting, folder) for setting in settings}
         report(options, take_turns(turns, options.rounds))
@@ -85,12 +84,15 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[20, 80, 320], help="blocks of 35 tokens")
+    parser.add_argument("--precision", nargs="+", choices=("no", "bf16"), default=["no", "bf16"])
+    parser.add_argument("--mode", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peak-tflops", type=float, help="dense, of one GPU; needed for MFU on GPUs not known here")
-    return parser.parse_args()
+    smoke = {"micro_batch_sizes": [4], "mode": ["eager"], "width": 64, "layers": 1, "steps": 2, "rounds": 1}
+    return parse_options(parser, smoke)
 
 
 def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Recipe:
@@ -129,15 +131,14 @@ def train(options: argparse.Namespace, recipe: Recipe) -> tuple[float, int]:
             strategy.forward_backward(batch, recipe.seed, step)
             strategy.clip_grad_norm(recipe.train.clip_norm)
             strategy.optimizer_step(recipe.train.lr)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
 
     run()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     began = time.perf_counter()
     run()
     tokens = len(data) * recipe.task.block_length
-    return tokens / (time.perf_counter() - began), torch.cuda.max_memory_allocated()
+    return tokens / (time.perf_counter() - began), peak_bytes()
 
 
 def flop_per_token(options: argparse.Namespace, vocabulary: int = 33278, length: int = 35) -> float:
@@ -148,22 +149,25 @@ def flop_per_token(options: argparse.Namespace, vocabulary: int = 33278, length:
 
 def report(options: argparse.Namespace, results: dict[Setting, list[tuple[float, int] | None]]) -> None:
     """Print medians over the rounds, headed by what was measured on."""
-    name = torch.cuda.get_device_name()
+    name = device_name()
     peak = options.peak_tflops or next((known for part, known in PEAK_TFLOPS.items() if part in name), None)
-    rows = []
+    rows, rates = [], {}
     for (precision, compiled, size), rounds in results.items():
         done = [run for run in rounds if run is not None]
         if not done:
             rows.append((precision, compiled, size, "out of memory", "", ""))
             continue
         rate, memory = median(rate for rate, _ in done), max(memory for _, memory in done) / 2**30
+        rates[precision, compiled, size] = rate
         share = f"{rate * flop_per_token(options) / peak / 1e12:.1%}" if peak else "-"
         rows.append((precision, compiled, size, f"{rate:,.0f}", share, f"{memory:.2f}"))
     title = (
         f"{name}, torch {torch.__version__}; TransformerLM {options.layers} x {options.width}, blocks of 35, {options.rounds} "
         f"rounds of {options.steps} steps; " + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
     )
-    print_table(title, ("precision", "compile", "blocks a step", "tokens/s", "MFU", "peak GiB"), rows)
+    table = print_table(title, ("precision", "compile", "blocks a step", "tokens/s", "MFU", "peak GiB"), rows)
+    what = f"TransformerLM {options.layers} x {options.width} on one {name}"
+    save(__file__, options, [table], figure(what, rates, table))
 
 
 if __name__ == "__main__":

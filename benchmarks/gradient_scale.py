@@ -1,6 +1,6 @@
 """Show the gradient of one step, however it is computed: transformers.Trainer beside hftune.
 
-    python benchmarks/gradient_scale.py [--accumulation 4]
+    python benchmarks/gradient_scale.py [--accumulation 4] [--processes 1 2]
 
 Loss and global gradient norm (before clipping) of the first step on the same 16 reviews, from the same weights of a small BERT
 without dropout: on one process and on two, in one forward a process and in four. All four ask for the same mathematics.
@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contest import print_table
+from record import parse_options, print_table, save
 
 if TYPE_CHECKING:  # the process that starts the others needs no torch
     from hftune.config import Recipe
@@ -36,22 +36,33 @@ def main() -> None:
     if options.answer:
         measure(options)
         return
-    rows = []
+    rows, norms = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for num_processes in (1, 2):
+        for num_processes in options.processes:
             for accumulation in (1, options.accumulation):
                 answer = run_setting(num_processes, accumulation, Path(folder) / "answer.json")
+                norms[num_processes, accumulation] = {name: answer[name][1] for name in answer}
                 setting = f"{num_processes} process{'es' if num_processes > 1 else ''}, accumulation {accumulation}"
                 rows.append((setting, *[f"{number:.4f}" for number in (*answer["trainer"], *answer["hftune"])]))
     title = f"The first step on the same {NUM_SAMPLES} reviews, BERT 2 x 64 without dropout: equal numbers are right"
-    print_table(title, ("", "Trainer loss", "Trainer grad norm", "hftune loss", "hftune grad norm"), rows)
+    table = print_table(title, ("", "Trainer loss", "Trainer grad norm", "hftune loss", "hftune grad norm"), rows)
+    save(__file__, options, [table], figure(norms))
+
+
+def figure(norms: dict[tuple[int, int], dict[str, float]]) -> dict[str, str]:
+    """Describe the last setting; right is what Trainer computes in the first, one forward on one process."""
+    (_, right), *_, ((num_processes, accumulation), found) = norms.items()
+    where = f"{num_processes} process{'es' if num_processes > 1 else ''}"
+    what = f"first gradient norm with accumulation {accumulation} on {where}, where {right['trainer']:.3f} is right"
+    return {what: f"hftune {found['hftune']:.3f}, Trainer {found['trainer']:.3f}"}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", type=int, default=4, help="forwards a process where there are several: 2, 4 or 8")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
     parser.add_argument("--answer", type=Path, help="measure one setting in this process; write the numbers there")
-    return parser.parse_args()
+    return parse_options(parser, smoke={"processes": [1]})
 
 
 def run_setting(num_processes: int, accumulation: int, answer: Path) -> dict[str, list[float]]:
@@ -91,7 +102,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
-    """Return loss and gradient norm of hftune's first step. Collective."""
+    """Return loss and gradient norm (before clipping) of hftune's first step. Collective."""
     from hftune.joining import start_accelerator
     from hftune.optim import build_optimizer
     from hftune.strategies.data_parallel import DataParallel
@@ -101,8 +112,8 @@ def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
     strategy.prepare(model, build_optimizer(model, recipe.train))
     batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
-    loss = strategy.forward_backward(batch, recipe.seed, step=0)
-    return loss, strategy.clip_grad_norm(recipe.train.clip_norm)
+    report = strategy.forward_backward(batch, recipe.seed, step=0)
+    return report.loss, strategy.clip_grad_norm(recipe.train.clip_norm)
 
 
 def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, float]:

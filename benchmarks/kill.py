@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from contest import print_table
+from record import parse_options, print_table, save
 from safetensors.torch import load_file
 
 from hftune.ledger import audit
@@ -40,7 +40,7 @@ KINDS = ("all processes", "one process", "while a checkpoint is written")
 
 def main() -> int:
     options = parse()
-    draw, table, equal = random.Random(options.seed), Counter(), Counter()
+    draw, table, kills, equal = random.Random(options.seed), Counter(), Counter(), Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         expected = {count: unbroken(folder / f"unbroken-{count}", count) for count in options.processes}
@@ -49,19 +49,20 @@ def main() -> int:
             kind = KINDS[number // len(options.processes) % len(KINDS)]
             if kind == "one process" and count == 1:
                 kind = KINDS[0]
-            kills = options.kills or 1 + draw.randrange(2)
-            killed = broken_run(folder / str(number), count, kind, kills, draw)
+            wanted = options.kills or 1 + draw.randrange(2)
+            killed = broken_run(folder / str(number), count, kind, wanted, draw)
             same = outcome(folder / str(number)) == expected[count]
             key = (kind, count)
-            table[key], equal[key] = table[key] + 1, equal[key] + same
+            table[key], kills[key], equal[key] = table[key] + 1, kills[key] + killed, equal[key] + same
             said = "bit-equal" if same else "DIFFERENT"
             print(f"{number + 1}: {count} processes, {kind}, killed {killed} times: {said}", flush=True)
-    rows = [(kind, count, runs, equal[kind, count]) for (kind, count), runs in sorted(table.items())]
-    rows.append(("all", "", sum(table.values()), sum(equal.values())))
-    print_table(
-        f"{options.runs} runs of {STEPS} steps, seed {options.seed}", ("killed", "processes", "runs", "bit-equal"), rows
-    )
-    return 0 if sum(equal.values()) == options.runs else 1
+    rows = [(*key, runs, kills[key], equal[key]) for key, runs in sorted(table.items())]
+    rows.append(("all", "", table.total(), kills.total(), equal.total()))
+    title = f"{options.runs} runs of {STEPS} steps, seed {options.seed}"
+    tables = [print_table(title, ("killed", "processes", "runs", "kills", "bit-equal"), rows)]
+    what = f"{options.runs} runs killed {kills.total()} times in all with SIGKILL at random moments, then resumed"
+    save(__file__, options, tables, {what: f"{equal.total()} bit-equal to the unbroken run"})
+    return 0 if equal.total() == options.runs else 1
 
 
 def parse() -> argparse.Namespace:
@@ -70,7 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, help="of each run; default: one or two")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    return parser.parse_args()
+    return parse_options(parser, smoke={"runs": 1, "processes": [1], "kills": 1})
 
 
 def start(folder: Path, count: int) -> subprocess.Popen:

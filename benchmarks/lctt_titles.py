@@ -1,6 +1,6 @@
 """Write titles for real Chinese articles with a small model from scratch, against two baselines that learn next to nothing.
 
-    python benchmarks/lctt_titles.py --data FOLDER [--processes 2] [--output outputs/lctt_titles]
+    python benchmarks/lctt_titles.py --data FOLDER [--processes 2] [--output-dir outputs/lctt_titles]
 
 FOLDER holds lctt_train.jsonl, lctt_dev.jsonl and lctt_test.jsonl with content and title. Goal: half an hour of training on two
 cores, and a higher ROUGE-L on characters than both baselines on the test articles:
@@ -28,13 +28,14 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from contest import print_table
+from record import parse_options, print_table, save
 
 from hftune.metrics.rouge import CharTokenizer, RougeChar, WordTokenizer
 
@@ -60,7 +61,16 @@ _HAN = re.compile("[\u4e00-\u9fff]")
 
 def main() -> None:
     options = parse()
-    data = {part: read(options.data / f"lctt_{part}.jsonl") for part in PARTS}
+    if not options.smoke:
+        measure({part: read(options.data / f"lctt_{part}.jsonl") for part in PARTS}, options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        options.output_dir = Path(folder)
+        measure(generated(), options)
+
+
+def measure(data: dict[str, list[Row]], options: argparse.Namespace) -> None:
+    """Train, write the titles of the test articles, and compare them with the baselines'."""
     started = time.monotonic()
     train(data, options)
     minutes = (time.monotonic() - started) / 60
@@ -68,30 +78,48 @@ def main() -> None:
     cpu_minutes = (used.ru_utime + used.ru_stime) / 60
 
     test = data["test"]
-    written, parameters = write_titles(options.output / "titles", [row["content"] for row in test])
+    written, parameters = write_titles(options.output_dir / "titles", [row["content"] for row in test])
     contenders = {
         "first sentence": first_sentences(data["train"], test),
         "frequent words": [frequent_words(data["train"], data["dev"])] * len(test),
         "hftune": written,
     }
     costs = {"hftune": (f"{minutes:.1f}", f"{cpu_minutes:.1f}", f"{parameters / 1e6:.1f}")}
+    scores = {name: rouge(titles, test) for name, titles in contenders.items()}
     rows = [
-        (name, *(f"{100 * score:.2f}" for score in rouge(titles, test)), *costs.get(name, ("", "", "")))
-        for name, titles in contenders.items()
+        (name, *(f"{100 * score:.2f}" for score in found), *costs.get(name, ("", "", ""))) for name, found in scores.items()
     ]
     header = ("", "ROUGE-1", "ROUGE-2", "ROUGE-L", "minutes", "CPU minutes", "M parameters")
-    print_table(f"titles of {len(test)} test articles, F1 on characters in %; {options.processes} processes", header, rows)
+    title = f"titles of {len(test)} test articles, F1 on characters in %; {options.processes} processes"
+    table = print_table(title, header, rows)
     for row, title in list(zip(test, written, strict=True))[:5]:
         print(f"\n  true  {row['title']}\n  ours  {title}", flush=True)
+    ours, first, frequent = (f"{100 * scores[name][-1]:.1f} %" for name in ("hftune", "first sentence", "frequent words"))
+    what = (
+        f"titles of {len(test)} test articles, a {parameters / 1e6:.1f} M-parameter model from scratch in {cpu_minutes:.0f} "
+        "CPU minutes, ROUGE-L on characters"
+    )
+    save(__file__, options, [table], {what: f"{ours}; first sentence {first}, frequent words {frequent}"})
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with lctt_{train,dev,test}.jsonl (content, title)")
+    parser.add_argument("--data", type=Path, help="folder with lctt_{train,dev,test}.jsonl (content, title)")
     parser.add_argument("--processes", type=int, default=2, help="that train, one thread each (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/lctt_titles"), help="folder (default %(default)s)")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/lctt_titles"), help="folder (default %(default)s)")
     parser.add_argument("--max-steps", type=int, help="of each training, to try the script; default: what the recipes say")
-    return parser.parse_args()
+    options = parse_options(parser, smoke={"processes": 1, "max_steps": 2})
+    if options.data is None and not options.smoke:
+        parser.error("--data FOLDER is needed")
+    return options
+
+
+def generated() -> dict[str, list[Row]]:
+    """Return a few generated articles instead of the real ones."""
+    from hftune.data.demo import articles
+
+    rows = [*articles("train", 60)]
+    return {"train": rows[:48], "dev": rows[48:54], "test": rows[54:]}
 
 
 def read(path: Path) -> list[Row]:
@@ -111,7 +139,7 @@ def write(path: Path, rows: Iterable[Row]) -> str:
 
 def train(data: dict[str, list[Row]], options: argparse.Namespace) -> None:
     """Make the rows and run both trainings; the model of the titles lies in output/titles/model."""
-    output = options.output
+    output = options.output_dir
     output.mkdir(parents=True, exist_ok=True)
     titles = write(output / "titles.jsonl", data["train"])
     pretraining = write(output / "pretraining.jsonl", itertools.chain.from_iterable(map(pretraining_rows, data["train"])))
@@ -123,8 +151,9 @@ def train(data: dict[str, list[Row]], options: argparse.Namespace) -> None:
 
 def run_hftune(recipe: Path, train: str, dev: str, output: Path, options: argparse.Namespace, *overrides: str) -> None:
     """Run a recipe on ``options.processes`` processes; stop with it where it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
-    command += ["-m", "hftune.run", f"recipe={recipe}", f"output_dir={output}", *overrides]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
+    command = [sys.executable, *(launcher if options.processes > 1 else []), "-m", "hftune.run"]
+    command += [f"recipe={recipe}", f"output_dir={output}", *overrides]
     command += [f"task.data_files.train={train}", f"task.data_files.eval={dev}"]
     if options.max_steps:
         command.append(f"train.max_steps={options.max_steps}")

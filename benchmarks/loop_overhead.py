@@ -2,18 +2,19 @@
 
     python benchmarks/loop_overhead.py [--steps 300]
 
-hftune: ``hftune.loop.fit`` as ``train`` calls it: plan, data loading, keyed dropout, finite checks, learning rate, console
-and metrics.jsonl every 10 steps; the one evaluation after the last step is not timed.
+hftune: ``hftune.train``: plan, data loading, keyed dropout, finite checks, learning rate, ledger, heartbeat, console and
+metrics.jsonl every 10 steps. Checkpoints are written once an epoch, which medians do not see; the one evaluation comes last.
 bare: the same plan, dataset and collate through a plain DataLoader, then forward, sum of the losses over the items, backward,
 ``clip_grad_norm_``, fused AdamW. Both read data within their step, and each has its own copy of a tiny BERT.
 
-They take turns step by step: hftune's console calls the bare loop whenever a step is done, and the clock changes hands. So a
-difference is one of neighbours in time. Steps that log are rare and dear; the last line weighs both kinds as they occur.
+They take turns step by step: hftune's console calls the bare loop after each step, and the clock changes hands. So a
+difference is between neighbours in time. Steps that log are rare and slow; the last line weights both kinds as they occur.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,22 +22,19 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bert_on_reviews import add_model_options, quiet, recipe_of, review_task
-from contest import print_table
+from record import parse_options, print_table, save
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan
-from hftune.config import Recipe
 from hftune.console import Console
-from hftune.joining import start_accelerator
-from hftune.loop import Run, fit, total_steps
 from hftune.optim import build_optimizer
-from hftune.strategies.data_parallel import DataParallel
-from hftune.tracking import Tracker
 from hftune.training import build_model, load_datasets, plan_batches
 
 WARMUP_STEPS = 5
@@ -45,6 +43,7 @@ GOAL_MS = 2.0
 
 def main() -> None:
     options = parse()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     quiet()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +51,8 @@ def main() -> None:
         steps = options.steps + WARMUP_STEPS
         task = review_task(options, generated="hftune.data.demo:reviews")  # short texts: small steps show the overhead
         recipe = recipe_of(task, folder, epochs=1000, max_steps=steps, log_every=10, **sizes)
-        bare_ms, hftune_ms = race(recipe, Path(folder))
+        recipe.eval.every, recipe.checkpoint.every = steps, None
+        bare_ms, hftune_ms = race(recipe)
     report(options, recipe, bare_ms, hftune_ms)
 
 
@@ -63,38 +63,38 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="1 is the calmest on a machine with other users")
-    return parser.parse_args()
+    return parse_options(parser, smoke={"steps": 20, "layers": 1})
 
 
-def race(recipe: Recipe, folder: Path) -> tuple[list[float], list[float]]:
+def race(recipe: Recipe) -> tuple[list[float], list[float]]:
     """Train with both loops at once; return each one's milliseconds, step by step."""
-    datasets = load_datasets(recipe)
-    datasets = {"train": datasets["train"], "eval": datasets["eval"].select(range(8))}
-    plan = plan_batches(recipe, datasets["train"])
-    bare = bare_loop(recipe, build_model(recipe), datasets["train"], plan)
+    data = load_datasets(recipe)["train"]
+    bare, consoles = bare_loop(recipe, build_model(recipe), data, plan_batches(recipe, data)), []
 
-    model = build_model(recipe)
-    accelerator = start_accelerator(recipe.train)
-    strategy = DataParallel(accelerator, recipe.task)
-    strategy.prepare(model, build_optimizer(model, recipe.train))
-    num_steps = total_steps(recipe.train, plan)
-    console = TurnTaking(num_steps, bare)
-    with (folder / "stdout").open("w") as file, redirect_stdout(file):
-        fit(Run(recipe, strategy, plan, datasets, num_steps, Tracker(accelerator, recipe), console))
-    console.close()
+    def make_console(*arguments: Any) -> TurnTaking:
+        consoles.append(TurnTaking(bare, *arguments))
+        return consoles[-1]
+
+    with (
+        Path(recipe.output_dir, "stdout").open("w") as file,
+        redirect_stdout(file),
+        patch("hftune.training.Console", make_console),
+    ):
+        train(recipe)
+    (console,) = consoles
     return console.bare_ms[WARMUP_STEPS:], console.hftune_ms[WARMUP_STEPS:]
 
 
 class TurnTaking(Console):
     """hftune's console that lets the bare loop do one step after each of hftune's, and times both."""
 
-    def __init__(self, num_steps: int, bare: Iterator[None]):
-        super().__init__(True, num_steps)
+    def __init__(self, bare: Iterator[None], *arguments: Any):
+        super().__init__(*arguments)
         self.bare, self.bare_ms, self.hftune_ms = bare, [], []
         self.began = time.perf_counter()
 
-    def advance(self, step: int, loss: float) -> None:
-        super().advance(step, loss)
+    def advance(self, *arguments: Any) -> None:
+        super().advance(*arguments)
         handed_over = time.perf_counter()
         next(self.bare)
         handed_back = time.perf_counter()
@@ -142,7 +142,9 @@ def report(options: argparse.Namespace, recipe: Recipe, bare_ms: list[float], hf
         f"BERT {options.layers} x {options.width}, global batch {options.batch_size} in micro-batches of "
         f"{options.micro_batch_size}, {options.threads} thread(s); medians (goal: at most {GOAL_MS:.0f} ms more a step)"
     )
-    print_table(title, ("", "steps", "bare ms", "hftune ms", "difference", "ratio"), rows)
+    table = print_table(title, ("", "steps", "bare ms", "hftune ms", "difference", "ratio"), rows)
+    what = f"the loop's own cost beside a bare PyTorch loop with steps of {median(bare_ms):.0f} ms"
+    save(__file__, options, [table], {what: f"{plain + (logged - plain) / every:.1f} ms a step"})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from contest import print_table
+from record import parse_options, print_table, save
 
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.config import Recipe
@@ -66,6 +66,7 @@ SIZES = {name: {"width": 384, "layers": 8, "heads": 6, "inner": 1536} for name i
     "prefix_lm": {"width": 512, "layers": 6, "heads": 8, "inner": 2048},
     "encoder_decoder": {"width": 512, "layers": 6, "heads": 8, "inner": 2048},
 }
+SMOKE_SIZES = {name: {"width": 128, "layers": 2, "heads": 2, "inner": 512} for name in SIZES}
 TINY = {"width": 32, "layers": 4, "heads": 2, "inner": 64}
 TAMED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 TOLERANCE = 0.15
@@ -73,34 +74,42 @@ TOLERANCE = 0.15
 
 def main() -> int:
     options = parse()
+    if options.smoke:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    sizes = SMOKE_SIZES if options.smoke else SIZES
     if options.measure:
-        (options.into / os.environ.get("RANK", "0")).write_text(str(measure(options.measure)))
+        (options.into / os.environ.get("RANK", "0")).write_text(
+            str(measure(options.measure, sizes[options.measure], options.smoke))
+        )
         return 0
-    rows, worst = [], 0.0
+    rows, ratios = [], []
     device = "cpu" if on_cpu() else "cuda"
     hide_progress_bars()
     for name in options.only:
         for count in options.processes:
-            recipe = recipe_of(name, SIZES[name])
+            recipe = recipe_of(name, sizes[name], options.smoke)
             if count % recipe.parallel.pipeline_stages:
                 continue
             plan = make_plan(recipe, count, device=device)
-            measured = run(name, count, TAMED)
-            untamed = run(name, count, {}) if device == "cpu" else [0] * count
+            measured = run(name, count, options.smoke, TAMED)
+            untamed = run(name, count, options.smoke, {}) if device == "cpu" and not options.smoke else [0] * count
             compared = [(count, plan.memory.peak_bytes, max(measured), max(untamed))]
             if plan.pipeline is not None:
                 peaks = [place.peak_bytes for place in plan.pipeline.places]
                 compared = zip([f"{place} of {count}" for place in range(count)], peaks, measured, untamed, strict=True)
-            for which, *sizes in compared:
-                worst = max(worst, abs(sizes[0] / sizes[1] - 1))
+            for which, *peaks in compared:
+                ratios.append(peaks[0] / peaks[1])
                 size = f"{plan.parameters / 1e6:.1f} M"
                 batch = f"{plan.memory.samples} x {plan.memory.longest}"
-                spelled = [f"{value / 2**20:.0f}" for value in sizes]
-                rows.append((name, size, which, batch, *spelled[:2], f"{sizes[0] / sizes[1]:.3f}", spelled[2]))
+                spelled = [f"{value / 2**20:.0f}" for value in peaks]
+                rows.append((name, size, which, batch, *spelled[:2], f"{ratios[-1]:.3f}", spelled[2]))
     title = f"Peak memory of a process on {device} in MiB (goal: within {TOLERANCE:.0%})"
     heads = ("model", "parameters", "processes", "micro-batch", "estimate", "measured", "ratio", "with glibc's defaults")
-    print_table(title, heads, rows)
-    return int(worst > TOLERANCE)
+    table = print_table(title, heads, rows)
+    names = dict.fromkeys(row[0] for row in rows)
+    what = f"peak memory of a process as planned, beside the measured peak on {device}: {', '.join(names)}"
+    save(__file__, options, [table], {what: f"{min(ratios):.2f} to {max(ratios):.2f} of it, in {len(rows)} settings"})
+    return 0 if options.smoke else int(max(abs(ratio - 1) for ratio in ratios) > TOLERANCE)
 
 
 def parse() -> argparse.Namespace:
@@ -109,30 +118,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--measure", choices=list(MODELS), help=argparse.SUPPRESS)  # for the processes that it starts
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parse_options(parser, smoke={"only": ["bert"], "processes": [1]})
 
 
-def recipe_of(name: str, size: dict[str, int]) -> Recipe:
+def recipe_of(name: str, size: dict[str, int], smoke: bool) -> Recipe:
     """Return the recipe of a model of this size."""
     source, config, more, *words = MODELS[name]
-    return Recipe.load(source, config.format(**size, more=more), *words)
+    return Recipe.load(source, config.format(**size, more=more), *words, *(["task.max_train_samples=64"] if smoke else []))
 
 
-def run(name: str, num_processes: int, environment: dict[str, str]) -> list[int]:
+def run(name: str, num_processes: int, smoke: bool, environment: dict[str, str]) -> list[int]:
     """Train in fresh processes; return the peak of each, in bytes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *(launcher if num_processes > 1 else []), __file__, "--measure", name, "--into", folder]
+        script = [__file__, "--measure", name, "--into", folder, *(["--smoke"] if smoke else [])]
+        command = [sys.executable, *(launcher if num_processes > 1 else []), *script]
         done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stderr)
         return [int((Path(folder) / str(rank)).read_text()) for rank in range(num_processes)]
 
 
-def measure(name: str) -> int:
-    """Train a tiny model and then the real one; return the bytes that the second took at most."""
+def measure(name: str, size: dict[str, int], smoke: bool) -> int:
+    """Train a tiny model and then one of this size; return the bytes that the second took at most."""
     hide_progress_bars()
-    tiny, recipe = recipe_of(name, TINY), recipe_of(name, SIZES[name])
+    tiny, recipe = recipe_of(name, TINY, smoke), recipe_of(name, size, smoke)
     datasets = {id(one): load_datasets(one)["train"] for one in (tiny, recipe)}
     accelerator = start_accelerator(recipe.train)
     batches = plan_batches(recipe, datasets[id(recipe)])

@@ -3,22 +3,23 @@
     python benchmarks/restoration_flowers.py FOLDER [--output_dir outputs/flowers] [section.key=value ...]
 
 FOLDER has train/ and test/ with whole RGB images. The damage is that of the recipe's evaluation. OpenCV's two ways appear
-where it is installed (pip install opencv-python-headless). A second call goes on where the first was stopped, or only measures.
+if it is installed (pip install opencv-python-headless). A second call goes on where the first was stopped, or only measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from record import parse_options, print_table, save
 
 from hftune import Recipe, load_model, train
 from hftune.augmentation import augmented
-from hftune.console import table
 from hftune.metrics.restoration import measure, summarise
 
 SETTINGS = (
@@ -75,7 +76,7 @@ def loading_share(recipe: Recipe, num_steps: int = 10) -> tuple[float, float]:
     size, loading, computing = recipe.train.batch_size, 0.0, 0.0
     for step in range(-2, num_steps):  # two to warm up
         began = time.process_time()
-        batch = task.collate([dataset[(step + 2) * size + place] for place in range(size)])
+        batch = task.collate([dataset[((step + 2) * size + place) % len(dataset)] for place in range(size)])
         loaded = time.process_time()
         task.loss(model(**task.inputs(batch)), task.target(batch)).backward()
         if step >= 0:
@@ -84,22 +85,55 @@ def loading_share(recipe: Recipe, num_steps: int = 10) -> tuple[float, float]:
 
 
 def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            options.folder, options.output_dir = paint(Path(folder, "pictures")), Path(folder, "out")
+        measure_all(options)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--output_dir", default="outputs/flowers")
-    options, words = parser.parse_known_args()
-    recipe = Recipe.load(
-        "restoration", *SETTINGS, f"task.data_dir={options.folder}", f"output_dir={options.output_dir}", *words
-    )
+    parser.add_argument("folder", type=Path, nargs="?", help="with train/ and test/")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/flowers"))
+    parser.add_argument("words", nargs="*", default=[], help="of the recipe: section.key=value")
+    smoke = {"words": ["task.width=8", "task.crop=24", "train.max_steps=3", "eval.every=epoch"]}
+    options = parse_options(parser, smoke)
+    if options.folder is None and not options.smoke:
+        parser.error("FOLDER is needed")
+    return options
+
+
+def paint(folder: Path) -> Path:
+    """Write a few generated pictures where the photographs would be, and return the folder."""
+    from hftune.data.demo_pictures import pictures
+
+    for part, name, count in (("train", "train", 12), ("eval", "test", 4)):
+        (folder / name).mkdir(parents=True)
+        for index, row in enumerate(pictures(part, count)):
+            row["image"].save(folder / name / f"{index}.png")
+    return folder
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Train, and compare what the network makes of the test images with the other ways."""
+    words = [*SETTINGS, f"task.data_dir={options.folder}", f"output_dir={options.output_dir}", *options.words]
+    recipe = Recipe.load("restoration", *words)
     result = train(recipe)
     print(f"\n{result.steps} steps in {result.seconds:.0f} s on {result.world_size} process(es)")
     found = compare(recipe, result.model_dir)
-    print(table({"": "  ".join(f"{name:>13}" for name in SHOWN)}))
-    print(table({way: "  ".join(f"{metrics[name]:13.3f}" for name in SHOWN) for way, metrics in found.items()}))
-    gain = found["hftune"]["psnr_inside"] - found["mean colour"]["psnr_inside"]
-    print(f"\nInside the masks: {gain:+.2f} dB over the mean colour")
+    rows = [(way, *(f"{metrics[name]:.3f}" for name in SHOWN)) for way, metrics in found.items()]
+    counts = {part: len(data) for part, data in recipe.task.datasets().items()}
+    epochs = result.steps / -(-counts["train"] // recipe.train.batch_size)
+    title = f"{counts['eval']} images of {options.folder.name}, {epochs:.1f} epochs on {counts['train']} others"
+    table = print_table(title, ("", *SHOWN), rows)
     loading, computing = loading_share(recipe)
     print(f"A step of {recipe.train.batch_size}: loading {loading * 1e3:.1f} ms, forward and backward {computing * 1e3:.1f} ms")
+    inside = {way: f"{metrics['psnr_inside']:.2f}" for way, metrics in found.items()}
+    what = f"PSNR inside the masks of {counts['eval']} images ({options.folder.name})"
+    what += f", {epochs:.0f} epochs on {counts['train']} others"
+    others = ", ".join(f"{way} {number}" for way, number in inside.items() if way not in ("hftune", "damaged"))
+    save(__file__, options, [table], {what: f"{inside['hftune']} dB; {others}"})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ import datasets
 import numpy as np
 import torch
 from bert_on_reviews import Meter, add_model_options, pad_to, quiet, recipe_of, review_task
-from contest import print_table, take_turns
+from contest import take_turns
+from record import parse_options, print_table, save
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -77,7 +78,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=8, help="rows of one forward")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of 'hftune tokens'; 0 leaves it out")
     parser.add_argument("--threads", type=int, default=1, help="1 is the calmest on a machine with other users")
-    return parser.parse_args()
+    smoke = {"layers": 1, "width": 64, "vocab_size": 500, "rounds": 1, "batch_size": 16}
+    return parse_options(parser, smoke)
 
 
 def draw_rounds(data: datasets.Dataset, options: argparse.Namespace) -> list[datasets.Dataset]:
@@ -275,7 +277,21 @@ def report(
     )
     ratios = ("x padded", "by CPU", "x rebalance", "by CPU")
     header = ("", "tokens/s", "samples/s", *ratios, "padding", "forwards", "largest", "activations MiB")
-    print_table(title, header, rows)
+    table = print_table(title, header, rows)
+    what = f"training speed on {'the lengths of ' + options.data.name if options.data else 'generated reviews'}, "
+    what += f"BERT {options.layers} x {options.width}"
+    save(__file__, options, [table], {what: figure(results)})
+
+
+def figure(results: dict[str, list[Round]]) -> str:
+    """Say how many times as fast hftune is as each of the others, by CPU time, which load of the machine hardly moves."""
+    others = {
+        "padded": "padding every text to 512",
+        "trainer": "Trainer with dynamic padding",
+        "rebalance": "Trainer with `batch_rebalance`",
+    }
+    ratios = {name: speed_ratios(results["hftune"], results[name])[1] for name in others}
+    return "; ".join(f"{ratios[name]:.1f} x {said}" for name, said in others.items())
 
 
 def speed_ratios(mine: list[Round], others: list[Round]) -> Times:

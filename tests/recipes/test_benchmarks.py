@@ -1,0 +1,138 @@
+"""Every script in benchmarks/ runs under --smoke as a newcomer would run it, and what it writes makes sense."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.machines import NotAllowed, two_machines
+from tests.support.runs import environment
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHARED = {"bert_on_reviews", "contest", "measured", "record"}
+
+
+class Cells:
+    """One table of a result: its cells by row and column, commas and signs left out of numbers."""
+
+    def __init__(self, table):
+        self.rows = [dict(zip(table["header"], row, strict=True)) for row in table["rows"]]
+
+    def column(self, name):
+        return [number(row[name]) for row in self.rows]
+
+
+def number(cell):
+    return float(cell.replace(",", "").rstrip("x%"))
+
+
+def check_batch_plan(cells):
+    assert cells.column("steps") == [79, 79]  # 10,000 samples in batches of 128, the short last one kept
+    assert all(micro_batches >= 79 * 4 - 3 for micro_batches in cells.column("micro-batches"))
+
+
+def check_bigbird_attention(cells):
+    assert [row[""] for row in cells.rows] == ["transformers, sparse", "hftune, sparse"]
+    assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 1 for mib in cells.column("peak MiB"))
+
+
+def check_checkpoint_cost(costs, starts):
+    assert all(figure > 0 for figure in costs.column("figure"))
+    assert len(starts.rows) == 3 and all(0 < seconds < 60 for seconds in starts.column("seconds"))
+
+
+def check_faults(cells):
+    assert [row["named"] for row in cells.rows] == ["yes"]
+    assert "train.speed is not a key" in cells.rows[0]["last words"]
+
+
+def check_gpu(cells):
+    padded, plan = cells.rows
+    assert number(plan["padding"]) < number(padded["padding"]) < 100
+    assert all(rate > 0 for rate in cells.column("tokens/s"))
+
+
+def check_gpu_language_model(cells):
+    assert [row["precision"] for row in cells.rows] == ["no", "bf16"] and all(rate > 0 for rate in cells.column("tokens/s"))
+
+
+def check_gradient_scale(cells):
+    right, accumulated = cells.rows
+    assert right["Trainer grad norm"] == right["hftune grad norm"] == accumulated["hftune grad norm"]
+    assert number(accumulated["Trainer grad norm"]) == pytest.approx(4 * number(right["hftune grad norm"]), rel=1e-2)
+
+
+def check_jieba_speed(cells):
+    assert cells.column("thousand characters/s")[1] > cells.column("thousand characters/s")[0]
+
+
+def check_kill(cells):
+    assert cells.column("kills") == cells.column("bit-equal") == [1, 1]
+
+
+def check_lctt_titles(cells):
+    assert [row[""] for row in cells.rows] == ["first sentence", "frequent words", "hftune"]
+    assert all(0 < score <= 100 for score in cells.column("ROUGE-1"))
+
+
+def check_loop_overhead(cells):
+    assert [row["steps"] for row in cells.rows] == ["20", "18", "2", ""]
+    assert all(number(row["bare ms"]) > 0 and number(row["hftune ms"]) > 0 for row in cells.rows[:3])
+
+
+def check_parity(cells):
+    (difference,) = cells.column("micro-batch 4")
+    assert 0 <= difference < 1e-5
+
+
+def check_pipeline(cells):
+    (row,) = cells.rows
+    assert all(0 <= number(row[name]) < 1e-5 for name in ("loss", "gradient norm", "evaluation", "weights"))
+
+
+def check_plan_memory(cells):
+    assert all(0.5 < ratio < 2 for ratio in cells.column("ratio"))
+
+
+def check_restoration_flowers(cells):
+    inside = {row[""]: number(row["psnr_inside"]) for row in cells.rows}
+    assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
+
+
+def check_throughput(cells):
+    padding = {row[""]: number(row["padding"]) for row in cells.rows}
+    assert padding["hftune"] < padding["trainer"] < padding["padded"]
+    assert cells.column("x padded")[0] == 1
+
+
+def check_wikitext2(cells):
+    perplexity = {row[""]: number(row["perplexity"]) for row in cells.rows}
+    assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
+
+
+CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
+
+
+def test_every_script_is_tried():
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*CHECKS, *SHARED}
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, name):
+    if name == "faults":
+        try:
+            with two_machines():
+                pass
+        except NotAllowed as error:
+            pytest.skip(str(error))
+    output = tmp_path / "result.json"
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--smoke", "--output", output]
+    said = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stdout + said.stderr
+    result = json.loads(output.read_text())
+    assert result["script"] == f"{name}.py" and result["smoke"] and result["versions"]["torch"] and result["machine"]["cores"]
+    assert result["measured"] and all(what and figure for what, figure in result["measured"].items())
+    assert all(table["title"] in said.stdout and table["rows"] for table in result["tables"])
+    CHECKS[name](*map(Cells, result["tables"]))
