@@ -22,8 +22,8 @@ from tests.support.slurm_cluster import Cluster, NotAllowed, slurm_cluster
 
 ROOT = Path(__file__).parents[2]
 FAULTY = f"{ROOT}/tests/support/faulty.yaml"
-SLOW = (f"recipe={FAULTY}", "task.pause_s=0.2", "output_dir=out", "--cpu", "--nodes")
-"""Sixteen steps that take three seconds; the number of nodes follows."""
+SLOW = (f"recipe={FAULTY}", "task.pause_s=0.4", "output_dir=out", "--cpu", "--nodes")
+"""Sixteen steps that take six seconds; the number of nodes follows."""
 WAIT_S = 200.0
 BARE = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 """What a shell has in which no environment is activated."""
@@ -213,7 +213,7 @@ def test_job_stopped_before_the_first_step_is_requeued_and_trains(submit, tmp_pa
 @long
 def test_real_time_limit_stops_the_job_in_time(submit, undisturbed, tmp_path):
     """The signal comes up to a minute early, so the whole takes about two."""
-    job = submit(*(word.replace("0.2", "9") for word in SLOW), "2", "--time", "3:00", "--grace-s", "40")
+    job = submit(*(word.replace("0.4", "9") for word in SLOW), "2", "--time", "3:00", "--grace-s", "40")
     job.says("back into the queue")
     assert job.wait() == ("COMPLETED", "0:0", 1), job.log
     assert_whole(tmp_path / "out", [2, 2])
@@ -222,7 +222,7 @@ def test_real_time_limit_stops_the_job_in_time(submit, undisturbed, tmp_path):
 
 @long
 def test_second_job_with_the_same_output_folder_is_refused_and_the_first_is_undisturbed(submit, tmp_path):
-    first = submit(*SLOW, "1")
+    first = submit(*(word.replace("0.4", "4") for word in SLOW), "1")  # for longer than the second takes to start
     first.says("step 1/16")
     second = submit(*SLOW, "1", options=(f"--output={tmp_path}/second.log",))
     assert second.wait() == ("FAILED", "2:0", 0)
