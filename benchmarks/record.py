@@ -29,9 +29,9 @@ def parse_options(parser: argparse.ArgumentParser, smoke: Mapping[str, Any]) -> 
     parser.add_argument(
         "--output", type=Path, help="file for the result (default: benchmarks/results/NAME.json; none under --smoke)"
     )
-    if parser.parse_known_args()[0].smoke:
+    if parser.parse_known_intermixed_args()[0].smoke:
         parser.set_defaults(**smoke)
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # words of a recipe may stand before and after options
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
