@@ -160,7 +160,9 @@ class Handler(BaseHTTPRequestHandler):
         """Send a file, or say why not."""
         if self.state["faults"].get(f"{kind}/{name}") == "gated":
             code = 403 if "Authorization" in self.headers else 401
-            return self.send(code, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {kind} {name} is restricted."})
+            return self.send(
+                code, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {kind} {name} is restricted."}
+            )
         if not file.is_file():
             headers = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found", "X-Repo-Commit": commit}
             return self.send(404, headers=headers)
