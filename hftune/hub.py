@@ -127,9 +127,7 @@ def _reason(causes: Sequence[BaseException], kind: str, name: str, key: str, ins
 
     noun, page = _NOUNS[kind], f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     if _first(causes, errors.GatedRepoError):
-        return (
-            f"its owner asks for agreement first. Accept the terms at {page} and log in with `hf auth login`, on each machine."
-        )
+        return f"its owner asks for agreement. Accept the terms at {page} and log in with `hf auth login`, on each machine."
     if _first(causes, errors.RevisionNotFoundError):
         return f"it has no such revision. Look at {page}/commits/main and correct {key}_revision."
     answer = _first(causes, errors.HfHubHTTPError)

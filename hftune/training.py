@@ -323,7 +323,7 @@ def load_checkpoint(
 
 
 def check_commits(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuse to resume with other commits of the Hub than a checkpoint's, or raise ConfigError; older ones do not say theirs."""
+    """Refuse to resume with other commits of the Hub than the checkpoint's, or raise ConfigError; older ones name none."""
     for key, commit in before.items():
         if now.get(key, commit) != commit:
             raise ConfigError(

@@ -65,10 +65,13 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optio
 def file_format(pattern: str) -> str | None:
     """Return the format of a file, or of all that a pattern matches, by their names; None if those do not tell."""
     names = [pattern] if "://" in pattern else glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - as above
-    found = {
-        FORMAT_OF.get(next((end for end in reversed(Path(name.lower()).suffixes) if end not in PACKED), "")) for name in names
-    }
+    found = {FORMAT_OF.get(_suffix(name)) for name in names}
     return found.pop() if len(found) == 1 else None
+
+
+def _suffix(name: str) -> str:
+    """Return a file's suffix, that of a compression left out."""
+    return next((suffix for suffix in reversed(Path(name.lower()).suffixes) if suffix not in PACKED), "")
 
 
 def is_repository(dataset: str) -> bool:

@@ -28,7 +28,8 @@ class SequenceClassification(Task):
     """Classify texts. The loss is cross-entropy, an item is a text."""
 
     model: str | None = "google-bert/bert-base-cased"
-    """Name on the Hub (owner/name) or local folder. null: a fresh model from model_config, with a tokenizer trained on the texts."""
+    """Name on the Hub (owner/name) or local folder. null: a fresh model from model_config, with a tokenizer trained on the
+    texts."""
     model_revision: str | None = None
     """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)

@@ -198,16 +198,15 @@ class TitleGeneration(Task):
         tokens = self.tokenizer
         ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
         overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
-        base = (
-            load_config(self.model, {}, self.model_commit) if self.model is not None else make_config(BigBirdConfig, overrides)
-        )
+        commit = self.model_commit
+        base = load_config(self.model, {}, commit) if self.model is not None else make_config(BigBirdConfig, overrides)
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
-            model = load_model(PrefixLM, self.model, config, self.model_commit)
+            model = load_model(PrefixLM, self.model, config, commit)
         else:
             special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
-            special |= {"pad_token_id": ids["pad_token_id"], "commit": self.model_commit}
+            special |= {"pad_token_id": ids["pad_token_id"], "commit": commit}
             model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
                 raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
