@@ -96,8 +96,10 @@ def commit_of(kind: str, name: str, revision: str | None, key: str, instead: str
     return found.resolved
 
 
-def fetch(kind: str, name: str, commit: str, patterns: Sequence[str], key: str) -> Path:
+def fetch(kind: str, name: str, commit: str, patterns: Sequence[str], key: str, instead: str = "") -> Path:
     """Return a folder with those files of a commit that match the patterns, each fetched once a machine.
+
+    ``instead`` is as for ``failure``.
 
     Raises:
         ConfigError (of a model), DataError (of a data set): they cannot be fetched.
@@ -108,7 +110,7 @@ def fetch(kind: str, name: str, commit: str, patterns: Sequence[str], key: str) 
     try:
         return Path(snapshot_download(name, repo_type=kind, revision=commit, allow_patterns=list(patterns)))
     except (OSError, ValueError, httpx.HTTPError) as error:
-        raise ERRORS[kind](failure(error, kind, name, key)) from error
+        raise ERRORS[kind](failure(error, kind, name, key, instead)) from error
 
 
 def failure(error: BaseException, kind: str, name: str, key: str, instead: str = "") -> str:

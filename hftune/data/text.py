@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import is_offline_mode
 from huggingface_hub.utils import httpx
 
 from hftune.data.files import FILE_FORMATS, file_format
@@ -124,20 +125,17 @@ def _from_files(dataset: str, files: str | Sequence[str], part: str) -> datasets
 def _from_hub(
     dataset: str, commit: str, split: str, config: str | None, data_dir: str | None, instead: str
 ) -> datasets.Dataset:
-    """Load a split of exactly this commit, also from the cache alone.
-
-    A folder of the repository is fetched, then read as a folder of this machine: offline, datasets 5.2 does not find again
-    what it loaded with a data_dir.
-    """
-    said = f"task.dataset={dataset}" + (f" with task.dataset_config={config}" if config else "")
+    """Load a split of exactly this commit, also from the cache alone."""
+    said, instead = f"task.dataset={dataset}", f"Without the Hub, name files: {instead}."
     if data_dir:
-        folder = fetch("dataset", dataset, commit, [f"{data_dir.strip('/')}/**"], "task.dataset") / data_dir.strip("/")
-        if not folder.is_dir():
-            raise DataError(f"{said} has no folder task.data_dir={data_dir} at commit {commit}.")
-        return load(str(folder), f"{said} with task.data_dir={data_dir}", split=split)
+        return _from_hub_folder(dataset, commit, split, data_dir, instead)
+    if config:
+        said += f" with task.dataset_config={config}"
+    if not is_offline_mode():  # datasets does not tell why it cannot reach a repository; this does
+        fetch("dataset", dataset, commit, ["README.md"], "task.dataset", instead)
     try:
         builder = datasets.load_dataset_builder(dataset, name=config, revision=commit)
-        if builder.hash != commit:  # if the Hub fails, datasets takes the newest that is in its cache
+        if builder.hash != commit:  # if the Hub does not answer, datasets takes the newest that is in its cache
             raise DataError(
                 f"{said}: the cache has commit {builder.hash}, and commit {commit} is asked for. Run once without "
                 f"HF_HUB_OFFLINE, or set task.dataset_revision={builder.hash}."
@@ -154,10 +152,22 @@ def _from_hub(
     except DatasetGenerationError as error:
         raise DataError(f"{said} cannot be read: {str(error.__cause__ or error).strip().rstrip('.')}.") from error
     except (OSError, httpx.HTTPError) as error:
-        without = f"Without the Hub, name files: {instead}."
-        raise DataError(failure(error, "dataset", dataset, "task.dataset", without)) from error
+        raise DataError(failure(error, "dataset", dataset, "task.dataset", instead)) from error
     except ValueError as error:  # datasets' word for an unknown split or configuration
         raise DataError(f"{said} cannot be loaded: {error}") from error
+
+
+def _from_hub_folder(dataset: str, commit: str, split: str, data_dir: str, instead: str) -> datasets.Dataset:
+    """Fetch a folder of a repository, and read it as one of this machine.
+
+    Offline, datasets 5.2 does not find again what it loaded from the Hub with a data_dir.
+    """
+    name = data_dir.strip("/")
+    folder = fetch("dataset", dataset, commit, [f"{name}/**"], "task.dataset", instead) / name
+    said = f"task.dataset={dataset} with task.data_dir={data_dir}"
+    if not folder.is_dir():
+        raise DataError(f"{said}: commit {commit} has no such folder.")
+    return load(str(folder), said, split=split)
 
 
 def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:

@@ -3,7 +3,6 @@
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 

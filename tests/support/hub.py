@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SLOW_S = 30.0
-"""A slow repository keeps a file's request waiting for so long."""
+"""A slow repository keeps everyone who wants a file waiting for so long."""
 CUT_AFTER = 1000
 """Bytes of a file that come through before the connection of a repository with a broken one is cut."""
 
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_file(self, file: Path, fault: str | None, headers: dict[str, str]) -> None:
         """Send a file, or the part of it that was asked for, as well as the repository can."""
         data, code, start = file.read_bytes(), 200, 0
-        if fault == "slow":
+        if fault == "slow" and self.command == "GET":
             time.sleep(SLOW_S)
         headers |= {"ETag": f'"{etag(file)}"', "Accept-Ranges": "bytes", "X-Linked-Size": str(len(data))}
         if wanted := self.headers.get("Range"):
