@@ -72,8 +72,8 @@ def name_problems(key: str, name: str, kind: str, others: Sequence[str] = ()) ->
     hint = did_you_mean(name, [*others, *FULL_NAMES[kind]])
     for legacy, full in FULL_NAMES[kind].items():
         hint = hint.replace(f"{legacy!r}", f"{full!r}")
-    kinds = f"not {', '.join(others)}, " if others else ""
-    yield f"{key}={name} is {kinds}no folder on this machine, and names on the Hub are owner/name.{hint}"
+    kinds = f"one of {', '.join(others)} nor " if others else ""
+    yield f"{key}={name} is not {kinds}a folder on this machine, and names on the Hub are owner/name.{hint}"
 
 
 def commit_of(kind: str, name: str, revision: str | None, key: str, instead: str = "") -> str:

@@ -163,6 +163,18 @@ AGAIN = (
 )
 FOLDER = "name a folder: task.model=FOLDER."
 FILES = "name files: task.dataset=json task.data_files.train=... task.data_files.eval=... (json, csv, parquet, arrow, text)."
+SCRIPT = (
+    "hftune: task.dataset=csebuetnlp/xlsum has a loading script, and no program from the Hub is run. The Hub's own conversion of "
+    "most such data sets is at task.dataset_revision=refs/convert/parquet, with a folder for each configuration: task.data_dir=..."
+)
+
+
+def test_a_loading_script_is_not_run_and_its_conversion_is_pointed_to(hub, runs, tmp_path):
+    words = ("recipe=yelp", *SMALL["yelp"], "task.dataset=csebuetnlp/xlsum", f"output_dir={tmp_path / 'out'}")
+    codes, said = typed(hub, tmp_path, *words)
+    assert all(codes) and 2 in codes and SCRIPT in said.splitlines()
+
+
 FAULTS = {
     "model missing": "the Hub has no such model, or it is private. Check the name; for a private one, log in with `hf auth login`.",
     "model gated": "its owner asks for agreement. Accept the terms at HUB/NAME and log in with `hf auth login`, on each machine.",
