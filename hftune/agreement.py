@@ -84,12 +84,13 @@ def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, st
     return said
 
 
-_NAMES = {"code": "code", "packages": "version", "recipe": "recipe", "data": "data set"}
+_NAMES = {"code": "code", "packages": "version", "recipe": "recipe", "data": "data set", "commits": "commit"}
 _WAYS_OUT = {
     "code": "Install the same hftune, and put the same task file, on all machines.",
     "packages": "Install the same versions on all machines.",
     "recipe": "Start all with the same recipe and the same key=value words.",
     "data": "Give all machines the same files, or the same data set of the Hub at the same revision.",
+    "commits": "A repository changed on the Hub meanwhile: pin it, with task.model_revision or task.dataset_revision.",
 }
 
 

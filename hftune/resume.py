@@ -104,7 +104,8 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     old, new = (flat(OmegaConf.to_container(either)) for either in recipes)
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in FREE]
     said = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
-    if fixed := [said[key] for key in differing if key.startswith(FIXED)]:
+    pins = {f"{key}_revision" for key in checkpoint.progress.get("commits", {})}  # what they mean is compared once it is loaded
+    if fixed := [said[key] for key in differing if key.startswith(FIXED) and key not in pins]:
         raise ConfigError(
             f"{checkpoint.path} cannot go on with {', '.join(fixed)}. Set it back; or start anew with resume=never, which "
             "replaces that run, or with another output_dir."

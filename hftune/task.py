@@ -120,6 +120,13 @@ class Task(ABC):
         """Return the metrics of a whole split from its rows, one a sample, in dataset order. Main process only."""
         return {}
 
+    def commits(self) -> dict[str, str]:
+        """Return the commits (SHA-1) that were loaded from the Hub, by the key that named the repository: {"task.model": ...}.
+
+        Called after ``datasets`` and ``build_model``. Runs are resumed with the same ones only.
+        """
+        return {}
+
     def remarks(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
         """Return what a user should know before training, such as how many texts are cut; one sentence each, said once."""
         return []

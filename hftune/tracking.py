@@ -55,13 +55,16 @@ class Tracker:
         self.accelerator = accelerator
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
 
-    def start(self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str]) -> None:
+    def start(
+        self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str], commits: Mapping[str, str]
+    ) -> None:
         """Open metrics.jsonl and the dashboards.
 
         Args:
             step: after which training goes on; what was logged of later ones is dropped, and of a test, which the end makes.
             is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
             run_ids: of the dashboards' runs that go on; see ``run_ids``.
+            commits: of what was loaded from the Hub; they join the recipe in the dashboards' configuration.
         """
         lines = read_lines(self.path) if step else []
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
@@ -76,7 +79,9 @@ class Tracker:
         self.accelerator.init_trackers(recipe.track.project, init_kwargs={"wandb": wandb, "tensorboard": tensorboard})
         for tracker in self.accelerator.trackers:
             # TensorBoard and MLflow take numbers and texts only; W&B shows a nested config as it is.
-            config = recipe.to_dict() if tracker.name == "wandb" else {k: str(v) for k, v in flat(recipe.to_dict()).items()}
+            config = {**recipe.to_dict(), "commits": dict(commits)}
+            if tracker.name != "wandb":
+                config = {name: str(value) for name, value in flat(config).items()}
             tracker.store_init_configuration(config)
 
     def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:

@@ -67,6 +67,8 @@ class TrainResult:
     """Of the best model on the test part; empty where the task has none."""
     best: dict[str, Any]
     """metric, value and step of the model in model_dir."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """Of what was loaded from the Hub, by the key that names the repository, such as task.model."""
     steps: int
     seconds: float
     """From the opening of the output folder to the end of training, evaluations included."""
@@ -120,12 +122,13 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     atexit.register(leave_group)
     strategy = choose_strategy(accelerator, recipe, progress)
     progress.at("comparing recipe and data with the others")
-    digests = check_agreement(strategy, recipe, datasets)
+    commits = recipe.task.commits()
+    digests = check_agreement(strategy, recipe, datasets, commits)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
     remarks += strategy.remarks()
-    state, run_ids, found = load_checkpoint(strategy, start, digests)
+    state, run_ids, found = load_checkpoint(strategy, start, digests, commits)
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
@@ -144,9 +147,10 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
         held.callback(run.checkpointer.wait)  # before the folder is given back
     if state.step and not strategy.on_main(lambda: best_model_is_here(recipe, state)):
         state.forget_best()
+    run.facts = {"commits": commits}
     strategy.on_main(lambda: open_folder(run, start, run_ids))
     found = [strategy.num_processes, plan.micro_batch_size]
-    run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
+    run.facts |= {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
     return train_and_save(run)
@@ -287,7 +291,7 @@ def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
 
 
 def load_checkpoint(
-    strategy: Strategy, start: Start, digests: Mapping[str, str]
+    strategy: Strategy, start: Start, digests: Mapping[str, str], commits: Mapping[str, str]
 ) -> tuple[TrainState, dict[str, str], tuple[int, int | None]]:
     """Take over model, optimizer and state where training goes on. Collective.
 
@@ -295,7 +299,7 @@ def load_checkpoint(
         The state, the dashboards' run ids, and the number of processes with the micro-batch size that they had.
 
     Raises:
-        ConfigError: the checkpoint is of other data or of another model.
+        ConfigError: the checkpoint is of other commits of the Hub, of other data or of another model.
     """
     checkpoint = start.checkpoint
     progress, path, changed = strategy.broadcast(
@@ -303,6 +307,7 @@ def load_checkpoint(
     )
     if progress is None:
         return TrainState(), {}, (0, None)
+    check_commits(path, progress.get("commits", {}), commits)
     if other := [name for name, digest in progress["digests"].items() if digests.get(name) != digest]:
         raise ConfigError(f"{path} was trained on another {' and another '.join(other)}. resume=never starts anew.")
     try:
@@ -330,6 +335,16 @@ def read_state(path: str, values: Mapping[str, Any]) -> TrainState:
             "version; or start anew with resume=never or a different output_dir."
         )
     return TrainState(**values)
+
+
+def check_commits(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuse to resume with other commits of the Hub than the checkpoint's, or raise ConfigError; older ones name none."""
+    for key, commit in before.items():
+        if now.get(key, commit) != commit:
+            raise ConfigError(
+                f"{path} was trained with commit {commit} of {key}, and commit {now[key]} was loaded now: the repository has "
+                f"changed on the Hub. {key}_revision={commit} resumes with the old one; resume=never starts anew."
+            )
 
 
 def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
@@ -376,7 +391,7 @@ def open_folder(run: Run, start: Start, run_ids: Mapping[str, str]) -> None:
                 shutil.copyfile(origin / name, output_dir / name)
     (output_dir / "result.json").unlink(missing_ok=True)
     write_text(output_dir / "recipe.yaml", recipe.to_yaml())
-    run.tracker.start(recipe, state.step, state.evaluated_step == state.step, run_ids)
+    run.tracker.start(recipe, state.step, state.evaluated_step == state.step, run_ids, run.facts["commits"])
     run.ledger.begin(state.step, run.plan, run.strategy.num_processes)
 
 
@@ -445,7 +460,9 @@ def build_model(recipe: Recipe) -> nn.Module:
     return model
 
 
-def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any]) -> dict[str, str]:
+def check_agreement(
+    strategy: Strategy, recipe: Recipe, datasets: Mapping[str, Any], commits: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Make sure that all processes run the same code and recipe on the same data; return the digests of the data.
 
     Raises:
@@ -453,7 +470,7 @@ def check_agreement(strategy: Strategy, recipe: Recipe, datasets: Mapping[str, A
     """
     parts = [part for part in ("train", "eval", "test") if part in datasets]
     digests = {f"{part} data": data_digest(recipe.task, datasets[part]) for part in parts}
-    check_facts(strategy, facts(recipe) | {"data": digests})
+    check_facts(strategy, facts(recipe) | {"data": digests, "commits": dict(commits or {})})
     return digests
 
 
@@ -508,6 +525,7 @@ def finish(run: Run) -> TrainResult:
         metrics=run.state.metrics,
         test=test,
         best={"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step},
+        commits=run.facts["commits"],
         steps=run.state.step,
         seconds=round(run.seconds(), 3),
         world_size=strategy.num_processes,

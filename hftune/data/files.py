@@ -10,9 +10,17 @@ from typing import Any
 
 from hftune.data import idx
 from hftune.errors import ConfigError
+from hftune.hub import commit_of, name_problems
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """datasets' builders that read ``task.data_files``."""
+FORMAT_OF = {
+    **{".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
+}
+"""Formats by a file's suffix; tsv is csv with tabs."""
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed files, which datasets unpacks."""
 
 
 FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -32,10 +40,17 @@ def check_corpus(files: Sequence[str]) -> None:
 
 
 def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each; ``optional``: parts beside two."""
-    if dataset in FILE_FORMATS and not data_files:
-        yield f"task.dataset={dataset} reads files: set task.data_files.train=... and task.data_files.eval=..."
+    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each; ``optional``: parts beside two.
+
+    Files win over whatever ``dataset`` names, unless it names their format.
+    """
     if not data_files:
+        if dataset in FILE_FORMATS:
+            yield f"task.dataset={dataset} reads files: set task.data_files.train=... and task.data_files.eval=..."
+        elif ":" not in dataset and is_folder(dataset) and not Path(dataset).expanduser().exists():
+            yield f"task.dataset={dataset}: there is no such folder.{_nearest_file(Path(dataset))}"
+        elif is_repository(dataset):
+            yield from name_problems("task.dataset", dataset, "dataset", (*FILE_FORMATS, *FOLDER_FORMATS))
         return
     for part in ("train", "eval"):
         if part not in data_files:
@@ -51,6 +66,50 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optio
         for pattern in paths:
             if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
                 yield f"task.data_files.{part}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
+            elif dataset not in FILE_FORMATS and file_format(pattern) is None:
+                yield (
+                    f"task.data_files.{part}={pattern}: its name does not end in one of {', '.join(FORMAT_OF)}. "
+                    f"Name the format: task.dataset={', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]}."
+                )
+        if dataset not in FILE_FORMATS and len(found := {file_format(pattern) for pattern in paths} - {None}) > 1:
+            yield f"task.data_files.{part} has files of several formats: {', '.join(sorted(found))}. Give them one."
+
+
+def file_format(pattern: str) -> str | None:
+    """Return the format of a file, or of all that a pattern matches, by their names; None if those do not tell."""
+    names = [pattern] if "://" in pattern else glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - as above
+    found = {FORMAT_OF.get(_suffix(name)) for name in names}
+    return found.pop() if len(found) == 1 else None
+
+
+def _suffix(name: str) -> str:
+    """Return a file's suffix, that of a compression left out."""
+    return next((suffix for suffix in reversed(Path(name.lower()).suffixes) if suffix not in PACKED), "")
+
+
+def is_repository(dataset: str) -> bool:
+    """Say whether ``task.dataset``, if there are no files, means a repository on the Hub."""
+    return dataset not in (*FILE_FORMATS, *FOLDER_FORMATS) and ":" not in dataset and not is_folder(dataset)
+
+
+def dataset_commit(dataset: str, data_files: Mapping[str, Any] | None, revision: str | None, instead: str) -> str | None:
+    """Return the commit of ``task.dataset`` that is loaded; None unless it is on the Hub.
+
+    Raises:
+        DataError: it cannot be found there; says what to name instead.
+    """
+    if data_files or not is_repository(dataset):
+        return None
+    return commit_of("dataset", dataset, revision, "task.dataset", f"Without the Hub, name files: {instead}.")
+
+
+def model_commit(model: str | None, revision: str | None, key: str = "task.model") -> str | None:
+    """Return the commit of a model, or a tokenizer, that is loaded; None unless it is on the Hub.
+
+    Raises:
+        ConfigError: it cannot be found there.
+    """
+    return None if model is None or is_folder(model) else commit_of("model", model, revision, key)
 
 
 def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
@@ -83,7 +142,10 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
     """
     if model is None and "model_type" not in model_config:
         yield f"task.model=null builds a fresh model: set task.model_config.model_type (such as {example}) and its sizes."
-    if model is None or not is_folder(model):
+    if model is None:
+        return
+    if not is_folder(model):
+        yield from name_problems("task.model", model, "model")
         return
     folder = Path(model).expanduser()
     if not folder.is_dir():

@@ -100,16 +100,18 @@ def load_rows(
     count: int | None,
     columns: Mapping[str, str],
     layout: Layout,
+    commit: str | None = None,
 ) -> Source:
     """Load ``count`` images (None: all) of a data set that ``datasets`` reads, or of a function that returns rows.
 
     Args:
         columns: of image and label, by the key that names them: {"task.image_column": "image", "task.label_column": "label"}.
+        commit: of a data set on the Hub.
 
     Raises:
         DataError: naming part, column and row.
     """
-    rows = draw(load_split(dataset, split, data_files, part, data_dir, INSTEAD), count, seed=42)
+    rows = draw(load_split(dataset, split, data_files, part, data_dir, INSTEAD, commit=commit), count, seed=42)
     for key, column in columns.items():
         check_column(rows, key, column, part)
     image_column, label_column = columns.values()

@@ -90,21 +90,23 @@ def load_pictures(
     count: int | None,
     columns: Mapping[str, str | None],
     least: int | None,
+    commit: str | None = None,
 ) -> Pictures:
     """Load and check ``count`` pictures (None: all) of one part, "train" or "eval".
 
     Args:
         columns: of image, mask and target; None for those that the data do not have. In folders, they name subfolders.
         least: pixels that each side must have, for crops of this size.
+        commit: of a data set on the Hub.
 
     Raises:
         DataError: naming part, column, row and file.
     """
     columns = {name: column for name, column in columns.items() if column is not None}
-    if dataset == "imagefolder":
+    if dataset == "imagefolder" and not data_files:
         rows = _from_folder(Path(data_dir).expanduser() / split, f"task.data_dir={data_dir}", columns)
     else:
-        rows = load_split(dataset, split, data_files, part, instead=INSTEAD)
+        rows = load_split(dataset, split, data_files, part, instead=INSTEAD, commit=commit)
         for name, column in columns.items():
             check_column(rows, f"task.{name}_column", column, part)
             if not isinstance(kind := rows.features[column], datasets.Image):

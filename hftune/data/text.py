@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import is_offline_mode
+from huggingface_hub.utils import httpx
 
-from hftune.data.files import FILE_FORMATS
+from hftune.data.files import FILE_FORMATS, file_format
 from hftune.errors import DataError
+from hftune.hub import failure, fetch
 from hftune.importing import import_named
 from hftune.messages import did_you_mean
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
-"""What to name where the Hub cannot be reached."""
+"""What to name if the Hub cannot be reached."""
 
 
 def load_split(
@@ -31,32 +34,34 @@ def load_split(
     data_dir: str | None = None,
     instead: str = INSTEAD,
     config: str | None = None,
+    commit: str | None = None,
 ) -> datasets.Dataset:
     """Load the rows of one part ("train", "eval" or "test") of a data set.
 
     Args:
-        dataset: a name on the Hub; one of FILE_FORMATS, with ``data_files={"train": path, "eval": path}``; imagefolder, with
-            ``data_dir``; or ``module:function``, called with the part's name, which returns the rows as dictionaries.
+        dataset: a name on the Hub, with its ``commit``; imagefolder, with ``data_dir``; a folder; or ``module:function``,
+            called with the part's name, which returns the rows as dictionaries. With data_files, one of FILE_FORMATS, or
+            anything else: then their names tell the format.
         split: of the Hub's data set or the folder, such as "train", "test" or "train[:10%]".
-        instead: what to name where the Hub cannot be reached.
+        data_files: {"train": path, "eval": path}; they win over what ``dataset`` names.
+        data_dir: folder of imagefolder; or a folder in the Hub's repository, which is read instead of all of it.
+        instead: what to name if the Hub cannot be reached.
         config: of a data set of the Hub that has several, such as "wikitext-2-v1".
 
     Raises:
         DataError: it cannot be loaded, or has no rows.
     """
-    if ":" in dataset:
+    if data_files:
+        rows = _from_files(dataset, data_files[part], part)
+    elif ":" in dataset:
         rows = _from_function(dataset, part)
-    elif data_files:
-        patterns = [data_files[part]] if isinstance(data_files[part], str) else data_files[part]
-        paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-        rows = load(dataset, f"task.data_files.{part}={data_files[part]}", data_files={part: paths}, split=part)
+    elif commit is not None:
+        rows = _from_hub(dataset, commit, split, config, data_dir, instead)
     elif data_dir:
         said = f"task.data_dir={data_dir}"
         rows = load(dataset, said, instead, split=split, data_dir=str(Path(data_dir).expanduser()))
-    elif config:
-        rows = load(dataset, f"task.dataset={dataset} with task.dataset_config={config}", instead, name=config, split=split)
     else:
-        rows = load(dataset, f"task.dataset={dataset}", instead, split=split)
+        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=split)
     if len(rows) == 0:
         raise DataError(f"The {part} split of {dataset} has no rows{_of(data_files, part)}.")
     return rows
@@ -70,6 +75,8 @@ def load_parts(
     columns: Mapping[str, str],
     texts: Sequence[str],
     config: str | None = None,
+    data_dir: str | None = None,
+    commit: str | None = None,
     may_be_empty: bool = False,
 ) -> dict[str, datasets.Dataset]:
     """Load the parts of a text data set, drawn and checked.
@@ -84,7 +91,8 @@ def load_parts(
     """
     parts = {}
     for part, split in splits.items():
-        rows = parts[part] = draw(load_split(dataset, split, data_files, part, config=config), counts[part], seed=42)
+        rows = load_split(dataset, split, data_files, part, data_dir, config=config, commit=commit)
+        rows = parts[part] = draw(rows, counts[part], seed=42)
         for key, column in columns.items():
             check_column(rows, key, column, part)
         for column in texts:
@@ -102,6 +110,63 @@ def _from_function(name: str, part: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(list(function(part)))
 
 
+def _from_files(dataset: str, files: str | Sequence[str], part: str) -> datasets.Dataset:
+    patterns = [files] if isinstance(files, str) else files
+    paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
+    kind, options = dataset if dataset in FILE_FORMATS else file_format(paths[0]), {}
+    if kind == "tsv":
+        kind, options = "csv", {"sep": "\t"}
+    return load(kind, f"task.data_files.{part}={files}", data_files={part: paths}, split=part, **options)
+
+
+def _from_hub(
+    dataset: str, commit: str, split: str, config: str | None, data_dir: str | None, instead: str
+) -> datasets.Dataset:
+    """Load a split of exactly this commit, also from the cache alone."""
+    said, instead = f"task.dataset={dataset}", f"Without the Hub, name files: {instead}."
+    if data_dir:
+        return _from_hub_folder(dataset, commit, split, data_dir, instead)
+    if config:
+        said += f" with task.dataset_config={config}"
+    if not is_offline_mode():  # datasets does not tell why it cannot reach a repository; this does
+        fetch("dataset", dataset, commit, ["README.md"], "task.dataset", instead)
+    try:
+        builder = datasets.load_dataset_builder(dataset, name=config, revision=commit)
+        if builder.hash != commit:  # if the Hub does not answer, datasets takes the newest that is in its cache
+            raise DataError(
+                f"{said}: the cache has commit {builder.hash}, and commit {commit} is asked for. Run once without "
+                f"HF_HUB_OFFLINE, or set task.dataset_revision={builder.hash}."
+            )
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        raise DataError(
+            f"{said} has a loading script, and no program from the Hub is run. The Hub's own conversion of most such data sets "
+            "is at task.dataset_revision=refs/convert/parquet, with a folder for each configuration: task.data_dir=..."
+        ) from error
+    except DatasetGenerationError as error:
+        raise DataError(f"{said} cannot be read: {str(error.__cause__ or error).strip().rstrip('.')}.") from error
+    except (OSError, httpx.HTTPError) as error:
+        raise DataError(failure(error, "dataset", dataset, "task.dataset", instead)) from error
+    except ValueError as error:  # datasets' word for an unknown split or configuration
+        raise DataError(f"{said} cannot be loaded: {error}") from error
+
+
+def _from_hub_folder(dataset: str, commit: str, split: str, data_dir: str, instead: str) -> datasets.Dataset:
+    """Fetch a folder of a repository, and read it as one of this machine.
+
+    Offline, datasets 5.2 does not find again what it loaded from the Hub with a data_dir.
+    """
+    name = data_dir.strip("/")
+    folder = fetch("dataset", dataset, commit, [f"{name}/**"], "task.dataset", instead) / name
+    said = f"task.dataset={dataset} with task.data_dir={data_dir}"
+    if not folder.is_dir():
+        raise DataError(f"{said}: commit {commit} has no such folder.")
+    return load(str(folder), said, split=split)
+
+
 def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:
     """Call ``datasets.load_dataset``; where that fails, say so in words that begin with ``said``, and what to name instead.
 
@@ -115,8 +180,8 @@ def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> data
     except DatasetGenerationError as error:
         reason = str(error.__cause__ or error).strip().rstrip(".")
         raise DataError(f"{said} cannot be read as {dataset}: {reason}.") from error
-    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
-        raise DataError(f"{said} cannot be loaded: {error} Without the Hub, name files: {instead}.") from error
+    except (ConnectionError, FileNotFoundError) as error:
+        raise DataError(f"{said} cannot be loaded: {error} Name files: {instead}.") from error
     except ValueError as error:  # datasets' word for an unknown split or configuration
         raise DataError(f"{said} cannot be loaded: {error}") from error
 
@@ -138,6 +203,17 @@ def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> No
     if column not in rows.column_names:
         hint = did_you_mean(column, rows.column_names)
         raise DataError(f"{key}={column} is not a column of the {part} split. It has: {', '.join(rows.column_names)}.{hint}")
+
+
+def find_column(rows: datasets.Dataset, key: str, choices: Sequence[str]) -> str:
+    """Return which of the columns there is, or raise DataError: none of them, or more than one."""
+    found = [column for column in choices if column in rows.column_names]
+    if len(found) == 1:
+        return found[0]
+    has = f"several of {', '.join(choices)}" if found else f"none of {', '.join(choices)}"
+    raise DataError(
+        f"{key} is not set, and the data have {has}. Set it to one of their columns: {', '.join(rows.column_names)}."
+    )
 
 
 def check_texts(rows: datasets.Dataset, column: str, part: str, may_be_empty: bool = False) -> None:

@@ -303,6 +303,7 @@ def build_encoder_decoder(
     end_token_id: int,
     pad_token_id: int,
     decoder: dict[str, Any] | None = None,
+    commit: str | None = None,
     **encoder: Any,
 ) -> EncoderDecoderModel:
     """Join a block-sparse BigBird encoder and a BERT decoder, both with the weights of ``model``; None draws them.
@@ -321,7 +322,7 @@ def build_encoder_decoder(
     if isinstance(config, EncoderDecoderConfig):
         if encoder or decoder:
             raise ConfigError(f"task.model is an encoder and a decoder already, loaded as they are. Leave {SECTION} empty.")
-        return load_model(EncoderDecoderModel, model, config)
+        return load_model(EncoderDecoderModel, model, config, commit)
     encoder_config = BlockSparseBigBirdConfig.warm_start(config, **encoder)
     if not encoder_config.use_bias or encoder_config.rescale_embeddings:
         raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which BERT's decoder lacks.")
@@ -335,8 +336,8 @@ def build_encoder_decoder(
     decoder_fields = _common_fields(config, BertConfig) | as_decoder | decoder
     decoder_config = make_config(BertConfig, decoder_fields, f"{SECTION}.decoder")
     halves = {
-        "encoder": load_model(BlockSparseBigBirdModel, model, encoder_config),
-        "decoder": load_model(BertLMHeadModel, model, decoder_config),
+        "encoder": load_model(BlockSparseBigBirdModel, model, encoder_config, commit),
+        "decoder": load_model(BertLMHeadModel, model, decoder_config, commit),
     }
     joined_config = EncoderDecoderConfig(
         **{name: half.config.to_dict() for name, half in halves.items()},

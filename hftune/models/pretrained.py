@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,44 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedCo
 from transformers.utils import logging
 
 from hftune.errors import ConfigError
+from hftune.hub import fetch
 from hftune.messages import did_you_mean
 
+CONFIG = ("config.json", "generation_config.json")
+TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+"""All small files, as tokenizers have many names for theirs."""
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
+"""Of older repositories; transformers reads nothing from them but tensors."""
 _IN_A_LAYER = re.compile(r"\.(layers?|h|blocks?)\.\d+\.")
 
 
-def load_config(model: str | None, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+def folder_of(model: str, commit: str | None, files: Sequence[str], key: str = "task.model") -> Path:
+    """Return the folder of a model: its own, or, of a commit on the Hub, one with those ``files`` of it (patterns).
+
+    Whatever loads from there asks the Hub for nothing more. Asked by name, transformers would take files that could not be
+    fetched for files that do not exist, and would have a robot convert repositories that hold a pickle (transformers 5.23).
+
+    Raises:
+        ConfigError: they cannot be fetched.
+    """
+    return Path(model).expanduser() if commit is None else fetch("model", model, commit, files, key)
+
+
+def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | None = None) -> PreTrainedConfig:
     """Load a model's config and apply ``overrides``; without a model, ``overrides`` is the whole config.
+
+    Args:
+        commit: of a model on the Hub; None for a folder.
 
     Raises:
         ConfigError: no such model, or an unknown ``model_type``.
     """
     if model is None:
         return _fresh_config(overrides)
+    folder = folder_of(model, commit, CONFIG)
     try:
-        config, unknown = AutoConfig.from_pretrained(_expand(model), return_unused_kwargs=True, **overrides)
+        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **overrides)
     except (OSError, ValueError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     _refuse_unknown(unknown, config)
@@ -54,7 +77,7 @@ def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
         raise ConfigError(f"task.model_config.{key} is not a key of {type(config).__name__}.{hint}")
 
 
-def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> PreTrainedModel:
+def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, commit: str | None = None) -> PreTrainedModel:
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or draw them where ``model`` is None.
 
     Parameters that the checkpoint lacks, or has in another size, such as the head for other classes, are drawn from torch's
@@ -68,11 +91,14 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig) -> 
             return _draw(auto_class, config, None if model is None else torch.float32)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
+    folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
+    if commit is not None and not any(folder.glob("model*.safetensors")):
+        folder = folder_of(model, commit, PICKLED)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
     try:
         loaded, info = auto_class.from_pretrained(
-            _expand(model), config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
@@ -91,7 +117,7 @@ def _draw(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) 
     return from_config(config) if dtype is None else from_config(config, dtype=dtype)
 
 
-def load_tokenizer(model: str, key: str = "task.model") -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, key: str = "task.model", commit: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer that belongs to a model; where it has no padding token (GPT-2), the end token pads.
 
     Args:
@@ -100,8 +126,9 @@ def load_tokenizer(model: str, key: str = "task.model") -> PreTrainedTokenizerBa
     Raises:
         ConfigError: the model has none.
     """
+    folder = folder_of(model, commit, TOKENIZER, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_expand(model))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token_id is None:
@@ -136,10 +163,6 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         texts, vocab_size=vocab_size, special_tokens=first, limit_alphabet=len(letters), show_progress=False
     )
     return transformers.BertTokenizer(vocab=trainer.get_vocab(), do_lower_case=True)
-
-
-def _expand(model: str) -> str:
-    return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
 def _first_line(error: Exception) -> str:

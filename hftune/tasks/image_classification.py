@@ -38,13 +38,15 @@ class ImageClassification(Task):
     """Multiplies the network's 10 and 20 channels and its 50 features."""
     dropout: float = 0.5
     """Share of the second convolution's channels, and of the features, that are dropped in training."""
-    dataset: str = "mnist"
-    """Name on the Hub; imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with data_files; or
+    dataset: str = "ylecun/mnist"
+    """Name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with data_files; or
     module:function that returns rows."""
+    dataset_revision: str | None = None
+    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
     data_dir: str | None = None
     """Folder of imagefolder or idx."""
     data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
     train_split: str = "train"
     """Split of the data set to train on."""
     eval_split: str = "test"
@@ -111,6 +113,19 @@ class ImageClassification(Task):
         return Layout(self.image_size, len(self.mean), self.resize)
 
     @cached_property
+    def dataset_commit(self) -> str | None:
+        """What is loaded of a data set on the Hub; None for files, folders and functions."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.images import INSTEAD
+
+        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
+
+    def commits(self) -> dict[str, str]:
+        from hftune.hub import known
+
+        return known({"task.dataset": self.dataset_commit})
+
+    @cached_property
     def _sources(self) -> dict[str, Source]:
         return {
             "train": self._source("train", self.train_split, self.max_train_samples),
@@ -123,7 +138,9 @@ class ImageClassification(Task):
         if self.dataset == "idx":
             return load_idx(self.data_dir, split, count, self.layout)
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
-        return load_rows(self.dataset, self.data_dir, self.data_files, split, part, count, columns, self.layout)
+        return load_rows(
+            self.dataset, self.data_dir, self.data_files, split, part, count, columns, self.layout, self.dataset_commit
+        )
 
     @cached_property
     def labels(self) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,15 @@ class ImageRestoration(Task):
     depth: int = 3
     """Of the U-Net: how often height and width are halved."""
     dataset: str = "imagefolder"
-    """imagefolder with data_dir; a name on the Hub; parquet or arrow with data_files; or module:function that returns rows."""
+    """imagefolder with data_dir; a name on the Hub (owner/name); parquet or arrow with data_files; or module:function that
+    returns rows."""
+    dataset_revision: str | None = None
+    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
     data_dir: str | None = None
     """Folder of imagefolder, with a subfolder for each split: of clean images; or, where there is a mask_column, of further
     subfolders with the columns' names, whose images belong together by name."""
     data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
     train_split: str = "train"
     """Split of the data set to train on."""
     eval_split: str = "test"
@@ -98,6 +102,19 @@ class ImageRestoration(Task):
         if not self.mask_weight > 0:
             yield f"task.mask_weight={self.mask_weight} must be above 0."
 
+    @cached_property
+    def dataset_commit(self) -> str | None:
+        """What is loaded of a data set on the Hub; None for files, folders and functions."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.pictures import INSTEAD
+
+        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
+
+    def commits(self) -> dict[str, str]:
+        from hftune.hub import known
+
+        return known({"task.dataset": self.dataset_commit})
+
     def datasets(self) -> dict[str, Pictures]:
         """Return both parts; see Pictures for a sample."""
         from hftune.data.pictures import load_pictures
@@ -108,7 +125,9 @@ class ImageRestoration(Task):
             "eval": (self.eval_split, self.max_eval_samples, None),
         }
         return {
-            part: load_pictures(self.dataset, self.data_dir, self.data_files, split, part, count, columns, least)
+            part: load_pictures(
+                *(self.dataset, self.data_dir, self.data_files, split, part, count, columns, least, self.dataset_commit)
+            )
             for part, (split, count, least) in parts.items()
         }
 

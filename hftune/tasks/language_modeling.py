@@ -34,21 +34,31 @@ class LanguageModeling(Task):
     into blocks: a sample is a block, and every token but the first is predicted exactly once."""
 
     model: str | None = None
-    """A causal language model: name on the Hub or local folder. null: a fresh model from model_config."""
+    """A causal language model: name on the Hub (owner/name) or local folder. null: a fresh model from model_config."""
+    model_revision: str | None = None
+    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override; all of them, with model_type (transformer_lm, gpt2, llama, ...), where model is
     null."""
     tokenizer: str | None = None
     """words: split at white space, nothing changed. basic_english: lower-cased, punctuation apart. Both are made from the
     training text, for fresh models. Or a name on the Hub or a local folder. null: the model's own."""
+    tokenizer_revision: str | None = None
+    """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
     vocab_size: int | None = None
     """Most tokens of words and basic_english; rarer words are <unk>. null: all words."""
     dataset: str = "Salesforce/wikitext"
-    """Name on the Hub; text, json, csv, parquet or arrow with data_files; or module:function that returns rows."""
+    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (text, json, csv,
+    parquet or arrow), if their names do not tell."""
+    dataset_revision: str | None = None
+    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
     dataset_config: str | None = "wikitext-2-v1"
     """Which of the Hub's data sets of that name. null: the only one."""
+    data_dir: str | None = None
+    """Folder of the repository on the Hub to read instead of all of it, for one whose README does not list its files."""
     data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the parts: data_files.train, data_files.eval and, if you like, data_files.test."""
+    """Files (or lists, or globs) of the parts: data_files.train, data_files.eval and, if you like, data_files.test. They win
+    over dataset."""
     train_split: str = "train"
     """Split of the Hub's data set to train on."""
     eval_split: str = "validation"
@@ -88,6 +98,7 @@ class LanguageModeling(Task):
 
     def _tokenizer_problems(self) -> list[str]:
         from hftune.data.files import is_folder
+        from hftune.hub import name_problems
 
         kinds = " or ".join(TRAINED)
         if self.tokenizer is None:
@@ -101,6 +112,8 @@ class LanguageModeling(Task):
                 ]
         elif is_folder(self.tokenizer) and not Path(self.tokenizer).expanduser().is_dir():
             return [f"task.tokenizer={self.tokenizer}: there is no such folder."]
+        elif not is_folder(self.tokenizer) and "/" not in self.tokenizer:
+            return [*name_problems("task.tokenizer", self.tokenizer, "model", TRAINED)]
         if self.vocab_size is not None and self.tokenizer not in TRAINED:
             return [f"task.vocab_size={self.vocab_size} bounds what is made from the text: task.tokenizer={kinds}."]
         return []
@@ -110,6 +123,36 @@ class LanguageModeling(Task):
         """The split of each part that there is; files and functions have parts and no splits."""
         has_test = "test" in self.data_files if self.data_files else self.test_split is not None
         return {"train": self.train_split, "eval": self.eval_split, **({"test": self.test_split or ""} if has_test else {})}
+
+    @cached_property
+    def dataset_commit(self) -> str | None:
+        """What is loaded of a data set on the Hub; None for files, folders and functions."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.text import INSTEAD
+
+        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
+
+    @cached_property
+    def model_commit(self) -> str | None:
+        """What is loaded of a model on the Hub; None for folders and fresh models."""
+        from hftune.data.files import model_commit
+
+        return model_commit(self.model, self.model_revision)
+
+    @cached_property
+    def tokenizer_commit(self) -> str | None:
+        """What is loaded of a tokenizer with a name of its own on the Hub."""
+        from hftune.data.files import model_commit
+
+        named = None if self.tokenizer in TRAINED else self.tokenizer
+        return model_commit(named, self.tokenizer_revision, "task.tokenizer")
+
+    def commits(self) -> dict[str, str]:
+        from hftune.hub import known
+
+        return known(
+            {"task.model": self.model_commit, "task.tokenizer": self.tokenizer_commit, "task.dataset": self.dataset_commit}
+        )
 
     @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
@@ -123,6 +166,8 @@ class LanguageModeling(Task):
             columns={"task.text_column": self.text_column},
             texts=[self.text_column],
             config=self.dataset_config,
+            data_dir=self.data_dir,
+            commit=self.dataset_commit,
             may_be_empty=True,
         )
 
@@ -135,8 +180,8 @@ class LanguageModeling(Task):
         if self.tokenizer in TRAINED:
             return train_word_tokenizer(self._rows["train"][self.text_column], self.tokenizer, self.vocab_size)
         if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer, key="task.tokenizer")
-        return load_tokenizer(self.model)
+            return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
+        return load_tokenizer(self.model, commit=self.model_commit)
 
     def datasets(self) -> dict[str, Blocks]:
         """Return the parts as blocks: input_ids and labels, int64."""
@@ -162,9 +207,9 @@ class LanguageModeling(Task):
         ends = {"bos_token_id": begin, "eos_token_id": tokens.eos_token_id}
         # No pad_token_id: where the end pads, as here, some models would keep its embedding at 0.
         fresh = {"vocab_size": len(tokens), **ends} if self.model is None else {}
-        config = load_config(self.model, {**self.model_config, **fresh})
+        config = load_config(self.model, {**self.model_config, **fresh}, self.model_commit)
         self._check_config(config)
-        model = load_model(AutoModelForCausalLM, self.model, config)
+        model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
         model.generation_config = GenerationConfig(**ends, pad_token_id=tokens.pad_token_id, **self.generation)
         return model
 

@@ -27,16 +27,26 @@ if TYPE_CHECKING:
 class SequenceClassification(Task):
     """Classify texts. The loss is cross-entropy, an item is a text."""
 
-    model: str | None = "bert-base-cased"
-    """Name on the Hub or local folder. null: a fresh model from model_config, with a tokenizer trained on the texts."""
+    model: str | None = "google-bert/bert-base-cased"
+    """Name on the Hub (owner/name) or local folder. null: a fresh model from model_config, with a tokenizer trained on the
+    texts."""
+    model_revision: str | None = None
+    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override, such as hidden_dropout_prob; all of them, where model is null."""
     vocab_size: int = 4096
     """Size of the trained tokenizer's vocabulary, where model is null."""
-    dataset: str = "yelp_review_full"
-    """Name on the Hub; json, csv, parquet, arrow or text with data_files; or module:function that returns rows."""
+    dataset: str = "Yelp/yelp_review_full"
+    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet,
+    arrow or text), if their names do not tell."""
+    dataset_revision: str | None = None
+    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
+    dataset_config: str | None = None
+    """Which of the Hub's data sets of that name. null: the only one."""
+    data_dir: str | None = None
+    """Folder of the repository on the Hub to read instead of all of it, for one whose README does not list its files."""
     data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
     train_split: str = "train"
     """Split of the Hub's data set to train on."""
     eval_split: str = "test"
@@ -74,6 +84,26 @@ class SequenceClassification(Task):
         ]
 
     @cached_property
+    def dataset_commit(self) -> str | None:
+        """What is loaded of a data set on the Hub; None for files, folders and functions."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.text import INSTEAD
+
+        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
+
+    @cached_property
+    def model_commit(self) -> str | None:
+        """What is loaded of a model on the Hub; None for folders and fresh models."""
+        from hftune.data.files import model_commit
+
+        return model_commit(self.model, self.model_revision)
+
+    def commits(self) -> dict[str, str]:
+        from hftune.hub import known
+
+        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
+
+    @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
         from hftune.data.text import load_parts
 
@@ -84,6 +114,9 @@ class SequenceClassification(Task):
             counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
             columns={"task.text_column": self.text_column, "task.label_column": self.label_column},
             texts=[self.text_column],
+            config=self.dataset_config,
+            data_dir=self.data_dir,
+            commit=self.dataset_commit,
         )
 
     @cached_property
@@ -104,7 +137,7 @@ class SequenceClassification(Task):
         from hftune.models.pretrained import load_tokenizer, train_wordpiece
 
         if self.model is not None:
-            return load_tokenizer(self.model)
+            return load_tokenizer(self.model, commit=self.model_commit)
         return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
 
     def datasets(self) -> dict[str, datasets.Dataset]:
@@ -150,7 +183,8 @@ class SequenceClassification(Task):
         overrides["pad_token_id"] = self.tokenizer.pad_token_id
         if self.model is None:
             overrides["vocab_size"] = len(self.tokenizer)
-        model = load_model(AutoModelForSequenceClassification, self.model, load_config(self.model, overrides))
+        config = load_config(self.model, overrides, self.model_commit)
+        model = load_model(AutoModelForSequenceClassification, self.model, config, self.model_commit)
         positions = max_positions(model)
         if positions is not None and positions < self.max_length:
             raise ConfigError(f"task.max_length={self.max_length} is more than the {positions} positions of the model.")

@@ -33,22 +33,31 @@ class TitleGeneration(Task):
     whose work grows with the length and not its square, and a BERT decoder, both from the same weights."""
     model: str | None = "Lowin/chinese-bigbird-base-4096"
     """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
+    model_revision: str | None = None
+    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
     vocabulary: str | None = None
     """Where model is null: a folder that `hftune vocab` wrote. null: a vocabulary is trained on the texts."""
     vocab_size: int = 8000
     """Size of the vocabulary that is trained on the texts."""
-    dataset: str = "json"
-    """Name on the Hub; json, csv, parquet or arrow with data_files; or module:function that returns rows."""
+    dataset: str = "csebuetnlp/xlsum"
+    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet or
+    arrow), if their names do not tell."""
+    dataset_revision: str | None = None
+    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
+    dataset_config: str | None = None
+    """Which of the Hub's data sets of that name. null: the only one."""
+    data_dir: str | None = None
+    """Folder of the repository on the Hub to read instead of all of it, such as XL-Sum's chinese_simplified."""
     data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval."""
+    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
     train_split: str = "train"
     """Split of the Hub's data set to train on."""
     eval_split: str = "test"
     """Split of the Hub's data set to evaluate on."""
-    source_column: str = "content"
-    """Column of the texts."""
+    source_column: str | None = None
+    """Column of the texts. null: content, text or article, whichever the data have."""
     target_column: str = "title"
     """Column of the titles."""
     max_source_length: int = 4096
@@ -85,29 +94,67 @@ class TitleGeneration(Task):
         ]
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
-        from hftune.data.text import load_parts
+    def dataset_commit(self) -> str | None:
+        """What is loaded of a data set on the Hub; None for files, folders and functions."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.text import INSTEAD
 
-        return load_parts(
+        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
+
+    @cached_property
+    def model_commit(self) -> str | None:
+        """What is loaded of a model on the Hub; None for folders and fresh models."""
+        from hftune.data.files import model_commit
+
+        return model_commit(self.model, self.model_revision)
+
+    def commits(self) -> dict[str, str]:
+        from hftune.hub import known
+
+        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
+
+    @property
+    def _rows(self) -> dict[str, datasets.Dataset]:
+        return self._loaded[0]
+
+    @property
+    def _source(self) -> str:
+        """Column of the texts."""
+        return self._loaded[1]
+
+    @cached_property
+    def _loaded(self) -> tuple[dict[str, datasets.Dataset], str]:
+        from hftune.data.text import check_column, check_texts, find_column, load_parts
+
+        parts = load_parts(
             self.dataset,
             self.data_files,
             splits={"train": self.train_split, "eval": self.eval_split},
             counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
-            columns={"task.source_column": self.source_column, "task.target_column": self.target_column},
-            texts=[self.source_column, self.target_column],
+            columns={"task.target_column": self.target_column},
+            texts=[self.target_column],
+            config=self.dataset_config,
+            data_dir=self.data_dir,
+            commit=self.dataset_commit,
         )
+        source = self.source_column or find_column(parts["train"], "task.source_column", SOURCES)
+        for part, rows in parts.items():
+            check_column(rows, "task.source_column", source, part)
+            check_texts(rows, source, part)
+        return parts, source
 
     @cached_property
     def tokenizer(self) -> JiebaTokenizer:
         """The model's jieba tokenizer or the vocabulary's, checked to segment the texts; or one trained on them."""
         from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer
         from hftune.data.vocabulary import train_tokenizer
+        from hftune.models.pretrained import TOKENIZER, folder_of
 
         train, words = self._rows["train"], self.model or self.vocabulary
         if words is None:
-            return train_tokenizer([*train[self.source_column], *train[self.target_column]], self.vocab_size)
-        tokenizer = JiebaTokenizer.from_pretrained(str(Path(words).expanduser()) if words[0] == "~" else words)
-        check_tokenizer(tokenizer, words, train[:100][self.source_column])
+            return train_tokenizer([*train[self._source], *train[self.target_column]], self.vocab_size)
+        tokenizer = JiebaTokenizer.from_pretrained(folder_of(words, self.model_commit, TOKENIZER))
+        check_tokenizer(tokenizer, words, train[:100][self._source])
         return tokenizer
 
     def datasets(self) -> dict[str, datasets.Dataset]:
@@ -122,16 +169,22 @@ class TitleGeneration(Task):
             part: cached_map(
                 rows,
                 encode,
-                key=[text.tokenizer_key(self.tokenizer), *(getattr(self, name) for name in ENCODED_BY)],
+                key=[text.tokenizer_key(self.tokenizer), *self._encoded_by.values()],
                 note=f"Tokenising {part}",
                 processes=idle_cores(len(rows)),
                 tokenizer=self.tokenizer,
-                **{name: getattr(self, name) for name in ENCODED_BY},
+                **self._encoded_by,
             )
             .add_column("index", list(range(len(rows))))
             .with_format("numpy")
             for part, rows in self._rows.items()
         }
+
+    @property
+    def _encoded_by(self) -> dict[str, Any]:
+        """What ``encode`` is called with."""
+        columns = {"source_column": self._source, "target_column": self.target_column}
+        return {**columns, "max_source_length": self.max_source_length, "max_target_length": self.max_target_length}
 
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, and settle how it generates."""
@@ -145,14 +198,16 @@ class TitleGeneration(Task):
         tokens = self.tokenizer
         ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
         overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
-        base = load_config(self.model, {}) if self.model is not None else make_config(BigBirdConfig, overrides)
+        commit = self.model_commit
+        base = load_config(self.model, {}, commit) if self.model is not None else make_config(BigBirdConfig, overrides)
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
-            model = load_model(PrefixLM, self.model, config)
+            model = load_model(PrefixLM, self.model, config, commit)
         else:
             special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
-            model = build_encoder_decoder(self.model, base, **special, pad_token_id=ids["pad_token_id"], **self.model_config)
+            special |= {"pad_token_id": ids["pad_token_id"], "commit": commit}
+            model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
                 raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
         model.generation_config = GenerationConfig(
@@ -174,7 +229,8 @@ class TitleGeneration(Task):
     def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_remarks
 
-        said = cut_remarks(
+        said = [] if self.source_column else [f"task.source_column is not set: the texts are those of column {self._source!r}."]
+        said += cut_remarks(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
         said += cut_remarks(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
@@ -231,7 +287,7 @@ class TitleGeneration(Task):
     def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
         rows = self._rows["eval"][batch["index"].tolist()]
-        columns = zip(rows[self.target_column], self._write(model, batch), rows[self.source_column], strict=True)
+        columns = zip(rows[self.target_column], self._write(model, batch), rows[self._source], strict=True)
         return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
 
     def _write(self, model: PreTrainedModel, batch: Batch) -> list[str]:
@@ -273,7 +329,7 @@ class TitleGeneration(Task):
         return model
 
     def example_inputs(self) -> list[str]:
-        return self._rows["eval"][:2][self.source_column]
+        return self._rows["eval"][:2][self._source]
 
     def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Write each text's title, as ``generated``."""
@@ -299,7 +355,8 @@ def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
     }
 
 
-ENCODED_BY = ("source_column", "target_column", "max_source_length", "max_target_length")
+SOURCES = ("content", "text", "article")
+"""Columns that may hold the texts, if ``source_column`` does not say."""
 
 
 def encode(

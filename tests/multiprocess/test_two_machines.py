@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from hftune import cli
 from hftune.checkpoint import newest
 from hftune.ledger import audit
-from tests.support.machines import Machine, NotAllowed, two_machines
+from tests.support.hub import Hub
+from tests.support.hub_contents import bigbird, xlsum
+from tests.support.machines import MAIN, Machine, NotAllowed, two_machines
 from tests.support.runs import DATA, TINY, Run, environment, train_on
 
 CONFIG = str(Path(__file__).parents[2] / "accelerate_configs" / "2node.yaml")
@@ -32,9 +35,11 @@ def machines() -> Iterator[list[Machine]]:
         pytest.skip(str(error))
 
 
-def start(machine: Machine, *words: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen:
+def start(
+    machine: Machine, *words: str, launcher: tuple[str, ...] = (), config: str = CONFIG, **variables: str
+) -> subprocess.Popen:
     """Start the command of the README there; both machines are given the same."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIG, *launcher]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
     return subprocess.Popen(
         [*machine.prefix, *command, "-m", *words],
         env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **{"HFTUNE_JOIN_TIMEOUT_S": "60", **variables}),
@@ -77,6 +82,38 @@ def test_two_machines_train_as_one_process_does(machines, alone, tmp_path, proce
     assert run.logged("eval/loss") == pytest.approx(alone.logged("eval/loss"), rel=1e-5)
     assert [row["prediction"] for row in run.predictions] == [row["prediction"] for row in alone.predictions]
     assert {path.name for path in run.folder.iterdir()} == {path.name for path in alone.folder.iterdir()}
+
+
+def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_once(machines, tmp_path, monkeypatch):
+    """After `hftune configs 2node --copy`; the address in the file is that of machineA, so that not even it is edited."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["configs", "2node", "--copy"]) == 0
+    hub = Hub(tmp_path / "hub")
+    commits = {"task.model": bigbird(hub), "task.dataset": xlsum(hub)}
+    serving = [sys.executable, "-m", "tests.support.hub", str(hub.root), "8000", MAIN]
+    server = subprocess.Popen([*machines[0].prefix, *serving], env=environment())
+    sizes = ("train.max_steps=2", "train.batch_size=8", "task.max_source_length=100", "task.max_target_length=8")
+    try:
+        jobs = [
+            start(
+                machine,
+                *("hftune.run", "recipe=bigbird", *sizes, "task.max_eval_samples=4", f"output_dir={tmp_path / 'out'}"),
+                launcher=("--num_processes", "2"),
+                config="2node.yaml",
+                HF_ENDPOINT=f"http://{MAIN}:8000",
+                HF_HUB_OFFLINE="0",
+                HF_HOME=str(tmp_path / machine.name),
+                HF_DATASETS_CACHE=str(tmp_path / machine.name / "datasets"),
+            )
+            for machine in machines
+        ]
+        for code, _, err in finish(*jobs):
+            assert code == 0, err
+    finally:
+        server.kill()
+        server.wait()
+    assert Run(tmp_path / "out").result["commits"] == commits and Run(tmp_path / "out").result["world_size"] == 2
+    assert set(hub.fetched().values()) == {2} and len(hub.fetched()) == 6
 
 
 def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_from_there(machines, tmp_path):

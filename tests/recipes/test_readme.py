@@ -96,7 +96,7 @@ def test_own_recipe_loads(tmp_path):
     (tmp_path / "mine.yaml").write_text(block("yaml", "mine.yaml"))
     recipe = Recipe.load(tmp_path / "mine.yaml")
     assert (recipe.task.model, recipe.task.max_train_samples, recipe.train.mixed_precision) == (
-        "distilbert-base-uncased",
+        "distilbert/distilbert-base-uncased",
         None,
         "bf16",
     )

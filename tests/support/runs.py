@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,11 +68,12 @@ def train_on(
     recipe: str = "yelp_demo",
     stops: dict[str, tuple[int, int]] | None = None,
     sharded: Collection[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Run]:
     """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
 
     Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
-    ``sharded``: the jobs that train under FSDP.
+    ``sharded``: the jobs that train under FSDP. ``variables``: as for Group.
     """
 
     def given(name: str, key: str, default: Any) -> Any:
@@ -89,20 +90,28 @@ def train_on(
         for name, overrides in jobs.items()
     ]
     log = folder / f"{Path(recipe).stem}-{world_size}.log"
-    codes = Group(world_size, listed, log).wait()
+    codes = Group(world_size, listed, log, variables).wait()
     assert not any(codes), f"{codes}\n{log.read_text()}"
     return {name: Run(path) for name, path in folders.items()}
 
 
 class Group:
-    """Processes that tests/support/worker.py has started for these jobs; one group at a time. What they say goes into ``log``."""
+    """Processes that tests/support/worker.py has started for these jobs; one group at a time. What they say goes into ``log``.
 
-    def __init__(self, world_size: int, jobs: list[Any], log: Path):
-        variables: dict[str, str] = {}
+    Args:
+        variables: environment from the interpreter's start on, as libraries read it when they are imported.
+        as_typed: each job is what ``python -m hftune.run`` does, down to its last words and its exit code.
+    """
+
+    def __init__(
+        self, world_size: int, jobs: list[Any], log: Path, variables: Mapping[str, str] | None = None, as_typed: bool = False
+    ):
+        self._worker = start_worker(tuple(sorted((variables or {}).items())))
+        variables = dict(variables or {})
         if world_size > 1:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             count = str(world_size)
-            variables = {
+            variables |= {
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -110,28 +119,32 @@ class Group:
             variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
             variables |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
         request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
-        _worker().stdin.write(json.dumps({**request, "log": str(log)}).encode() + b"\n")
-        self.pids: list[int] = json.loads(_worker().stdout.readline())
+        # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
+        request |= {"log": str(log), "as_typed": as_typed, "last_words_s": 1.0 if as_typed else 10.0}
+        self._worker.stdin.write(json.dumps(request).encode() + b"\n")
+        self.pids: list[int] = json.loads(self._worker.stdout.readline())
         self._codes: list[int] | None = None
 
     def wait(self) -> list[int]:
         """Wait for the end, and return the exit code of each process."""
         if self._codes is None:
-            self._codes = json.loads(_worker().stdout.readline())
+            self._codes = json.loads(self._worker.stdout.readline())
         return self._codes
 
     def poll(self) -> list[int] | None:
         """Return the exit codes; None where there are none yet."""
-        if self._codes is None and not select.select([_worker().stdout], [], [], 0)[0]:
+        if self._codes is None and not select.select([self._worker.stdout], [], [], 0)[0]:
             return None
         return self.wait()
 
 
 @cache
-def _worker() -> subprocess.Popen:
-    """Start the one interpreter that this one's process groups are forks of; it ends with its input, at the end of the tests."""
+def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> subprocess.Popen:
+    """Start the one interpreter, of those with these variables, that process groups are forks of; it ends with the tests."""
     root = Path(__file__).parents[2]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}  # what select does not see was not read either
-    worker = subprocess.Popen([sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(), **pipes)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(**dict(variables)), **pipes
+    )
     atexit.register(worker.communicate)
     return worker

@@ -17,12 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hftune import Interrupted, Recipe, train
+from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.data_parallel import DataParallel
 
 TIMEOUT_S = 540.0
-LAST_WORDS_S = 10.0
-"""For the others to end by themselves, once a process has failed."""
 IMPORTED = (
     *("hftune.training", "hftune.tasks", "hftune.models.bigbird", "hftune.models.unet", "hftune.metrics.restoration"),
     *("tests.support.tasks", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sklearn.metrics"),
@@ -45,18 +43,18 @@ def main() -> None:
                 return work(rank, **request)
             children[child] = rank
         print(json.dumps(list(children)), flush=True)
-        print(json.dumps(wait(children)), flush=True)
+        print(json.dumps(wait(children, request["last_words_s"])), flush=True)
     return None
 
 
-def wait(children: dict[int, int]) -> list[int]:
+def wait(children: dict[int, int], last_words_s: float) -> list[int]:
     """Return the exit codes of process ids; where one fails or nobody comes to an end, the others are killed."""
     codes, until = {}, time.monotonic() + TIMEOUT_S
     while len(codes) < len(children):
         child, status = os.waitpid(-1, os.WNOHANG)
         if child in children:
             codes[children[child]] = code = os.waitstatus_to_exitcode(status)
-            until = min(until, time.monotonic() + LAST_WORDS_S) if code else until
+            until = min(until, time.monotonic() + last_words_s) if code else until
         elif time.monotonic() > until:
             for other in children.keys() - {pid for pid, rank in children.items() if rank in codes}:
                 os.kill(other, signal.SIGKILL)
@@ -65,7 +63,9 @@ def wait(children: dict[int, int]) -> list[int]:
     return [codes[rank] for rank in sorted(codes)]
 
 
-def work(rank: int, world_size: int, jobs: list[Any], environment: dict[str, str], cwd: str, log: str) -> None:
+def work(
+    rank: int, world_size: int, jobs: list[Any], environment: dict[str, str], cwd: str, log: str, as_typed: bool, **_: Any
+) -> None:
     """Be one process of a group: train each job."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -75,6 +75,10 @@ def work(rank: int, world_size: int, jobs: list[Any], environment: dict[str, str
     for source, overrides, stop, extra in jobs:
         os.environ.clear()  # accelerate writes there, too
         os.environ.update({**before, **extra})
+        if as_typed:
+            if code := run.main([f"recipe={source}", *overrides]):
+                run.leave(code)
+            continue
         recipe = Recipe.load(source, *overrides)
         with weighed(Path(recipe.output_dir)):
             if stop is None:

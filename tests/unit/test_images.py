@@ -252,8 +252,8 @@ def test_missing_folders_and_files_are_named(tmp_path):
     assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist", eval_split="validation") == [
         "task.eval_split=validation: idx files have the splits train and test."
     ]
-    assert problems(dataset="mnist", data_dir=str(tmp_path)) == [
-        f"task.data_dir={tmp_path} is for task.dataset=idx and imagefolder, not for mnist."
+    assert problems(dataset="ylecun/mnist", data_dir=str(tmp_path)) == [
+        f"task.data_dir={tmp_path} is for task.dataset=idx and imagefolder, not for ylecun/mnist."
     ]
 
 

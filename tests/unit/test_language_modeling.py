@@ -175,13 +175,13 @@ FILES = "task.data_files={train: x.txt, eval: x.txt}"
             "task.model=null builds a fresh model: set task.tokenizer to words or basic_english, or to a name or a folder.",
         ),
         (
-            ["task.model=gpt2"],
-            "task.tokenizer=words makes a vocabulary that task.model=gpt2 does not know. Set task.tokenizer=null, which takes "
-            "the model's own. (task.model: the command line; task.tokenizer: recipe wikitext2)",
+            ["task.model=openai-community/gpt2"],
+            "task.tokenizer=words makes a vocabulary that task.model=openai-community/gpt2 does not know. Set "
+            "task.tokenizer=null, which takes the model's own. (task.model: the command line; task.tokenizer: recipe wikitext2)",
         ),
         (["task.tokenizer=./nowhere"], "task.tokenizer=./nowhere: there is no such folder."),
         (
-            ["task.tokenizer=gpt2", "task.vocab_size=100"],
+            ["task.tokenizer=openai-community/gpt2", "task.vocab_size=100"],
             "task.vocab_size=100 bounds what is made from the text: task.tokenizer=words or basic_english.",
         ),
         (["task.block_length=0"], "task.block_length=0 must be at least 1."),

@@ -1,0 +1,183 @@
+"""The Hugging Face Hub: full names, the commit that a revision means, files by commit, and what to do if there are none.
+
+Knows no task. huggingface_hub is imported in the functions that need it: names are checked before anything heavy loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hftune.errors import ConfigError, DataError
+from hftune.messages import did_you_mean
+
+_OWNERS = {
+    "google-bert": [
+        *("bert-base-cased", "bert-base-uncased", "bert-large-cased", "bert-large-uncased", "bert-base-chinese"),
+        *("bert-base-multilingual-cased", "bert-base-multilingual-uncased", "bert-base-german-cased"),
+    ],
+    "distilbert": [
+        *("distilbert-base-cased", "distilbert-base-uncased", "distilbert-base-multilingual-cased", "distilroberta-base"),
+        *("distilgpt2", "distilbert-base-uncased-finetuned-sst-2-english"),
+    ],
+    "FacebookAI": ["roberta-base", "roberta-large", "roberta-large-mnli", "xlm-roberta-base", "xlm-roberta-large"],
+    "openai-community": ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt"],
+    "google-t5": ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"],
+    "albert": [f"albert-{size}-v{version}" for size in ("base", "large", "xlarge", "xxlarge") for version in (1, 2)],
+    "xlnet": ["xlnet-base-cased", "xlnet-large-cased"],
+    "almanach": ["camembert-base"],
+}
+_DATASET_OWNERS = {
+    "Yelp": ["yelp_review_full"],
+    "fancyzhx": ["yelp_polarity", "ag_news", "dbpedia_14", "amazon_polarity"],
+    "ylecun": ["mnist"],
+    "zalando-datasets": ["fashion_mnist"],
+    "uoft-cs": ["cifar10", "cifar100"],
+    "stanfordnlp": ["imdb", "sst2", "snli"],
+    "nyu-mll": ["glue"],
+    "aps": ["super_glue"],
+    "rajpurkar": ["squad", "squad_v2"],
+    "Salesforce": ["wikitext"],
+    "cornell-movie-review-data": ["rotten_tomatoes"],
+    "dair-ai": ["emotion"],
+    "EdinburghNLP": ["xsum"],
+    "abisee": ["cnn_dailymail"],
+    "csebuetnlp": ["xlsum"],
+    "Skylion007": ["openwebtext"],
+    "ethz": ["food101"],
+    "CogComp": ["trec"],
+}
+FULL_NAMES = {
+    kind: {name: f"{owner}/{name}" for owner, names in owners.items() for name in names}
+    for kind, owners in {"model": _OWNERS, "dataset": _DATASET_OWNERS}.items()
+}
+"""Well-known names from before repositories had owners, by kind. The Hub redirects such models; it refuses such data sets."""
+ERRORS = {"model": ConfigError, "dataset": DataError}
+_NOUNS = {"model": "model", "dataset": "data set"}
+
+
+def name_problems(key: str, name: str, kind: str, others: Sequence[str] = ()) -> Iterator[str]:
+    """Say what is wrong with a name that means a repository of ``kind`` "model" or "dataset": it has no owner.
+
+    Args:
+        key: of the recipe, such as "task.model".
+        others: what else the key takes, such as file formats.
+    """
+    if "/" in name:
+        return
+    if full := FULL_NAMES[kind].get(name):
+        yield f"{key}={name} has no owner. Its full name on the Hub is {key}={full}."
+        return
+    hint = did_you_mean(name, [*others, *FULL_NAMES[kind]])
+    for legacy, full in FULL_NAMES[kind].items():
+        hint = hint.replace(f"{legacy!r}", f"{full!r}")
+    kinds = f"one of {', '.join(others)} nor " if others else ""
+    yield f"{key}={name} is not {kinds}a folder on this machine, and names on the Hub are owner/name.{hint}"
+
+
+def commit_of(kind: str, name: str, revision: str | None, key: str, instead: str = "") -> str:
+    """Return the commit (SHA-1) that a revision means: a branch, a tag or a commit; None for the main branch.
+
+    If the Hub cannot be asked, the cache tells what the revision meant last time; ``instead`` as for ``failure``.
+
+    Raises:
+        ConfigError (of a model), DataError (of a data set): there is no such repository or revision, or the Hub does not
+            answer and the cache does not know.
+    """
+    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import RevisionResolutionError
+    from huggingface_hub.utils import httpx
+
+    try:
+        found = HfApi().resolve_revision(name, repo_type=kind, revision=revision, local_files_only=is_offline_mode())
+    except (RevisionResolutionError, OSError, ValueError, httpx.HTTPError) as error:
+        raise ERRORS[kind](failure(error, kind, name, key, instead)) from error
+    return found.resolved
+
+
+def fetch(kind: str, name: str, commit: str, patterns: Sequence[str], key: str, instead: str = "") -> Path:
+    """Return a folder with those files of a commit that match the patterns, each fetched once a machine.
+
+    ``instead`` is as for ``failure``.
+
+    Raises:
+        ConfigError (of a model), DataError (of a data set): they cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import httpx
+
+    try:
+        return Path(snapshot_download(name, repo_type=kind, revision=commit, allow_patterns=list(patterns)))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ERRORS[kind](failure(error, kind, name, key, instead)) from error
+
+
+def failure(error: BaseException, kind: str, name: str, key: str, instead: str = "") -> str:
+    """Say in one sentence or two why a repository could not be loaded, and what to do.
+
+    Args:
+        error: of any library; those that it was raised from are looked at, too.
+        instead: a sentence on how to do without the Hub, said if it does not answer.
+    """
+    instead = f"Without the Hub, name a folder: {key}=FOLDER." if kind == "model" else instead
+    return f"{key}={name} cannot be loaded: {_reason([*_causes(error)], kind, name, key, instead)}".rstrip()
+
+
+def _reason(causes: Sequence[BaseException], kind: str, name: str, key: str, instead: str) -> str:
+    from huggingface_hub import constants, errors
+
+    noun, page = _NOUNS[kind], f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if _first(causes, errors.GatedRepoError):
+        return f"its owner asks for agreement. Accept the terms at {page} and log in with `hf auth login`, on each machine."
+    if _first(causes, errors.RevisionNotFoundError):
+        return f"it has no such revision. Look at {page}/commits/main and correct {key}_revision."
+    answer = _first(causes, errors.HfHubHTTPError)
+    status = answer.response.status_code if answer is not None else None
+    if status in (401, 403, 404) and not isinstance(answer, errors.EntryNotFoundError):
+        return f"the Hub has no such {noun}, or it is private. Check the name; for a private one, log in with `hf auth login`."
+    if _first(causes, errors.OfflineModeIsEnabled) or constants.is_offline_mode():
+        return (
+            f"HF_HUB_OFFLINE is set, and the cache ({constants.HF_HOME}) does not have it, or not all of it. Run once without "
+            f"HF_HUB_OFFLINE, or copy the cache from a machine that has it. {instead}"
+        )
+    if status is not None and status >= 500:
+        return f"the Hub ({constants.ENDPOINT}) answers {status}. Try again later; what has arrived is kept. {instead}"
+    if (reached := _network_reason(causes)) is not None:
+        return (
+            f"the Hub ({constants.ENDPOINT}) {reached}. Check the network and start again: what has arrived is kept. "
+            f"HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; HF_HUB_OFFLINE=1 takes what is in the cache. {instead}"
+        )
+    return _first_line(causes[0])
+
+
+def _network_reason(causes: Sequence[BaseException]) -> str | None:
+    from huggingface_hub.utils import httpx
+
+    if _first(causes, httpx.TimeoutException, TimeoutError):
+        return "does not answer in time"
+    if broken := _first(causes, httpx.RemoteProtocolError):
+        return f"cuts the connection ({_first_line(broken).rstrip('.')})"
+    if lost := _first(causes, httpx.TransportError, ConnectionError):
+        return f"cannot be reached ({_first_line(lost).rstrip('.')})"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it came from, the last one first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first(causes: Sequence[BaseException], *kinds: type[BaseException]) -> Any:
+    return next((cause for cause in causes if isinstance(cause, kinds)), None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def known(commits: Mapping[str, str | None]) -> dict[str, str]:
+    """Leave out what did not come from the Hub."""
+    return {key: commit for key, commit in commits.items() if commit is not None}

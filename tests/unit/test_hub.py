@@ -1,0 +1,151 @@
+"""Names on the Hub, files of one's own instead, and commits: what can be told without a network."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hftune import ConfigError, DataError, Recipe
+from hftune.data.files import file_format
+from hftune.data.text import load_split
+from hftune.hub import FULL_NAMES, name_problems
+from hftune.tasks import SequenceClassification, TitleGeneration
+from hftune.training import check_commits
+from tests.support.runs import environment
+
+
+def problems(*words):
+    with pytest.raises(ConfigError) as refused:
+        Recipe.load("yelp", *words).check()
+    return refused.value.problems
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("task.model=bert-base-cased", "has no owner. Its full name on the Hub is task.model=google-bert/bert-base-cased."),
+        ("task.dataset=yelp_review_full", "has no owner. Its full name on the Hub is task.dataset=Yelp/yelp_review_full."),
+        (
+            "task.model=bert-base-case",
+            "is not a folder on this machine, and names on the Hub are owner/name. Did you mean 'google-bert/bert-base-cased'?",
+        ),
+        ("task.model=mine", "is not a folder on this machine, and names on the Hub are owner/name."),
+        (
+            "task.dataset=jsonl",
+            "is not one of json, csv, parquet, arrow, text, idx, imagefolder nor a folder on this machine, and names on the Hub "
+            "are owner/name. Did you mean 'json'?",
+        ),
+        ("task.dataset=./nowhere", ": there is no such folder."),
+    ],
+)
+def test_a_name_without_its_owner_is_refused_and_the_full_one_said(word, message):
+    (said,) = problems(word)
+    assert said in (f"{word} {message}", f"{word}{message}")
+
+
+def test_a_name_without_its_owner_is_refused_before_torch_is_imported():
+    code = (
+        "import sys; from hftune.run import main; "
+        "print(main(['recipe=yelp', 'task.model=bert-base-cased']), 'torch' in sys.modules, 'huggingface_hub' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert said.stdout.split() == ["2", "False", "False"], said.stderr
+
+
+def test_a_folder_may_be_called_like_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "imdb").mkdir()
+    Recipe.load("yelp", "task.dataset=imdb").check()
+
+
+def test_full_names_have_owners_and_no_name_stands_twice():
+    for kind, names in FULL_NAMES.items():
+        for name, full in names.items():
+            assert full.split("/")[1:] == [name] and not [*name_problems("task.x", full, kind)]
+
+
+def test_a_tokenizer_has_an_owner_too():
+    with pytest.raises(ConfigError, match=r"task.tokenizer=gpt2 has no owner.*task.tokenizer=openai-community/gpt2\.$"):
+        Recipe.load("wikitext2", "task.tokenizer=gpt2").check()
+
+
+def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_other_words(tmp_path):
+    task = Recipe.load("bigbird").task
+    assert (task.dataset, task.data_dir, task.dataset_revision) == (
+        "csebuetnlp/xlsum",
+        "chinese_simplified",
+        "refs/convert/parquet",
+    )
+    files = [f"task.data_files.{part}={tmp_path}/{part}.jsonl" for part in ("train", "eval")]
+    for part in ("train", "eval"):
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps({"content": "甲" * 9, "title": "乙"}) + "\n")
+    recipe = Recipe.load("bigbird", *files)
+    recipe.check()
+    assert recipe.task.dataset_commit is None
+    assert recipe.task._rows["eval"][0] == {"content": "甲" * 9, "title": "乙"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"x": "1\\t2"}\n'),
+        ("a.JSON", '{"x": "1\\t2"}\n'),
+        ("a.csv", "x\n1\t2\n"),
+        ("a.tsv", "x\ty\n1\t2\n"),
+        ("a.dev.txt", "1\t2\n"),
+    ],
+)
+def test_the_format_of_files_is_told_by_their_names(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    rows = load_split("owner/ignored", "ignored", {"train": str(tmp_path / "a.*")}, "train")
+    assert rows[0] in ({"x": "1\t2"}, {"x": 1, "y": 2}, {"text": "1\t2"})
+    assert rows[0] == {"x": 1, "y": 2} or name != "a.tsv"
+
+
+def test_what_names_do_not_tell_is_asked_for(tmp_path):
+    for name in ("a.jsonl", "b.csv", "c.log", "d.jsonl.gz"):
+        (tmp_path / name).write_text("x")
+    assert file_format(f"{tmp_path}/d.jsonl.gz") == "json" and file_format(f"{tmp_path}/*") is None
+
+    def said(path):
+        return problems(f"task.data_files={{train: {path}, eval: {tmp_path}/a.jsonl}}")
+
+    assert said(f"{tmp_path}/c.log") == [
+        f"task.data_files.train={tmp_path}/c.log: its name does not end in one of .json, .jsonl, .csv, .tsv, .parquet, .arrow, "
+        ".txt. Name the format: task.dataset=json, csv, parquet, arrow or text."
+    ]
+    assert said(f"[{tmp_path}/a.jsonl, {tmp_path}/b.csv]") == [
+        "task.data_files.train has files of several formats: csv, json. Give them one."
+    ]
+    Recipe.load("yelp", "task.dataset=json", f"task.data_files={{train: {tmp_path}/c.log, eval: {tmp_path}/a.jsonl}}").check()
+
+
+def test_titles_find_the_column_of_their_texts_or_list_those_that_there_are(write_rows):
+    def task(row):
+        path = str(write_rows("a.jsonl", [row]))
+        return TitleGeneration(data_files={"train": path, "eval": path})
+
+    found = task({"id": "1", "text": "x", "title": "y"})
+    assert found._source == "text"
+    for row, has in (({"id": "1", "body": "x"}, "none of"), ({"text": "x", "content": "z"}, "several of")):
+        with pytest.raises(DataError) as refused:
+            task({**row, "title": "y"})._rows  # noqa: B018 - it is the looking that is tested
+        assert str(refused.value) == (
+            f"task.source_column is not set, and the data have {has} content, text, article. Set it to one of their columns: "
+            f"{', '.join([*row, 'title'])}."
+        )
+
+
+def test_a_resume_compares_only_commits_that_the_checkpoint_knows():
+    check_commits("out", {}, {"task.model": "b"})  # it was written by an earlier version
+    check_commits("out", {"task.model": "a"}, {})  # the data are files now, which their digests tell apart
+    with pytest.raises(
+        ConfigError, match=r"commit a of task.model, and commit b was loaded now.*task.model_revision=a resumes"
+    ):
+        check_commits("out", {"task.model": "a"}, {"task.model": "b"})
+
+
+def test_folders_files_and_functions_have_no_commit(tmp_path):
+    assert SequenceClassification(model=str(tmp_path), dataset="hftune.data.demo:reviews").commits() == {}
+    assert SequenceClassification(model=None, dataset="json", data_files={"train": "a", "eval": "b"}).commits() == {}
