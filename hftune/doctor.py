@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,6 @@ from hftune.training import check_facts, data_digest, load_datasets
 
 GIB = 2**30
 OK, REMARK, FAULT = "ok", "note", "FAULT"
-HUB = ("huggingface.co", 443)
 HUB_TIMEOUT_S = 3.0
 SKEW_S = 5.0
 """Clocks that differ by more mislead whoever compares logs and file times."""
@@ -213,21 +213,26 @@ def _port() -> Finding:
 
 
 def _hub() -> Finding:
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
 
+    address = urlsplit(ENDPOINT)
+    port = address.port or {"http": 80}.get(address.scheme, 443)
     folder = Path(HF_HUB_CACHE)
     cached = len([*folder.glob("models--*"), *folder.glob("datasets--*")])
     here = f"{cached} models and data sets in the cache"
     if HF_HUB_OFFLINE:
         return Finding("Hub", f"offline (HF_HUB_OFFLINE); {here}")
     try:
-        socket.create_connection(HUB, timeout=HUB_TIMEOUT_S).close()
+        socket.create_connection((address.hostname, port), timeout=HUB_TIMEOUT_S).close()
     except OSError as error:
         why = error.strerror or str(error)
         return Finding(
-            "Hub", f"{HUB[0]} cannot be reached ({why}); {here}", REMARK, "only cached or local models; HF_HUB_OFFLINE=1"
+            "Hub",
+            f"{address.hostname} cannot be reached ({why}); {here}",
+            REMARK,
+            "only cached or local models; HF_HUB_OFFLINE=1",
         )
-    return Finding("Hub", f"{HUB[0]} can be reached; {here}")
+    return Finding("Hub", f"{address.hostname} can be reached; {here}")
 
 
 def _wandb() -> Finding:

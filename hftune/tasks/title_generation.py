@@ -131,16 +131,17 @@ class TitleGeneration(Task):
             self.data_files,
             splits={"train": self.train_split, "eval": self.eval_split},
             counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
-            columns={"task.target_column": self.target_column},
-            texts=[self.target_column],
+            columns={},
+            texts=[],
             config=self.dataset_config,
             data_dir=self.data_dir,
             commit=self.dataset_commit,
         )
         source = self.source_column or find_column(parts["train"], "task.source_column", SOURCES)
         for part, rows in parts.items():
-            check_column(rows, "task.source_column", source, part)
-            check_texts(rows, source, part)
+            for key, column in (("task.source_column", source), ("task.target_column", self.target_column)):
+                check_column(rows, key, column, part)
+                check_texts(rows, column, part)
         return parts, source
 
     @cached_property

@@ -299,10 +299,10 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     rows = [{"content": "北京大学的报告。" * length, "title": "北京大学"} for length in (1, 1, 1, 40)]
     train(fresh(tmp_path, rows, "task.max_source_length=64", "train.max_steps=1", "eval.show_samples=2"))
     said = capsys.readouterr().out
-    assert (
-        said.splitlines()[1]
-        == "Sources longer than task.max_source_length=64 tokens are cut at the end: 25.0% of train and 25.0% of eval."
-    )
+    assert said.splitlines()[1:3] == [
+        "task.source_column is not set: the texts are those of column 'content'.",
+        "Sources longer than task.max_source_length=64 tokens are cut at the end: 25.0% of train and 25.0% of eval.",
+    ]
     assert said.count("are cut at the end") == 1
     shown = [line.split() for line in said.splitlines() if line.startswith("  source ")]
     assert shown == [["source", "北京大学的报告。"]] * 2

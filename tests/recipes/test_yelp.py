@@ -91,7 +91,7 @@ def test_output_folder_holds_what_the_contract_says(demo):
             "checkpoints",
         )
     }
-    assert set(run.result) == {"metrics", "test", "best", "steps", "seconds", "world_size", "versions"}
+    assert set(run.result) == {"metrics", "test", "best", "commits", "steps", "seconds", "world_size", "versions"}
     assert (run.result["steps"], run.result["world_size"]) == (188, 2)
     assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 188}
     assert {"step", "epoch", "train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s"} <= set(first_line(run))
