@@ -235,9 +235,13 @@ def test_a_grid_holds_pictures_of_several_sizes():
             ("task.network_args.depth=4",),
             "task.network_args is for a network of your own: set task.network=package.module.Class.",
         ),
-        (("train.min_lr=1",), "train.min_lr=1.0 must not be above train.lr=0.001: the schedule falls to it."),
         (
-            ("train.schedule=constant",),
+            ("train.min_lr=1",),
+            "train.min_lr=1.0 must not be above train.lr=0.001: the schedule falls to it. (train.lr: recipe restoration_demo; "
+            "train.min_lr: the command line)",
+        ),
+        (
+            ("train.schedule=constant", "train.min_lr=1e-6"),
             "train.min_lr=1e-06 needs train.schedule=linear or cosine: constant never falls.",
         ),
     ],
