@@ -1,13 +1,15 @@
-"""How many processes the `accelerate launch` that started this one was asked for. Knows no training.
+"""What this process can learn about the launcher that started it. Knows no training.
 
-A process cannot see this in its environment: `accelerate launch --cpu --num_processes 2` starts ONE and says nothing, and so it
-does for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But in these cases, as in all others, the launcher is
-the parent process, and its command line still says what was asked.
+How many processes `accelerate launch` was asked for is not in the environment: `accelerate launch --cpu --num_processes 2`
+starts ONE and says nothing, and so it does for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But in these
+cases, as in all others, the launcher is the parent process, and its command line still says what was asked.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,3 +70,20 @@ def num_processes_asked(command: Sequence[str]) -> int | None:
     if options.num_processes is None and (options.config_file or (Path(default_config_file).is_file() and not options.cpu)):
         options.num_processes = load_config_from_file(options.config_file).num_processes
     return options.num_processes or None
+
+
+def launcher() -> str | None:
+    """Name the launcher of this process: the same each time that it restarts its group, and no other launcher's; None if none.
+
+    TORCHELASTIC_RESTART_COUNT cannot say whether this is the first attempt: each torchrun agent counts only its own failures,
+    and restarts its processes uncounted if those of another machine failed. But an agent keeps one log folder for all attempts.
+    """
+    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
+        return None
+    logs = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    try:
+        parent = psutil.Process().parent()
+        own = logs[1] if logs else f"{parent.pid} since {parent.create_time()}"
+    except (psutil.Error, AttributeError):  # it has ended, or this user may not look
+        return None
+    return f"{socket.gethostname()} {run_id} {own}"

@@ -47,7 +47,7 @@ from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_ste
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
-from hftune.resume import ANEW, Start, find_start
+from hftune.resume import Start, find_start, member, note_begun
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
@@ -124,6 +124,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     progress.at("comparing recipe and data with the others")
     commits = recipe.task.commits()
     digests = check_agreement(strategy, recipe, datasets, commits)
+    start = confirm_start(strategy, recipe, start)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
@@ -210,6 +211,26 @@ def claim_folder(recipe: Recipe, held: ExitStack) -> Start:
         return Start()
     held.enter_context(only_writer(Path(recipe.output_dir)))
     return find_start(recipe)
+
+
+def confirm_start(strategy: Strategy, recipe: Recipe, start: Start) -> Start:
+    """Look again where the run begins, now that all processes are known: one of another machine may know it is a restart.
+
+    Collective; the result is the main process's.
+
+    Raises:
+        ConfigError: as ``find_start``.
+    """
+    group = strategy.gather_to_main(member())
+    found = replace(start, group=group or ())
+
+    def look() -> None:
+        nonlocal found
+        if recipe.resume == "never" and start.checkpoint is None:
+            found = find_start(recipe, group)
+
+    strategy.on_main(look)
+    return found
 
 
 def open_run(
@@ -390,6 +411,7 @@ def open_folder(run: Run, start: Start, run_ids: Mapping[str, str]) -> None:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, output_dir / name)
     (output_dir / "result.json").unlink(missing_ok=True)
+    note_begun(output_dir, start.group)
     write_text(output_dir / "recipe.yaml", recipe.to_yaml())
     run.tracker.start(recipe, state.step, state.evaluated_step == state.step, run_ids, run.facts["commits"])
     run.ledger.begin(state.step, run.plan, run.strategy.num_processes)
@@ -505,7 +527,7 @@ def start_folder(recipe: Recipe) -> None:
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
     for name in ("tensorboard", "checkpoints", SAMPLES):  # the first would draw both runs into one plot
         shutil.rmtree(output_dir / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl", ANEW):
+    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl"):
         (output_dir / name).unlink(missing_ok=True)
 
 
