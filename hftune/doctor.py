@@ -372,7 +372,8 @@ def _join(recipe: Recipe | None, found: list[Finding]) -> int:
         check_launch() if recipe is None else _check(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
         progress.at("joining the others")
-        accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
+        with heartbeat.waiting():
+            accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
         strategy = DataParallel(accelerator, recipe and recipe.task, progress)
         heartbeat.join()
         atexit.register(leave_group)

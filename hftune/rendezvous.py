@@ -35,11 +35,15 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def init_method() -> str | None:
     """Return what ``init_process_group`` should be given; None, which means torch's own, where nothing is ever restarted."""
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if not may_restart or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not may_restart() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     _register()
     return "hftune://"
+
+
+def may_restart() -> bool:
+    """Say whether the launcher starts the group again after a failure."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 @cache
@@ -76,3 +80,43 @@ def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> str:
             return name
         time.sleep(0.05)
     raise dist.DistStoreError(f"Process 0 did not answer process {rank} within {timeout}.")
+
+
+class Attempt:
+    """The processes of one attempt, before they have a process group: agrees as ``agree`` does, but never waits."""
+
+    def __init__(self, store: Any, rank: int):
+        self._store, self._rank, self._word = store, rank, uuid.uuid4().hex
+        self._job = f"hftune/{os.environ['TORCHELASTIC_RUN_ID']}"
+        self._name: str | None = None
+        self._num_confirmed = 0
+        self._shared: Any = None
+        if not may_restart():
+            self._shared = dist.PrefixStore(f"{self._job}/early", store)
+        elif rank == 0:
+            self._name = uuid.uuid4().hex
+            store.set(f"{self._job}/invitation", self._name)
+            self._shared = dist.PrefixStore(f"{self._job}/{self._name}", store)
+
+    def look(self) -> Any | None:
+        """Return the store of this attempt, the same one while nothing changes; None while process 0 has not confirmed it."""
+        if not may_restart():
+            return self._shared
+        if self._rank == 0:
+            self._confirm()
+        elif self._store.check([f"{self._job}/invitation"]):
+            self._answer(self._store.get(f"{self._job}/invitation").decode())
+        return self._shared
+
+    def _confirm(self) -> None:
+        """Confirm those that have answered since the last look; one request if none has."""
+        while self._store.check([key := f"{self._job}/{self._name}/answer/{self._num_confirmed + 1}"]):
+            self._store.set(f"{self._job}/{self._name}/confirmed/{self._store.get(key).decode()}", "")
+            self._num_confirmed += 1
+
+    def _answer(self, name: str) -> None:
+        if name != self._name:
+            self._name, self._shared = name, None
+            self._store.set(f"{self._job}/{name}/answer/{self._store.add(f'{self._job}/{name}/answers', 1)}", self._word)
+        if self._shared is None and self._store.check([f"{self._job}/{name}/confirmed/{self._word}"]):
+            self._shared = dist.PrefixStore(f"{self._job}/{name}", self._store)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "rendezvous": {"machines"},
     "agreement": {"config", "task", "messages", "errors"},
     "launched": {"errors"},
-    "heartbeat": {"launched", "signals", "progress", "errors"},
+    "heartbeat": {"launched", "rendezvous", "signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "sections", "errors"},
     "optim": {"sections"},
     "checkpoint": {"disk"},
