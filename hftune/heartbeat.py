@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 
 from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, TrainingError
+from hftune.launched import check_environment, number
 from hftune.progress import Progress
 from hftune.signals import StopRequest
 
@@ -102,9 +103,15 @@ class Whereabouts:
 
     @classmethod
     def from_environment(cls) -> Whereabouts:
-        rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        first = rank - int(os.environ.get("LOCAL_RANK", 0))
-        machine = range(first, first + max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), rank - first + 1))
+        """Read it from the launcher's variables.
+
+        Raises:
+            ConfigError: they are none that a launcher sets.
+        """
+        check_environment()
+        rank, count = number("RANK"), number("WORLD_SIZE")
+        first = rank - number("LOCAL_RANK")
+        machine = range(first, first + max(number("LOCAL_WORLD_SIZE"), rank - first + 1))
         return cls(rank, count, machine, "GROUP_RANK" in os.environ, socket.gethostname())
 
     def name(self) -> str:

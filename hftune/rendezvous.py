@@ -8,29 +8,55 @@ groups apart: each machine counts its own restarts.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
+REMINDER_S = 15.0
+
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes the handler of ``rdzv_backend: hftune``. An entry point, which torchrun calls while it is imported."""
+    """Return what makes the handler of ``rdzv_backend: hftune``. An entry point, which torchrun calls while it is imported.
+
+    Whatever its backend: where torchrun starts hftune, and waits with another one, something is said here.
+    """
+    is_ours = threading.Event()
+    if any(before in ("-m", "--module") and word.startswith("hftune.") for before, word in pairwise(sys.argv)):
+        threading.Thread(target=_remind, args=[is_ours], name="hftune remind", daemon=True).start()
 
     def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         from hftune.machines import create_handler
 
+        is_ours.set()  # it says who is missing
         return create_handler(params)
 
     return create_handler
+
+
+def _remind(is_ours: threading.Event) -> None:
+    """Say what a launcher waits for as long as it starts no process: torch's own backends wait for minutes in silence."""
+    began = time.monotonic()
+    while not is_ours.wait(REMINDER_S) and not psutil.Process().children():
+        print(
+            f"hftune: This launcher has started no process for {time.monotonic() - began:.0f} s: it waits for the other "
+            "machines, which must be started with the same number of machines, and reach the same address and port. With "
+            "--rdzv-backend hftune (accelerate: --rdzv_backend) it says which ones are missing.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def init_method() -> str | None:

@@ -170,9 +170,8 @@ def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_succes
 
 def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatch, store):
     monkeypatch.setattr(module, "REMINDER_S", 0.2)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
     own = Heartbeat(Progress(), 60, None)
+    own.here = whereabouts(0, 3)
     own._watch = watch(0, 60, None, whereabouts(0, 3), has_group=False)
     own._watch.progress.at("joining the others")
     watch(2, 60, None, whereabouts(2, 3, range(2, 3)), has_group=False)
