@@ -11,8 +11,8 @@ import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from torch.distributed import DistError
 
 from hftune.config import Recipe, flat
 from hftune.errors import ConfigError
@@ -117,21 +116,28 @@ def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str
     )
 
 
-def check_early(store: Any, rank: int, own: Mapping[str, Any]) -> None:
+def check_early(store: Any | None, rank: int, own: Mapping[str, Any]) -> None:
     """Compare with the main process over the launcher's store, before anything is loaded. All processes call it.
 
-    It waits for a moment only: the same is compared, with the data, once all have joined.
+    It waits for a moment only: the same is compared, with the data, once all have joined. It asks again and again, as a wait
+    would block the connection for the signs of life, too.
+
+    Args:
+        store: None if there is none.
 
     Raises:
         ConfigError: this process differs from the main one.
     """
+    until = time.monotonic() + EARLY_S
+    if store is None:
+        return
     if rank == 0:
         store.set("facts", json.dumps(own))
         return
-    try:
-        store.wait(["facts"], timedelta(seconds=EARLY_S))
-    except DistError:
-        return
+    while not store.check(["facts"]):
+        if time.monotonic() > until:
+            return
+        time.sleep(EARLY_S / 100)
     if found := disagreement([rank], own, json.loads(store.get("facts"))):
         raise ConfigError(found)
 

@@ -79,7 +79,8 @@ def only_writer(folder: Path) -> Iterator[None]:
             ) from error
         who = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
         raise ConfigError(
-            f"output_dir={folder} is in use by {who}. Wait for that run to end, or set output_dir=... to another folder."
+            f"output_dir={folder} is in use by {who}. Wait for that run to end, or set output_dir=... to another folder. If it "
+            f"has ended for certain (its machine was lost, say), remove {folder / '.lock'}."
         ) from None
     try:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")

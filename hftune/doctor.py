@@ -8,6 +8,7 @@ Exit codes: 0 fit (there may be remarks); 1 something would fail; 2 the recipe c
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import platform
 import shutil
@@ -31,10 +32,12 @@ from hftune import __version__
 from hftune.agreement import facts
 from hftune.config import Recipe
 from hftune.console import hide_progress_bars, print_any_character
+from hftune.errors import ConfigError
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launch, check_launcher, check_machine, leave_group, start_accelerator
+from hftune.launched import check_environment, number
 from hftune.machines import PORT, owner_of
-from hftune.network import outward_interfaces, own_addresses
+from hftune.network import outward_interfaces, own_addresses, resolve
 from hftune.progress import Progress
 from hftune.run import fail, leave
 from hftune.sections import TrainConfig
@@ -186,14 +189,27 @@ def _open_files() -> Finding:
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Finding("open files", f"at most {soft:,}", REMARK if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
+    soft = math.inf if soft == resource.RLIM_INFINITY else soft
+    found = "without a limit" if soft == math.inf else f"at most {soft:,}"
+    if soft < (needed := files_needed(number("WORLD_SIZE"))):
+        what = f"{found}, and {number('WORLD_SIZE')} processes need {needed:,} in the main machine's launcher"
+        return Finding("open files", what, FAULT, "ulimit -n 65536 before the launcher is started")
+    return Finding("open files", found, REMARK if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
+
+
+def files_needed(num_processes: int) -> int:
+    """Return how many files the launcher that holds the store has open: two connections a process, and what all have.
+
+    A process that talks to all others over Gloo needs no more.
+    """
+    return 2 * num_processes + 64 if num_processes > 1 else 0
 
 
 def _network() -> Finding:
     host, addresses = socket.gethostname(), own_addresses()
     try:
-        means = socket.gethostbyname(host)
-    except OSError:
+        means = resolve(host)
+    except ConfigError:
         means = None
     if not outward_interfaces():
         return Finding("network", addresses, REMARK, "no interface but the loopback: this machine can only train alone")
@@ -209,7 +225,7 @@ def _port() -> Finding:
         except OSError as error:
             taken = f"{PORT}: {error.strerror}{owner_of(PORT)}"
             return Finding("port", taken, REMARK, "it is the configurations' own; give another: --main_process_port")
-    return Finding("port", f"{PORT} is free")
+    return Finding("port", f"{PORT} is free; it has no password: open it, as those above 32768, to the job's machines alone")
 
 
 def _hub() -> Finding:
@@ -317,10 +333,17 @@ def measure_all_reduce(device: torch.device, num_rounds: int = 20) -> tuple[floa
 def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
     """Return how far this process's clock is ahead of the main one's, give or take half a message's way. Collective.
 
+    Measured by the first process of each machine, one after the other; 0 for the others. Under NCCL each pair makes a
+    communicator of its own, which takes a moment.
+
     Source: Cristian (1989), "Probabilistic clock synchronization": the round with the shortest way counts.
     """
     best = (float("inf"), 0.0)
-    for rank in range(1, strategy.num_processes):
+    first = [strategy.process_index] if number("LOCAL_RANK") == 0 else []
+    for rank in strategy.broadcast(strategy.gather_to_main(first)):
+        if rank == 0:
+            continue
+        strategy.progress.at(f"comparing the clocks with process {rank}")
         for _ in range(num_rounds):
             if strategy.process_index not in (0, rank):
                 continue
@@ -352,9 +375,9 @@ def main(argv: list[str] | None = None) -> int:
         recipe = Recipe.from_argv(argv) if argv else None
         if recipe is not None:
             recipe.check()
+        check_environment()
         found = [*examine_machine(Path(recipe.output_dir) if recipe else Path("outputs"))]
-        num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        if num_processes > 1:
+        if number("WORLD_SIZE") > 1:
             return _join(recipe, found)
         if recipe is not None:
             _check(recipe)
@@ -377,7 +400,8 @@ def _join(recipe: Recipe | None, found: list[Finding]) -> int:
         check_launch() if recipe is None else _check(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
         progress.at("joining the others")
-        accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
+        with heartbeat.waiting():
+            accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
         strategy = DataParallel(accelerator, recipe and recipe.task, progress)
         heartbeat.join()
         atexit.register(leave_group)

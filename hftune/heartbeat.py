@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -19,8 +20,8 @@ import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -28,7 +29,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, TrainingError
+from hftune.launched import check_environment, number
 from hftune.progress import Progress
 from hftune.signals import StopRequest
 
@@ -40,12 +44,18 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": a signal asked to 
 CLOSING_S = 5.0  # for a dashboard to take its last numbers
 HEARD_S = CLOSING_S + 3.0  # for all to read a report, once a second, before the launcher that ends takes the store along
 PATIENCE_S = 15.0  # of those that are silent with the one that speaks; its launcher ends them meanwhile
+FRESH_S = 3.0  # a sign of life no older than this can vouch for a neighbour
+MEET_S = 0.2  # between two looks for the other processes of this attempt
+REMINDER_S = 15.0  # between two lines that say who is waited for
+SHOWN = 8  # processes to list; the rest are counted
 
 SECOND_HAND = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket Timeout"),
     *("Timed out waiting", "gloo", "Gloo", "NCCL", "ncclRemoteError", "Watchdog"),
 )
 """What a healthy process says when another one has died: its connection is gone."""
+
+HELD_UP = "C code holds Python's lock there, or it is stopped or swapping"
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,18 @@ class Report:
     kind: str = "TrainingError"
     """The exception of hftune.errors that says the same."""
 
+    @classmethod
+    def parse(cls, text: str | bytes) -> Report:
+        """Read a report from the launcher's store. Whoever reaches its port can write there: it never means success."""
+        default = cls("hftune: The launcher's store holds a report that no process of this job has written. Who may reach it?")
+        try:
+            report = cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return default
+        if any(type(value) is not type(getattr(default, name)) for name, value in vars(report).items()):
+            return default
+        return report if report.code in (1, 2, STOPPED, INTERRUPTED) else replace(report, code=1)
+
 
 @dataclass(frozen=True)
 class Whereabouts:
@@ -81,9 +103,15 @@ class Whereabouts:
 
     @classmethod
     def from_environment(cls) -> Whereabouts:
-        rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        first = rank - int(os.environ.get("LOCAL_RANK", 0))
-        machine = range(first, first + max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), rank - first + 1))
+        """Read it from the launcher's variables.
+
+        Raises:
+            ConfigError: they are none that a launcher sets.
+        """
+        check_environment()
+        rank, count = number("RANK"), number("WORLD_SIZE")
+        first = rank - number("LOCAL_RANK")
+        machine = range(first, first + max(number("LOCAL_WORLD_SIZE"), rank - first + 1))
         return cls(rank, count, machine, "GROUP_RANK" in os.environ, socket.gethostname())
 
     def name(self) -> str:
@@ -129,18 +157,46 @@ class Heartbeat:
             except dist.DistError as error:
                 where = f"The launcher's store at {address[0]}:{address[1]} does not answer"
                 raise TrainingError(f"{where}: that launcher has ended, or its machine is down or cut off.") from error
-            # The attempt, too: a group that torchrun restarts finds the old one's keys in the same store.
-            attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-            self._watch = _Watch(self, dist.PrefixStore(f"hftune/{attempt}", self._connection), has_group=False)
+            from hftune.rendezvous import Attempt  # only now: it imports torch
+
+            self._watch = _Watch(self, Attempt(self._connection, self.here.rank).look, has_group=False)
         return self
 
-    def open_store(self) -> Any | None:
-        """Return a store that all processes of the job share before they have a process group; None where there is none."""
-        if self._watch is None:
-            return None
-        import torch.distributed as dist
+    def early_store(self, timeout_s: float) -> Any | None:
+        """Return a store that the processes share before they have a process group.
 
-        return dist.PrefixStore(f"hftune/{os.environ['TORCHELASTIC_RUN_ID']}/early", self._connection.clone())
+        None if there is none, or if process 0 has not come within the time. It shares a connection with the thread that gives
+        the signs of life: never wait in it.
+        """
+        return self._watch.store if self._watch is not None and self._watch.met.wait(timeout_s) else None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say every REMINDER_S, as long as the block waits for the other processes, which of them are missing."""
+        over, began = threading.Event(), time.monotonic()
+
+        def remind() -> None:
+            while not over.wait(REMINDER_S):
+                if missing := self._missing():
+                    seconds = time.monotonic() - began
+                    print(f"hftune: {self.here.name()} has waited {seconds:.0f} s for {missing}.", file=sys.stderr, flush=True)
+
+        if self.here.num_processes > 1:
+            threading.Thread(target=remind, name="hftune waiting", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _missing(self) -> str | None:
+        """Say who has not come; None if another process says it."""
+        if self._watch is not None and (self.here.rank == 0 or 0 in self._watch.beats):
+            return self._watch.missing() if self.here.rank == 0 else None
+        if self.here.rank != self.here.machine[0]:
+            return None
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        who = "process 0, which has not begun" if self._watch is not None else "the other processes"
+        return f"{who}: all {self.here.num_processes} must be started with the same command, and reach {place}"
 
     def join(self) -> None:
         """Watch all processes from here on, now that there is a process group (collective)."""
@@ -149,7 +205,9 @@ class Heartbeat:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        run = [uuid.uuid4().hex]  # a process may train several times, and its group be restarted by whatever launcher
+        # A process may train several times, and its group be restarted by whatever launcher. The second word never goes into
+        # the store, whose keys anyone can list who reaches its port, until there is a report.
+        run = [uuid.uuid4().hex, secrets.token_hex(16)]
         dist.broadcast_object_list(run, src=0)
         if self._watch is not None:
             self._watch.close("joined")
@@ -157,7 +215,8 @@ class Heartbeat:
             if not _get_default_store().has_extended_api():
                 return  # not on a network: such a group has its collectives' time-out, and nothing else
             self._connection = _get_default_store().clone()
-        self._watch = _Watch(self, dist.PrefixStore(f"hftune/{run[0]}", self._connection), has_group=True)
+        store = dist.PrefixStore(f"hftune/{run[0]}", self._connection)
+        self._watch = _Watch(self, lambda: store, has_group=True, secret=run[1])
 
     def leave_sigterm(self) -> None:
         """Do not report SIGTERM any more: from here on training ends by itself when it comes, after its step."""
@@ -225,20 +284,27 @@ class Heartbeat:
 class _Watch:
     """Two threads: one talks to the store and judges, the other acts, as a store on a dead machine may never answer."""
 
-    def __init__(self, heartbeat: Heartbeat, store: Any, has_group: bool):
+    def __init__(self, heartbeat: Heartbeat, look: Callable[[], Any | None], has_group: bool, secret: str = ""):
         self.here, self.progress, self.close_all = heartbeat.here, heartbeat.progress, heartbeat.close_all
         self.dead_after_s, self.stall_after_s = heartbeat.dead_after_s, heartbeat.stall_after_s
-        self.store, self.has_group = store, has_group
+        self.has_group = has_group
+        self.store: Any = None
+        """Where the processes of this attempt meet; None until they have."""
+        self.met = threading.Event()
         self.reports_sigterm = True
         self.report: Report | None = None
+        self.beats: dict[int, dict[str, Any]] = {}
+        """The last sign of life of the processes that were looked at."""
+        self._look, self._report_key = look, f"report/{secret}"
         self._own: Report | None = None  # to be reported by this process
         self._bye: str | None = None
         self._is_hurt = self._is_terminated = self._is_lost = self._main_is_back = self._ends = False
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._decided, self._heard = threading.Event(), threading.Event()
         self._round_count, self._still_s, self._still_at = 0, 0.0, -1
-        self._beats: dict[int, dict[str, Any]] = {}
         self._silent_s: dict[int, float] = defaultdict(float)
+        self._living: list[int] = []
+        self._awaited: set[int] = set()  # those that live but do not answer, which has been said
         self._ear, self._bell = socket.socketpair()
         self._bell.setblocking(False)
         self._hears_sigterm = has_group and self._hear_sigterm()
@@ -281,7 +347,9 @@ class _Watch:
         """Say goodbye and stop both threads."""
         if self._hears_sigterm:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # A launcher sends SIGTERM to those that outlive a failed process; it must not cut off the last word.
+            comes_yet = bye == "stopped" and not self._is_terminated
+            signal.signal(signal.SIGTERM, _let_one_pass if comes_yet else signal.SIG_DFL)
         self._bye = bye
         self._wake.set()
         self._bell.send(b"\0")
@@ -307,19 +375,40 @@ class _Watch:
             while True:
                 is_last = self._bye is not None
                 now = time.monotonic()
-                # Where this process itself was stopped for a while, its neighbours were not silent for so long.
-                self._round(min(now - began, 2 * BEAT_S))
+                if self._meet():
+                    # Where this process itself was stopped for a while, its neighbours were not silent for so long.
+                    self._round(min(now - began, 2 * BEAT_S))
                 began, self._round_count = now, self._round_count + 1
                 if is_last:
                     return
-                self._wake.wait(BEAT_S / 10 if self.report is not None else BEAT_S)
-                self._wake.clear()
+                self._pause()
         except RuntimeError:  # torch's DistError
             self._is_lost = True
+
+    def _meet(self) -> bool:
+        """Find the store that the processes of this attempt share, and say whether it is known."""
+        store = self._look()
+        if store is not self.store:
+            self.store = store
+            self.beats.clear()
+            self._silent_s.clear()
+        if store is not None:
+            self.met.set()
+        return store is not None
+
+    def _pause(self) -> None:
+        """Wait for the next round; in short steps while processes that come wait for process 0 to confirm them."""
+        until = time.monotonic() + (BEAT_S / 10 if self.report is not None else BEAT_S)
+        meets = not self.has_group and (self.here.rank == 0 or self.store is None)
+        while (left := until - time.monotonic()) > 0:
+            if self._wake.wait(min(left, MEET_S) if meets else left) or (meets and self._look() is not self.store):
+                break
+        self._wake.clear()
 
     def _round(self, passed_s: float) -> None:
         self._still_s = self._still_s + passed_s if self._still_at == self.progress.marks else 0.0
         self._still_at = self.progress.marks
+        self._living = [rank for rank in self._neighbours() & set(self.beats) if _is_running(self.beats[rank]["pid"])]
         self.store.set(f"beat/{self.here.rank}", json.dumps(self._sign()))
         if self.report is None:
             self.report = self._find_report(passed_s)
@@ -340,6 +429,8 @@ class _Watch:
             "round": self._round_count,
             "who": self.here.name(),
             "pid": os.getpid(),
+            "machine": [self.here.machine.start, self.here.machine.stop],
+            "living": self._living,
             "doing": self.progress.doing,
             "place": self.progress.place(),
             "code": whereabouts_in_code(frame),
@@ -353,33 +444,31 @@ class _Watch:
         return f"[process {self.here.rank} of {self.here.num_processes} on host {self.here.host}] stands at\n{stack}"
 
     def _find_report(self, passed_s: float) -> Report | None:
-        own = self._own
-        if own is None and self._bye is None and not self.store.check(["report"]):
+        own, key = self._own, self._report_key
+        if own is None and self._bye is None and not self.store.check([key]):
             own = self._judge(passed_s)
         if own is not None:
-            return Report(**json.loads(self.store.compare_set("report", "", json.dumps(asdict(own)))))
-        return Report(**json.loads(self.store.get("report"))) if self.store.check(["report"]) else None
+            return Report.parse(self.store.compare_set(key, "", json.dumps(asdict(own))))
+        return Report.parse(self.store.get(key)) if self.store.check([key]) else None
+
+    def _neighbours(self) -> set[int]:
+        """Return the other processes of this machine, if their process ids mean the same here."""
+        return set(self.here.machine) - {self.here.rank} if self.here.has_agent else set()
 
     def _judge(self, passed_s: float) -> Report | None:
         """Look at the others; return a report where one is gone or silent, or where all stand still."""
-        neighbours = set(self.here.machine) if self.here.has_agent else set()
-        watched = set(range(self.here.num_processes)) if self.here.rank == 0 else {0}
-        unknown = {rank for rank in neighbours if rank not in self._beats}
-        self._read((watched | unknown) - {self.here.rank}, passed_s)
-        for rank in sorted((neighbours & set(self._beats)) - {self.here.rank}):
-            if not _is_running(self._beats[rank]["pid"]):
-                self._read([rank], 0.0)
-                if self._beats[rank]["bye"] is None:
-                    return self._describe_missing(rank, "ended without a word", "It was killed, crashed, or exited.")
-        bound_s = self.dead_after_s
-        if self._is_hurt or any(beat["hurt"] for beat in self._beats.values()):
-            bound_s = min(bound_s, HURT_S)
-        for rank in sorted(watched - {self.here.rank}):
-            beat = self._beats.get(rank)
-            is_awaited = self.has_group if beat is None else beat["bye"] is None
-            if is_awaited and self._silent_s[rank] > bound_s:
-                silence = f"has given no sign of life for {self._silent_s[rank]:.0f} s"
-                return self._describe_missing(rank, silence, "It was killed, or its machine is down or cut off.")
+        neighbours = self._neighbours()
+        watched = (set(range(self.here.num_processes)) if self.here.rank == 0 else {0}) - {self.here.rank}
+        gone = [rank for rank in sorted(neighbours & set(self.beats)) if rank not in self._living]
+        self._read(watched | (neighbours - set(self.beats)), passed_s)
+        for rank in gone:
+            self._read([rank], 0.0)
+            if self.beats[rank]["bye"] is None:
+                return self._describe_missing(rank, "ended without a word", "It was killed, crashed, or exited.", "Last seen")
+        is_hurt = self._is_hurt or any(beat["hurt"] for beat in self.beats.values())
+        for rank in sorted(watched):
+            if (report := self._judge_silence(rank, is_hurt, passed_s)) is not None:
+                return report
         if self._is_terminated and self.reports_sigterm:
             text = (
                 f"hftune: {self.here.name()} was told to end (SIGTERM) in {self.progress.doing}: by its launcher, a scheduler"
@@ -387,8 +476,56 @@ class _Watch:
             return Report(f"{text} or a person.", rank=self.here.rank)
         return self._judge_stall() if self.here.rank == 0 and self.has_group and self.stall_after_s is not None else None
 
+    def _judge_silence(self, rank: int, is_hurt: bool, passed_s: float) -> Report | None:
+        """Return a report if a process has been silent for too long; for longer if its machine says that it lives."""
+        beat, silent_s, dead_after_s = self.beats.get(rank), self._silent_s[rank], self.dead_after_s
+        is_awaited = self.has_group if beat is None else beat["bye"] is None
+        if not is_awaited or silent_s <= (min(dead_after_s, HURT_S) if is_hurt else dead_after_s):
+            self._awaited.discard(rank)
+            return None
+        seen, key = f"Last seen {silent_s:.0f} s ago", f"train.dead_after_s={dead_after_s:g}"
+        if beat is None or not self._lives(rank, beat["machine"], passed_s):
+            why = "It was killed, or its machine is down or cut off."
+            if not is_hurt:
+                why += f" If it may be in C code that holds Python's lock for so long, raise {key}."
+            return self._describe_missing(rank, f"has given no sign of life for {silent_s:.0f} s", why, seen)
+        alive = f"is alive but has not answered for {silent_s:.0f} s"
+        limit_s, name = (dead_after_s, key) if is_hurt else (self.stall_after_s, f"train.stall_after_s={self.stall_after_s}")
+        if limit_s is not None and silent_s > limit_s:
+            broke = ", as a connection broke meanwhile" if is_hurt else ""
+            return self._describe_missing(rank, alive, f"{HELD_UP}. {name} is the limit{broke}.", seen)
+        if silent_s > dead_after_s and rank not in self._awaited and self.here.rank == (1 if rank == 0 else 0):
+            self._awaited.add(rank)
+            limit = "without a limit" if self.stall_after_s is None else f"for up to {self.stall_after_s:g} s"
+            what = f"{alive} ({key}). {HELD_UP}. {seen} in {beat['place']}. Waiting {limit} (train.stall_after_s)."
+            print(f"hftune: {beat['who']} {what}", file=sys.stderr, flush=True)
+        return None
+
+    def _lives(self, rank: int, machine: Sequence[int], passed_s: float) -> bool:
+        """Say whether a silent process is there: by its process id on this machine, or by the word of one beside it."""
+        if rank in self._neighbours():
+            return rank in self._living
+        beside = [other for other in range(*machine) if other not in (rank, self.here.rank)]
+        if self.here.rank != 0:  # which reads them all
+            self._read(beside, passed_s)
+        fresh = [self.beats[other] for other in beside if other in self.beats and self._silent_s[other] <= FRESH_S]
+        return any(rank in beat["living"] for beat in fresh)
+
+    def missing(self) -> str | None:
+        """On process 0, before there is a group: say who has not come as far as this process. None if all have."""
+        others, doing = range(1, self.here.num_processes), self.progress.doing
+        absent = [f"process {rank}, which has not begun" for rank in others if rank not in self.beats]
+        behind = [
+            f"process{beat['who'].removeprefix('Process')}, in {beat['place']}"
+            for rank in others
+            if (beat := self.beats.get(rank)) is not None and beat["doing"] != doing and beat["bye"] is None
+        ]
+        found = [*absent, *behind]
+        more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        return "; ".join(found[:SHOWN] + more) or None
+
     def _judge_stall(self) -> Report | None:
-        signs = {0: self._sign()} | self._beats
+        signs = {0: self._sign()} | self.beats
         present = {rank: sign for rank, sign in signs.items() if sign["bye"] is None}
         still_s = min((sign["still_s"] for sign in present.values()), default=0.0)  # all may just have ended
         if still_s <= self.stall_after_s:
@@ -407,25 +544,25 @@ class _Watch:
 
     def _read(self, ranks: Iterable[int], passed_s: float) -> None:
         """Take the beats of these processes, as far as there are any, and count how long each has been silent."""
-        there = [rank for rank in ranks if rank in self._beats or self.store.check([f"beat/{rank}"])]
+        there = [rank for rank in ranks if rank in self.beats or self.store.check([f"beat/{rank}"])]
         values = self.store.multi_get([f"beat/{rank}" for rank in there]) if there else []
         for rank in ranks:
             self._silent_s[rank] += passed_s
         for rank, value in zip(there, values, strict=True):
             beat = json.loads(value)
-            if rank not in self._beats or beat["round"] != self._beats[rank]["round"]:
+            if rank not in self.beats or beat["round"] != self.beats[rank]["round"]:
                 self._silent_s[rank] = 0.0
-            self._beats[rank] = beat
+            self.beats[rank] = beat
 
-    def _describe_missing(self, rank: int, what: str, why: str) -> Report:
-        beat = self._beats.get(rank)
+    def _describe_missing(self, rank: int, what: str, why: str, seen: str) -> Report:
+        beat = self.beats.get(rank)
         if beat is None:
             return Report(f"hftune: Process {rank} {what}, since the processes joined. {why}", rank=rank, can_speak=False)
-        text = f"hftune: {beat['who']} {what} and is missing in {self.progress.doing}. {why} Last seen in {beat['place']}."
+        text = f"hftune: {beat['who']} {what} and is missing in {self.progress.doing}. {why} {seen} in {beat['place']}."
         return Report(text, rank=rank, can_speak=False)
 
     def _describe_loss(self) -> Report:
-        address, beat = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", self._beats.get(0)
+        address, beat = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", self.beats.get(0)
         seen = "" if beat is None else f" {beat['who']} was last seen in {beat['place']}."
         text = f"hftune: The launcher's store at {address} does not answer in {self.progress.doing}: that launcher has ended,"
         return Report(f"{text} or its machine is down or cut off.{seen}", rank=0, can_speak=False)
@@ -469,7 +606,9 @@ class _Watch:
 
     def _hear_sigterm(self) -> bool:
         """Hear it even while the main thread waits in a collective; a launcher sends it to those who outlive a killed one."""
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _let_one_pass):
             return False
         others = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
         if others != -1:
@@ -481,6 +620,10 @@ class _Watch:
 
     def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._is_terminated = True  # where the main thread is in Python; the wake-up descriptor tells the acting thread
+
+
+def _let_one_pass(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @cache
@@ -497,12 +640,11 @@ def _make_children_deaf() -> None:
 
 def _is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+    except psutil.AccessDenied:
         return True
-    return True
 
 
 def is_known(error: BaseException) -> bool:

@@ -27,7 +27,8 @@ from accelerate.utils.environment import parse_flag_from_env
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.launched import check_num_processes
-from hftune.network import check_interfaces, choose_interface
+from hftune.messages import spell
+from hftune.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.rendezvous import init_method
 from hftune.sections import TrainConfig
 from hftune.tracking import check_trackers
@@ -37,7 +38,8 @@ def check_launcher(recipe: Recipe) -> None:
     """Refuse what the launcher asks for and hftune does not do, before anything is loaded.
 
     Raises:
-        ConfigError: DeepSpeed or Megatron-LM; version 1 of FSDP, or what does not work under it.
+        ConfigError: DeepSpeed, Megatron-LM or a parallelism_config; version 1 of FSDP, or what does not work under it; what
+            ``check_options`` refuses.
     """
     for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
         if parse_flag_from_env(variable):
@@ -45,6 +47,7 @@ def check_launcher(recipe: Recipe) -> None:
                 f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and "
                 "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
             )
+    check_options(recipe.train)
     if recipe.parallel.pipeline_stages > 1:
         check_parallel(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     if not asks_for_fsdp():
@@ -67,6 +70,39 @@ def check_launcher(recipe: Recipe) -> None:
         raise ConfigError(
             "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
             "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
+
+
+def check_options(train: TrainConfig) -> None:
+    """Refuse options of the launcher that contradict the recipe, which decides: they would be ignored without a word.
+
+    `accelerate launch` always sets a precision and a backend. "no" is what it sets by itself, and contradicts nothing.
+
+    Raises:
+        ConfigError: naming the recipe's key.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise ConfigError(
+            "The launcher's parallelism_config is not supported. Pipelines are the recipe's, parallel.pipeline_stages=2; to "
+            "shard the model use accelerate_configs/fsdp.yaml. Take it out of the launcher's config."
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", train.mixed_precision):
+        set_it = f"Set train.mixed_precision={precision}, or" if precision in ("bf16", "fp16") else "Set"
+        raise ConfigError(
+            f"The launcher asks for mixed_precision {precision}, and the recipe for train.mixed_precision="
+            f"{train.mixed_precision}. The recipe decides. {set_it} mixed_precision: 'no' in the launcher's config."
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", "inductor" if train.compile else "no"):
+        instead = (
+            "train.compile=true compiles with inductor."
+            if train.compile
+            else "Set train.compile=true, which compiles with inductor."
+        )
+        raise ConfigError(
+            f"The launcher asks for dynamo_backend {backend}, and the recipe for train.compile={spell(train.compile)}. The "
+            f"recipe decides. {instead} Set dynamo_backend: 'no' in the launcher's config."
         )
 
 
@@ -147,6 +183,8 @@ def check_launch() -> None:
         check_interfaces()
     if num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)):
         choose_interface(os.environ["MASTER_ADDR"])
+    elif num_processes > 1 and "LOCAL_WORLD_SIZE" in os.environ:  # else nobody says that all are on this machine
+        stay_on_this_machine()
     check_gpus()
 
 

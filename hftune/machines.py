@@ -58,6 +58,13 @@ def create_handler(params: RendezvousParameters) -> Meeting:
     Raises:
         SystemExit: there is no address, or it is not one.
     """
+    if params.min_nodes != params.max_nodes:
+        leave(
+            f"rdzv_backend hftune waits for all machines, and --nnodes {params.min_nodes}:{params.max_nodes} leaves their "
+            f"number open. Say --nnodes {params.max_nodes}, or use --rdzv-backend c10d."
+        )
+    if not params.endpoint and params.max_nodes == 1:
+        params.endpoint = "127.0.0.1:0"  # accelerate hands no address on for one machine
     if not params.endpoint:
         leave("rdzv_backend hftune needs main_process_ip, without --same_network (torchrun: --rdzv-endpoint HOST:PORT).")
     try:
@@ -130,14 +137,27 @@ class Meeting(StaticTCPRendezvous):
 
     def _hold(self) -> TCPStore | None:
         """Open the port, or return None where it is taken: by another launcher of this job on the same machine, perhaps."""
+        allow_open_files()
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+        if self.world_size == 1 and resolve(self.master_addr) == "127.0.0.1":
+            # torch would listen on all interfaces, and whoever reaches a store can do as they like with the job.
+            options["master_listen_fd"] = self._listen()
         try:
-            return TCPStore(
-                self.master_addr, self.master_port, None, True, self.timeout, wait_for_workers=False, multi_tenant=True
-            )
+            return TCPStore(self.master_addr, self.master_port, None, True, self.timeout, **options)
         except DistError as error:
             if "EADDRINUSE" not in str(error):
                 raise ConfigError(f"The port of {self.place} cannot be opened: {error}") from error
             return None
+
+    def _listen(self) -> int:
+        """Open the port on the address itself, any port if it is 0; return the socket's descriptor."""
+        try:
+            with socket.create_server((self.master_addr, self.master_port)) as server:
+                self.master_port = server.getsockname()[1]
+                return server.detach()
+        except OSError as error:
+            owner = owner_of(self.master_port)
+            raise ConfigError(f"The port of {self.place} cannot be opened{owner}: {error.strerror}.") from error
 
     def _receive(self, store: Any) -> None:
         """Wait for all machines and see them confirm.
@@ -307,3 +327,13 @@ def _listeners() -> Iterator[tuple[str, Any]]:
 def say(text: str) -> None:
     """Tell whoever watches the launcher."""
     print(f"hftune: {text}", file=sys.stderr, flush=True)
+
+
+def allow_open_files(most: int = 65536) -> None:
+    """Raise this process's limit of open files as far as it may: the store takes two for each process of the job."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

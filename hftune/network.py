@@ -6,11 +6,13 @@ import ipaddress
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from hftune.errors import ConfigError
 from hftune.messages import did_you_mean
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+NCCL_CONF = "/etc/nccl.conf"
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,26 @@ def route_to(host: str) -> Route:
 
 
 def is_own_address(address: str) -> bool:
-    """Say whether an address is one of this machine's."""
-    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    """Say whether an address is one of this machine's.
+
+    Not by trying to bind it: with net.ipv4.ip_nonlocal_bind=1, as on machines that run keepalived, any address can be bound.
+    """
+    own = {_plain(other) for addresses in interfaces().values() for other in addresses}
+    if _is_loopback(address) or _plain(address) in own:
+        return True
+    try:
+        return _plain(route_to(address).address) == _plain(address)
+    except ConfigError:  # no way there
+        return False
 
 
 def own_addresses() -> str:
-    """List this machine's addresses, the loopback's last."""
-    pairs = [(address, name) for name, addresses in interfaces().items() for address in addresses if ":" not in address]
-    pairs.sort(key=lambda pair: ipaddress.ip_address(pair[0]).is_loopback)
+    """List this machine's addresses, the loopback's last; those of IPv6 only of interfaces that have no other."""
+    pairs = []
+    for name, addresses in interfaces().items():
+        plain = [address for address in addresses if ":" not in address]
+        pairs += [(address, name) for address in plain or addresses if not ipaddress.ip_address(address).is_link_local]
+    pairs.sort(key=lambda pair: _is_loopback(pair[0]))
     return ", ".join(f"{address} ({name})" for address, name in pairs) or "no address"
 
 
@@ -139,12 +148,41 @@ def choose_interface(main_host: str) -> Route:
     if route.interface not in present:
         raise ConfigError(f"No interface of this machine has {route.address}. It has {own_addresses()}. Set {VARIABLES[0]}.")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # "=": this one, and not all that begin so
+    if not is_in_nccl_conf("NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # "=": this one, and not all that begin so
     return route
 
 
+def stay_on_this_machine() -> None:
+    """Point Gloo at the loopback, which no other machine reaches, where the user has not. For groups of one machine."""
+    loopback = next((name for name, found in interfaces().items() if all(map(_is_loopback, found))), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def is_in_nccl_conf(name: str) -> bool:
+    """Say whether one of NCCL's own files sets a variable, which the environment would overrule.
+
+    Source: NCCL's documentation, "Environment Variables": NCCL_CONF_FILE or ~/.nccl.conf, and /etc/nccl.conf.
+    """
+    paths = [os.environ.get("NCCL_CONF_FILE") or f"{os.environ.get('HOME', '')}/.nccl.conf", NCCL_CONF]
+    for path in map(Path, paths):
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        if any(line.partition("=")[0].strip() == name for line in lines):
+            return True
+    return False
+
+
 def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _plain(address: str) -> str:
+    """Spell an address in the one way that can be compared."""
+    return str(ipaddress.ip_address(address.partition("%")[0]))
 
 
 def _is_address(host: str) -> bool:

@@ -8,38 +8,68 @@ groups apart: each machine counts its own restarts.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
+REMINDER_S = 15.0
+
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes the handler of ``rdzv_backend: hftune``. An entry point, which torchrun calls while it is imported."""
+    """Return what makes the handler of ``rdzv_backend: hftune``. An entry point, which torchrun calls while it is imported.
+
+    Whatever its backend: where torchrun starts hftune, and waits with another one, something is said here.
+    """
+    is_ours = threading.Event()
+    if any(before in ("-m", "--module") and word.startswith("hftune.") for before, word in pairwise(sys.argv)):
+        threading.Thread(target=_remind, args=[is_ours], name="hftune remind", daemon=True).start()
 
     def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         from hftune.machines import create_handler
 
+        is_ours.set()  # it says who is missing
         return create_handler(params)
 
     return create_handler
 
 
+def _remind(is_ours: threading.Event) -> None:
+    """Say what a launcher waits for as long as it starts no process: torch's own backends wait for minutes in silence."""
+    began = time.monotonic()
+    while not is_ours.wait(REMINDER_S) and not psutil.Process().children():
+        print(
+            f"hftune: This launcher has started no process for {time.monotonic() - began:.0f} s: it waits for the other "
+            "machines, which must be started with the same number of machines, and reach the same address and port. With "
+            "--rdzv-backend hftune (accelerate: --rdzv_backend) it says which ones are missing.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def init_method() -> str | None:
     """Return what ``init_process_group`` should be given; None, which means torch's own, where nothing is ever restarted."""
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if not may_restart or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not may_restart() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     _register()
     return "hftune://"
+
+
+def may_restart() -> bool:
+    """Say whether the launcher starts the group again after a failure."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 @cache
@@ -76,3 +106,43 @@ def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> str:
             return name
         time.sleep(0.05)
     raise dist.DistStoreError(f"Process 0 did not answer process {rank} within {timeout}.")
+
+
+class Attempt:
+    """The processes of one attempt, before they have a process group: agrees as ``agree`` does, but never waits."""
+
+    def __init__(self, store: Any, rank: int):
+        self._store, self._rank, self._word = store, rank, uuid.uuid4().hex
+        self._job = f"hftune/{os.environ['TORCHELASTIC_RUN_ID']}"
+        self._name: str | None = None
+        self._num_confirmed = 0
+        self._shared: Any = None
+        if not may_restart():
+            self._shared = dist.PrefixStore(f"{self._job}/early", store)
+        elif rank == 0:
+            self._name = uuid.uuid4().hex
+            store.set(f"{self._job}/invitation", self._name)
+            self._shared = dist.PrefixStore(f"{self._job}/{self._name}", store)
+
+    def look(self) -> Any | None:
+        """Return the store of this attempt, the same one while nothing changes; None while process 0 has not confirmed it."""
+        if not may_restart():
+            return self._shared
+        if self._rank == 0:
+            self._confirm()
+        elif self._store.check([f"{self._job}/invitation"]):
+            self._answer(self._store.get(f"{self._job}/invitation").decode())
+        return self._shared
+
+    def _confirm(self) -> None:
+        """Confirm those that have answered since the last look; one request if none has."""
+        while self._store.check([key := f"{self._job}/{self._name}/answer/{self._num_confirmed + 1}"]):
+            self._store.set(f"{self._job}/{self._name}/confirmed/{self._store.get(key).decode()}", "")
+            self._num_confirmed += 1
+
+    def _answer(self, name: str) -> None:
+        if name != self._name:
+            self._name, self._shared = name, None
+            self._store.set(f"{self._job}/{name}/answer/{self._store.add(f'{self._job}/{name}/answers', 1)}", self._word)
+        if self._shared is None and self._store.check([f"{self._job}/{name}/confirmed/{self._word}"]):
+            self._shared = dist.PrefixStore(f"{self._job}/{name}", self._store)

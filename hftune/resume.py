@@ -5,8 +5,9 @@ Main process only: the others are told what it found.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from omegaconf import OmegaConf
 
 from hftune.checkpoint import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config import Recipe, flat
+from hftune.disk import write_text
 from hftune.errors import ConfigError
+from hftune.launched import launcher
 from hftune.messages import did_you_mean, spell
 
 FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
@@ -23,8 +26,11 @@ FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
 FREE = ("recipe", "output_dir", "resume")
 """Keys that say nothing about the training itself; their changes are not worth a word."""
 
-ANEW = ".anew"
-"""File in the output folder while an earlier run's checkpoints are still there, to be replaced: a restart leaves them alone."""
+BEGUN = ".begun"
+"""File in the output folder: the launchers, with their processes, of the job that its checkpoints belong to."""
+
+Member = tuple[str, int]
+"""The launcher of a process, and the process's own id."""
 
 
 @dataclass
@@ -37,37 +43,64 @@ class Start:
     """What to tell the user, one sentence each."""
     changed: list[str] = field(default_factory=list)
     """Keys of the recipe that differ from the checkpoint's."""
+    group: Sequence[Member] = ()
+    """The processes that begin here, if they have launchers."""
 
 
-def find_start(recipe: Recipe) -> Start:
+def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
     """Look for the checkpoint that ``resume`` means, and compare recipes.
 
-    A group of processes that a launcher restarts after a failure goes on, whatever ``resume`` said the first time.
+    A group of processes that a launcher restarts after a failure resumes, whatever ``resume`` said the first time.
+
+    Args:
+        group: all processes that take part, as far as they have launchers. None: only this one is known yet.
 
     Raises:
         ConfigError: the checkpoint that was named does not verify, or a key that cannot change has changed.
     """
     folder, resume = Path(recipe.output_dir) / "checkpoints", recipe.resume
     tidy(folder)
-    anew = Path(recipe.output_dir) / ANEW
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        anew.unlink(missing_ok=True)
-        if resume == "never":
-            anew.touch()
-    elif steps(folder) and not anew.exists():
+    group = member() if group is None else group
+    if steps(folder) and is_restarted(Path(recipe.output_dir), group):
         resume = "auto"
     if resume == "never":
-        return Start()
+        return Start(group=group)
     if resume == "auto":
         checkpoint, skipped = newest(folder)
         if checkpoint is None and skipped:
             raise ConfigError(f"{' '.join(skipped)} No whole one is left. resume=never starts anew, and removes them.")
         if checkpoint is None:
-            return Start()
+            return Start(group=group)
     else:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
-    return Start(checkpoint, [*skipped, *changed.values()], list(changed))
+    return Start(checkpoint, [*skipped, *changed.values()], list(changed), group)
+
+
+def member() -> list[Member]:
+    """Return this process as a member of its group; nothing if no launcher started it, which could restart it."""
+    own = launcher()
+    return [] if own is None else [(own, os.getpid())]
+
+
+def is_restarted(output_dir: Path, group: Sequence[Member]) -> bool:
+    """Say whether the run in this folder was begun by the same job: by one of these launchers, in processes that have ended.
+
+    One is enough: between two attempts, machines may have joined or left. A process that trains twice is not a restart.
+    """
+    path = output_dir / BEGUN
+    if not path.is_file():
+        return False
+    begun = json.loads(path.read_text(encoding="utf-8"))
+    return any(own in begun and pid not in begun[own] for own, pid in group)
+
+
+def note_begun(output_dir: Path, group: Sequence[Member]) -> None:
+    """Write down whose checkpoints are in this folder from now on, once those of other jobs have been removed."""
+    begun: dict[str, list[int]] = {}
+    for own, pid in group:
+        begun.setdefault(own, []).append(pid)
+    write_text(output_dir / BEGUN, json.dumps(begun))
 
 
 def _named(path: Path, folder: Path) -> Checkpoint:

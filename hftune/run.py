@@ -17,6 +17,7 @@ from hftune import __version__
 from hftune.console import print_any_character
 from hftune.errors import TrainingError
 from hftune.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
+from hftune.launched import check_environment, number
 from hftune.progress import Progress
 from hftune.resources import recipe_names
 
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
         recipe = Recipe.from_argv(argv)
         recipe.check()
+        check_environment()
         say_start(recipe)
         from hftune.training import train  # only now: a mistyped key should not wait for torch
 
@@ -88,7 +90,7 @@ def help_text(sections: list[str]) -> str:
 
 def fail(error: BaseException) -> int:
     """Say what went wrong, here and in the launcher's own last words, once on each machine; return the exit code."""
-    if not hasattr(error, "report") and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+    if not hasattr(error, "report") and number("GROUP_WORLD_SIZE") > 1:
         # From before training, which gives one to the errors that leave it. Other machines may have come further, and wait.
         with suppress(type(error), TrainingError), Heartbeat(Progress(), dead_after_s=60, stall_after_s=None):
             raise error
@@ -107,7 +109,7 @@ def fail(error: BaseException) -> int:
 
 def leave(code: int) -> None:
     """Exit; at once where many processes failed, as their broken group may hang or abort at the interpreter's own end."""
-    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if code and number("WORLD_SIZE") > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftune.agreement import check_early, facts
+from hftune.agreement import EARLY_S, check_early, facts
 from hftune.checkpoint import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.config import Recipe
 from hftune.errors import ConfigError
@@ -56,8 +56,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
     recipe.check()
     progress = Progress()
     with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat:
-        if (store := heartbeat.open_store()) is not None:
-            check_early(store, heartbeat.here.rank, facts(recipe))
+        check_early(heartbeat.early_store(EARLY_S), heartbeat.here.rank, facts(recipe))
         check_launcher(recipe)
         check_hardware(recipe)
         progress.at("loading data and model")
@@ -74,7 +73,8 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         elif recipe.train.compile:
             built.compile(dynamic=True)
         progress.at("joining the others")
-        accelerator = start_accelerator(recipe.train)
+        with heartbeat.waiting():
+            accelerator = start_accelerator(recipe.train)
         heartbeat.join()
         atexit.register(leave_group)
         strategy = choose_strategy(accelerator, recipe, progress)

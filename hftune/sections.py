@@ -115,6 +115,9 @@ class TrainConfig(Section):
         for name in ("dead_after_s", "stall_after_s"):
             if (value := getattr(self, name)) is not None and not value >= 3:
                 yield f"train.{name}={value} must be at least 3: processes give a sign of life once a second."
+            elif value is not None and value > 1e8:  # Python's own waits take no more than 9e9 s, and no infinity
+                no_limit = "; null waits for ever" if name == "stall_after_s" else ""
+                yield f"train.{name}={value} must be at most 1e8, which is three years{no_limit}."
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"train.betas={list(self.betas)} must both lie in [0, 1)."
         if not 0 <= self.warmup_ratio < 1:

@@ -29,7 +29,7 @@ from accelerate import (
 from torch import nn
 
 from hftune import __version__
-from hftune.agreement import check_early, differences, disagreement, facts
+from hftune.agreement import EARLY_S, check_early, differences, disagreement, facts
 from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoint import Checkpointer, path_of, steps
@@ -47,7 +47,7 @@ from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_ste
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
-from hftune.resume import ANEW, Start, find_start
+from hftune.resume import Start, find_start, member, note_begun
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
@@ -97,15 +97,21 @@ def train(recipe: Recipe) -> TrainResult:
     """
     recipe.check()
     progress = Progress()
-    with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat, ExitStack() as held:
-        if (store := heartbeat.open_store()) is not None:
+    with ExitStack() as held:
+        with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat, ExitStack() as watched:
             progress.at("comparing code and recipe with the others")
-            check_early(store, heartbeat.here.rank, facts(recipe))
-        return run_recipe(recipe, progress, heartbeat, held)
+            check_early(heartbeat.early_store(EARLY_S), heartbeat.here.rank, facts(recipe))
+            return run_recipe(recipe, progress, heartbeat, watched, held)
 
 
-def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: ExitStack) -> TrainResult:
-    """Build, wire, run and save; what ``held`` takes is given back at the end, whatever happens."""
+def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched: ExitStack, held: ExitStack) -> TrainResult:
+    """Build, wire, run and save.
+
+    Args:
+        watched: what is given back at the end, whatever happens.
+        held: what is given back after that, when nobody watches any more: dashboards may upload for hours, and the output
+            folder is theirs until they are done.
+    """
     progress.at("preparing the data")
     check_launcher(recipe)
     check_machine(recipe)
@@ -117,13 +123,15 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     check_pipeline(recipe, plan, datasets["train"], model)
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
-    accelerator = start_accelerator(recipe.train, recipe.track.with_, recipe.output_dir)
+    with heartbeat.waiting():
+        accelerator = start_accelerator(recipe.train, recipe.track.with_, recipe.output_dir)
     heartbeat.join()
     atexit.register(leave_group)
     strategy = choose_strategy(accelerator, recipe, progress)
     progress.at("comparing recipe and data with the others")
     commits = recipe.task.commits()
     digests = check_agreement(strategy, recipe, datasets, commits)
+    start = confirm_start(strategy, recipe, start)
     remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
@@ -140,11 +148,11 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
         remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
 
     progress.at("opening the output folder")
-    run = open_run(recipe, accelerator, strategy, plan, datasets, state, held.enter_context(StopRequest()))
+    run = open_run(recipe, accelerator, strategy, plan, datasets, state, watched.enter_context(StopRequest()))
     heartbeat.leave_sigterm()
     if strategy.is_main:
         heartbeat.closers.append(run.tracker.abandon)
-        held.callback(run.checkpointer.wait)  # before the folder is given back
+        watched.callback(run.checkpointer.wait)  # before the folder is given back
     if state.step and not strategy.on_main(lambda: best_model_is_here(recipe, state)):
         state.forget_best()
     run.facts = {"commits": commits}
@@ -153,7 +161,10 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     run.facts |= {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
-    return train_and_save(run)
+    result = train_and_save(run)
+    if strategy.is_main:
+        held.callback(run.tracker.close)  # after all is saved: an upload may fail
+    return result
 
 
 def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress) -> Strategy:
@@ -212,6 +223,26 @@ def claim_folder(recipe: Recipe, held: ExitStack) -> Start:
     return find_start(recipe)
 
 
+def confirm_start(strategy: Strategy, recipe: Recipe, start: Start) -> Start:
+    """Look again where the run begins, now that all processes are known: one of another machine may know it is a restart.
+
+    Collective; the result is the main process's.
+
+    Raises:
+        ConfigError: as ``find_start``.
+    """
+    group = strategy.gather_to_main(member())
+    found = replace(start, group=group or ())
+
+    def look() -> None:
+        nonlocal found
+        if recipe.resume == "never" and start.checkpoint is None:
+            found = find_start(recipe, group)
+
+    strategy.on_main(look)
+    return found
+
+
 def open_run(
     recipe: Recipe,
     accelerator: Accelerator,
@@ -257,8 +288,6 @@ def train_and_save(run: Run) -> TrainResult:
         raise Interrupted(f"{error} {how_to_go_on(run)}") from None
     finally:
         run.console.close()
-    progress.at("the closing of the dashboards")
-    strategy.on_main(run.tracker.close)  # after all is saved: an upload may fail
     if strategy.is_main:
         print_summary(run, result)
     return result
@@ -390,6 +419,7 @@ def open_folder(run: Run, start: Start, run_ids: Mapping[str, str]) -> None:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, output_dir / name)
     (output_dir / "result.json").unlink(missing_ok=True)
+    note_begun(output_dir, start.group)
     write_text(output_dir / "recipe.yaml", recipe.to_yaml())
     run.tracker.start(recipe, state.step, state.evaluated_step == state.step, run_ids, run.facts["commits"])
     run.ledger.begin(state.step, run.plan, run.strategy.num_processes)
@@ -505,7 +535,7 @@ def start_folder(recipe: Recipe) -> None:
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
     for name in ("tensorboard", "checkpoints", SAMPLES):  # the first would draw both runs into one plot
         shutil.rmtree(output_dir / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl", ANEW):
+    for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl"):
         (output_dir / name).unlink(missing_ok=True)
 
 

@@ -43,7 +43,9 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "--log-dir", folder]
+        # Not --standalone, whose store listens on all networks of the machine.
+        meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
+        torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
         command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
         last_word = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
         code, is_stopped = run_and_show(command, {**environment(), **last_word})

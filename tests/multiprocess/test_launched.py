@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-from hftune.launched import num_processes_asked
+from hftune.launched import launch_options
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]
@@ -102,4 +102,5 @@ def test_launch_configuration_is_one_of_accelerates_and_says_first_what_it_is_fo
 )
 def test_number_of_processes_is_read_from_the_launchers_command_line(command, asked, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert num_processes_asked(command.split()) == asked
+    options = launch_options(command.split())
+    assert (options.num_processes or None if options else None) == asked

@@ -19,6 +19,7 @@ from hftune import ConfigError, DataError, Recipe, cli, train
 from hftune.checkpoint import newest, open_checkpoint
 from hftune.ledger import audit
 from hftune.optim import lr_at
+from hftune.resume import note_begun
 from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -356,7 +357,18 @@ def test_never_starts_anew_and_removes_what_was_there(copy, capsys):
 
 
 def test_group_that_a_launcher_restarts_goes_on_whatever_resume_said(copy, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    note_begun(copy, [("launcher", 1)])
+    monkeypatch.setattr("hftune.resume.member", lambda: [("launcher", 2)])
+    train(recipe(copy, "resume=never"))
+    assert "Going on after step 10 of 14" in capsys.readouterr().out
+
+
+def test_restart_is_noticed_by_a_process_whose_launcher_knows_the_run_although_the_main_ones_does_not(
+    copy, monkeypatch, capsys
+):
+    """As where a machine has joined that the main process is now on."""
+    note_begun(copy, [("launcher", 1)])
+    monkeypatch.setattr("hftune.training.member", lambda: [("newcomer", 2), ("launcher", 3)])
     train(recipe(copy, "resume=never"))
     assert "Going on after step 10 of 14" in capsys.readouterr().out
 
@@ -366,7 +378,8 @@ def test_restart_before_the_first_step_does_not_take_an_earlier_run_for_its_own(
     with pytest.raises(DataError):
         train(recipe(copy, "resume=never", "task.dataset=tests.support.tasks:no_reviews"))
     assert newest(copy / "checkpoints")[0].step == 10  # nothing is lost yet
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for module in ("resume", "training"):
+        monkeypatch.setattr(f"hftune.{module}.member", lambda: [("launcher", 2)])
     run = Run(train(recipe(copy, "resume=never", "train.max_steps=2")).output_dir)
     assert "Going on" not in capsys.readouterr().out and lines(run)[0]["step"] == 1
 

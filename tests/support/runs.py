@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed import TCPStore
 
@@ -117,7 +118,11 @@ class Group:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-            variables |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+            variables |= {
+                "TORCHELASTIC_RUN_ID": uuid4().hex,
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+            }
         request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
         # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
         request |= {"log": str(log), "as_typed": as_typed, "last_words_s": 1.0 if as_typed else 10.0}

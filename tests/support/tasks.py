@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -361,3 +362,32 @@ class FailingLoss(NextToken):
         if self.calls > 25:
             raise ValueError("no such token")
         return super().loss(outputs, target)
+
+
+@dataclass
+class SlowUpload(Trapped):
+    """The dashboards of the main process take ``upload_s`` to close."""
+
+    upload_s: float = 0.0
+
+    def build_model(self) -> nn.Module:
+        from hftune.tracking import Tracker
+
+        def close(tracker: Tracker) -> None:
+            print("uploading", flush=True)
+            time.sleep(self.upload_s)
+            print("uploaded", flush=True)
+
+        Tracker.close = close
+        return super().build_model()
+
+
+@dataclass
+class HoldsTheLock(Trapped):
+    """The main process computes its metrics in C code that holds Python's lock for ``hold_s``."""
+
+    hold_s: float = 0.0
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        ctypes.PyDLL(None).usleep(int(1e6 * self.hold_s))
+        return {}

@@ -4,11 +4,14 @@ import socket
 import subprocess
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hftune import doctor
 from hftune.doctor import FAULT, OK, REMARK, Finding, main
+from hftune.progress import Progress
 from tests.support.runs import environment
 
 
@@ -124,3 +127,15 @@ def test_under_torchrun_the_group_is_examined():
 def test_help_is_the_first_paragraph(capsys, word):
     assert main([word]) == 0
     assert "python -m hftune.doctor" in capsys.readouterr().out
+
+
+def test_clocks_are_compared_once_a_machine_and_each_comparison_is_a_sign_of_progress(monkeypatch):
+    """Under NCCL each pair makes a communicator of its own: for all 511 pairs that would take longer than a stall may."""
+    strategy = SimpleNamespace(process_index=0, num_processes=24, device=torch.device("cpu"), progress=Progress())
+    strategy.gather_to_main, strategy.broadcast = (lambda rows: [*rows, 8, 16]), (lambda value: value)
+    heard = []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(doctor.dist, "recv", lambda stamp, rank: heard.append((rank, strategy.progress.marks)))
+    monkeypatch.setattr(doctor.dist, "send", lambda stamp, rank: None)
+    assert doctor.clock_skew_s(strategy, num_rounds=1) == 0.0
+    assert heard == [(8, 1), (16, 2)]

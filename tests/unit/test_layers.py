@@ -29,13 +29,13 @@ MAY_IMPORT = {
     "rendezvous": {"machines"},
     "agreement": {"config", "task", "messages", "errors"},
     "launched": {"errors"},
-    "heartbeat": {"signals", "progress", "errors"},
+    "heartbeat": {"launched", "rendezvous", "signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "sections", "errors"},
     "optim": {"sections"},
     "checkpoint": {"disk"},
     "export": {"task", "disk"},
     "ledger": {"batch_plan", "strategies", "jsonl", "errors"},
-    "resume": {"checkpoint", "config", "messages", "errors"},
+    "resume": {"checkpoint", "config", "disk", "launched", "messages", "errors"},
     "console": set(),
     "mlflow_run": {"config", "console", "mlflow_model", "errors"},
     "mlflow_model": {"inference", "config", "task"},
@@ -45,7 +45,7 @@ MAY_IMPORT = {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
         *("batch_plan", "config", "sections", "errors", "augmentation", "pictures"),
     },
-    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "sections", "errors"},
+    "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "sections", "messages", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
@@ -53,7 +53,7 @@ MAY_IMPORT = {
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
-        *("sections", "console", "errors"),
+        *("sections", "console", "launched", "errors"),
     },
     "memory": set(),
     "pipeline_planning": {"memory", "strategies", "batch_plan", "config", "sections", "errors"},
@@ -77,7 +77,7 @@ MAY_IMPORT = {
         *("answers", "resources", "messages", "errors", "run_folder"),
     },
     "reference": {"sections", "tasks", "messages"},
-    "run": {"training", "config", "reference", "resources", "heartbeat", "progress", "console", "errors"},
+    "run": {"training", "config", "reference", "resources", "heartbeat", "launched", "progress", "console", "errors"},
 }
 KNOW_NO_RANK = {"task", "augmentation", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 

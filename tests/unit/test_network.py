@@ -101,3 +101,44 @@ def test_no_way_to_another_network_is_said_at_once(monkeypatch):
     assert str(caught.value) == (
         "No network of this machine leads to 10.9.0.1 (Network is unreachable). It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
     )
+
+
+def test_an_address_that_may_be_bound_is_not_therefore_this_machines(monkeypatch):
+    """As with net.ipv4.ip_nonlocal_bind=1: every machine would take itself for the main one, and none would meet."""
+
+    class Nonlocal(socket.socket):
+        def bind(self, address):
+            pass
+
+    monkeypatch.setattr(network.socket, "socket", Nonlocal)
+    assert not is_own_address("192.0.2.77")
+    assert is_own_address("127.0.1.1") and is_own_address("::1")
+
+
+def test_an_address_on_an_interface_is_this_machines_however_it_is_spelled(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"eth0": ["192.0.2.5", "fd99::2"]})
+    assert is_own_address("192.0.2.5") and is_own_address("fd99:0::2")
+
+
+def test_a_machine_with_ipv6_alone_has_addresses(monkeypatch):
+    both = {"lo": ["127.0.0.1", "::1"], "eth0": ["fd99::2", "fe80::1"], "eth1": ["10.1.0.5", "fd98::2"]}
+    monkeypatch.setattr(network, "interfaces", lambda: both)
+    assert network.own_addresses() == "fd99::2 (eth0), 10.1.0.5 (eth1), 127.0.0.1 (lo)"
+
+
+def test_what_nccls_own_file_sets_is_not_overruled(present, monkeypatch, tmp_path):
+    (tmp_path / "nccl.conf").write_text("# the fast network\nNCCL_SOCKET_IFNAME = ib\nNCCL_DEBUG=WARN\n")
+    monkeypatch.setattr(network, "NCCL_CONF", str(tmp_path / "nccl.conf"))
+    choose_interface("10.2.0.1")
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0" and "NCCL_SOCKET_IFNAME" not in network.os.environ
+    monkeypatch.setattr(network, "NCCL_CONF", str(tmp_path / "none"))
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    assert network.is_in_nccl_conf("NCCL_SOCKET_IFNAME") and not network.is_in_nccl_conf("NCCL_SOCKET")
+
+
+def test_processes_of_one_machine_are_kept_off_the_network(present, monkeypatch):
+    network.stay_on_this_machine()
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    network.stay_on_this_machine()
+    assert network.os.environ["GLOO_SOCKET_IFNAME"] == "eth0"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +20,9 @@ from hftune import heartbeat as module
 from hftune.errors import ConfigError, ElsewhereError, TrainingError
 from hftune.heartbeat import Heartbeat, Report, Whereabouts, _Watch, is_second_hand
 from hftune.progress import Progress
-from hftune.rendezvous import agree
+from hftune.rendezvous import Attempt, agree
+
+FRESH = 0.3
 
 
 def whereabouts(rank: int, num_processes: int = 2, machine: range = range(1)) -> Whereabouts:
@@ -29,15 +37,23 @@ def store():
 @pytest.fixture
 def watch(monkeypatch, store):
     """Return a function that starts the watch of one of two processes, which beats every hundredth of a second."""
-    for name, seconds in (("BEAT_S", 0.01), ("HURT_S", 10.0), ("HEARD_S", 0.5), ("RETURN_S", 0.1)):
+    for name, seconds in (("BEAT_S", 0.01), ("HURT_S", 10.0), ("HEARD_S", 0.5), ("RETURN_S", 0.1), ("FRESH_S", FRESH)):
         monkeypatch.setattr(module, name, seconds)
     watches = []
 
-    def start(rank: int, dead_after_s: float = 0.3, stall_after_s: float | None = None) -> _Watch:
+    def start(
+        rank: int,
+        dead_after_s: float = 0.3,
+        stall_after_s: float | None = None,
+        here: Whereabouts | None = None,
+        has_group: bool = True,
+        look: Callable[[], Any] | None = None,
+    ) -> _Watch:
         own = Heartbeat(Progress(), dead_after_s, stall_after_s)
-        own.here = whereabouts(rank, machine=range(rank, rank + 1))
+        own.here = here or whereabouts(rank, machine=range(rank, rank + 1))
         own.progress.at(f"step {rank + 3}")
-        watches.append(_Watch(own, dist.PrefixStore("run", store.clone()), has_group=True))
+        shared = dist.PrefixStore("run", store.clone())
+        watches.append(_Watch(own, look or (lambda: shared), has_group, secret="word"))
         watches[-1].claim()  # or its thread would end this process
         return watches[-1]
 
@@ -61,6 +77,126 @@ def test_a_process_alone_on_its_machine_that_is_gone_leaves_nobody_to_speak_ther
     assert not whereabouts(1, 2, range(1, 2)).speaks(Report("", rank=1, can_speak=False))
 
 
+def silence(watch: _Watch) -> None:
+    """Let a process fall silent, as C code does that holds Python's lock."""
+    watch._round = lambda passed_s: time.sleep(0.01)
+
+
+def on_one_machine(rank: int, num_processes: int = 2) -> Whereabouts:
+    return replace(whereabouts(rank, num_processes, range(num_processes)), has_agent=True)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_silent_process_that_lives_on_this_machine_is_given_the_time_of_a_stall(watch, capfd, silent):
+    watches = [watch(rank, 0.3, 1.5, on_one_machine(rank)) for rank in (0, 1)]
+    time.sleep(0.1)
+    silence(watches[silent])
+    time.sleep(0.8)
+    other = watches[1 - silent]
+    assert other.report is None
+    warning = capfd.readouterr().err
+    assert warning.startswith(f"hftune: Process {silent} (host host0, pid ") and warning.count("\n") == 1
+    assert ") is alive but has not answered for 0 s (train.dead_after_s=0.3). C code holds Python's lock there, or " in warning
+    assert f"or it is stopped or swapping. Last seen 0 s ago in step {silent + 3}. Waiting for up to 1.5 s (train." in warning
+    assert other._decided.wait(5)
+    assert other.report.text.endswith(
+        f"is alive but has not answered for 2 s and is missing in step {4 - silent}. C code holds Python's lock there, or it is "
+        f"stopped or swapping. train.stall_after_s=1.5 is the limit. Last seen 2 s ago in step {silent + 3}."
+    )
+
+
+def test_a_silent_process_that_comes_back_was_never_dead(watch):
+    watches = [watch(rank, 0.2, 60, on_one_machine(rank)) for rank in (0, 1)]
+    time.sleep(0.1)
+    round_ = watches[1]._round
+    silence(watches[1])
+    time.sleep(0.5)
+    watches[1]._round = round_
+    time.sleep(0.2)
+    assert watches[0].report is None and watches[0]._silent_s[1] < 0.2 and not watches[0]._awaited
+
+
+def test_a_broken_connection_bounds_the_wait_for_a_process_that_lives(watch):
+    watches = [watch(rank, 0.5, 60, on_one_machine(rank)) for rank in (0, 1)]
+    time.sleep(0.1)
+    silence(watches[1])
+    report = watches[0].wait_for_cause()
+    assert "is alive but has not answered" in report.text
+    assert "train.dead_after_s=0.5 is the limit, as a connection broke meanwhile." in report.text
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_process_of_another_machine_lives_if_one_beside_it_says_so(watch, silent):
+    """Processes 0 and 1 are on one machine, 2 and 3 on the other; two of one machine watch, and one of the other is silent."""
+    machines = [range(2), range(2, 4)]
+    here = {rank: replace(whereabouts(rank, 4, machines[rank // 2]), has_agent=True) for rank in range(4)}
+    watches = {rank: watch(rank, 0.4, None, here[rank]) for rank in range(4)}
+    time.sleep(0.2)
+    silence(watches[2 * silent])  # process 0, which all watch, or process 2, which process 0 watches
+    time.sleep(1.0)
+    assert [one.report for one in watches.values()] == [None] * 4
+    silence(watches[2 * silent + 1])  # and now nobody vouches for it
+    judge = watches[2 - 2 * silent]
+    assert judge._decided.wait(FRESH + 3)
+    assert re.search(
+        r" has given no sign of life for \d s and is missing in step \d\. It was killed, or its machine is down or cut off\. If it "
+        r"may be in C code that holds Python's lock for so long, raise train\.dead_after_s=0\.4\. Last seen \d s ago in step \d\.$",
+        judge.report.text,
+    )
+
+
+def test_a_process_that_has_ended_and_was_not_collected_is_not_running():
+    child = subprocess.Popen(["true"])
+    time.sleep(0.2)
+    assert not module._is_running(child.pid)
+    child.wait()
+    assert module._is_running(os.getpid())
+
+
+def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_success(watch, store):
+    """Anyone who reaches the launcher's port can list the keys of its store, and write there."""
+    one = watch(0)
+    time.sleep(0.1)
+    store.set("run/report", json.dumps({"text": "hftune: ended by an outsider", "code": 0}))
+    time.sleep(0.2)
+    assert one.report is None
+    assert Report.parse(json.dumps({"text": "over", "code": 0})) == Report("over", code=1)
+    assert Report.parse(json.dumps({"text": "over", "code": 137})).code == 1
+    own = Report("hftune: stopped", code=75, rank=3, kind="Interrupted")
+    assert Report.parse(json.dumps(asdict(own))) == own
+    for broken in ("", "[]", '{"text": 1}', '{"txt": "over"}', '{"text": "over", "rank": "0"}'):
+        assert "a report that no process of this job has written" in Report.parse(broken).text
+
+
+def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatch, store):
+    monkeypatch.setattr(module, "REMINDER_S", 0.2)
+    own = Heartbeat(Progress(), 60, None)
+    own.here = whereabouts(0, 3)
+    own._watch = watch(0, 60, None, whereabouts(0, 3), has_group=False)
+    own._watch.progress.at("joining the others")
+    watch(2, 60, None, whereabouts(2, 3, range(2, 3)), has_group=False)
+    with own.waiting():
+        time.sleep(0.35)
+    said = capfd.readouterr().err
+    assert re.fullmatch(
+        r"hftune: Process 0 \(host \S+, pid \d+\) has waited 0 s for process 1, which has not begun; process 2 \(host host2, "
+        r"pid \d+\), in step 5\.\n",
+        said,
+    )
+
+
+def test_a_process_without_a_launchers_store_says_that_it_waits_and_where(capfd, monkeypatch):
+    monkeypatch.setattr(module, "REMINDER_S", 0.1)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    own = Heartbeat(Progress(), 60, None)
+    with own.waiting():
+        time.sleep(0.15)
+    assert capfd.readouterr().err.endswith(
+        "for the other processes: all 2 must be started with the same command, and reach 10.0.0.1:29500.\n"
+    )
+
+
 def test_processes_that_end_at_different_times_are_not_missed(watch):
     first, second = watch(0), watch(1)
     time.sleep(0.1)
@@ -77,7 +213,7 @@ def test_a_silent_process_is_missed_in_the_step_where_the_others_wait(watch, gon
     report = watches[1 - gone].wait_for_cause()
     assert report.text.startswith(f"hftune: Process {gone} (host host{gone}, pid ")
     assert report.text.endswith(
-        f"and is missing in step {4 - gone}. It was killed, or its machine is down or cut off. Last seen in step {gone + 3}."
+        f"and is missing in step {4 - gone}. It was killed, or its machine is down or cut off. Last seen 0 s ago in step {gone + 3}."
     )
     assert (report.code, report.rank, report.is_spoken_here) == (1, gone, True)
 
@@ -168,6 +304,53 @@ def test_many_samples_are_cut():
     assert progress.place() == "step 1"
     progress.on(range(20))
     assert progress.place() == f"step 1, samples {', '.join(map(str, range(16)))} and 4 more"
+
+
+@pytest.fixture
+def attempts(store, monkeypatch):
+    """Return a function that makes one attempt's processes of a job which its launcher may restart."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    return lambda *ranks: [Attempt(store.clone(), rank) for rank in ranks]
+
+
+def meet(main: Attempt, *others: Attempt) -> list[Any]:
+    """Let them look until all have found the store of their attempt, and a little longer; return it for each."""
+    for _ in range(20):
+        found = [one.look() for one in (main, *others)]
+        time.sleep(0.01)
+    return found
+
+
+def test_processes_of_an_attempt_find_each_other_and_nothing_that_an_earlier_one_left(attempts):
+    first, second = meet(*attempts(0, 1))
+    first.set("report", "of the attempt that failed")
+    assert second.get("report")
+    late = attempts(1, 2)  # process 0 is not there yet; the old one has ended
+    assert meet(*late) == [None, None]
+    main, *found = meet(*attempts(0), *late)
+    assert not any(one.check(["report"]) for one in found)
+    main.set("report", "of this attempt")
+    assert [one.get("report") for one in found] == [b"of this attempt"] * 2
+
+
+def test_a_process_follows_to_a_newer_attempt(attempts):
+    old_main, other = attempts(0, 1)
+    old = meet(old_main, other)[1]
+    old.set("where", "old")
+    assert old.get("where")
+    new = meet(*attempts(0), other)[1]
+    assert new is not old and not new.check(["where"])
+
+
+def test_an_early_watch_of_a_restarted_group_does_not_read_the_last_beats_of_the_group_before(watch, attempts):
+    dead = meet(*attempts(0, 1))[1]
+    dead.set("beat/1", json.dumps({"round": 7, "who": "Process 1", "pid": 1, "place": "x", "bye": None, "hurt": False}))
+    assert dead.get("beat/1")
+    (again,) = attempts(0)
+    early = watch(0, 0.2, None, whereabouts(0), has_group=False, look=again.look)
+    time.sleep(0.6)
+    assert early.report is None and early.beats == {}
 
 
 def test_a_group_does_not_meet_the_one_that_ended_in_the_same_store(store):

@@ -1,0 +1,62 @@
+"""Groups that torchrun restarts over two agents, which count their restarts each for itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hftune.ledger import audit
+from tests.support.runs import environment
+
+FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
+
+
+def on_two_agents(*words: str) -> list[tuple[int, str]]:
+    """Run a command on two agents of this machine, with one process each; return the exit code and all that each one said."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job", "--max-restarts", "2")
+    options = ("--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", *meeting)
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, "-m", "hftune.run", *words],
+            env=environment(TORCH_CPP_LOG_LEVEL="ERROR"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        return [(agent.returncode, said) for agent in agents for said in [agent.communicate(timeout=180)[0]]]
+    except subprocess.TimeoutExpired:
+        pytest.fail("hangs")
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                print(agent.communicate()[0])
+
+
+def test_a_restarted_run_resumes_although_resume_never_started_it(tmp_path):
+    """The process that is killed is not the main one, whose own agent counts no restart."""
+    out = tmp_path / "out"
+    fault = ("task.fault=kill", "task.rank=1", "task.sample=17")  # in step 15
+    ended = on_two_agents(
+        f"recipe={FAULTY}", f"output_dir={out}", "resume=never", *fault, "checkpoint.every=2", "train.dead_after_s=4"
+    )
+    said = "\n".join(text for _, text in ended)
+    assert [code for code, _ in ended] == [0, 0], said
+    assert re.search(r"Going on after step 1\d of 16", said), said
+    found = audit(out)
+    assert (found.problems, found.steps) == ([], 16)
+    assert found.starts[0]["after_step"] == 0 and found.starts[1]["after_step"] >= 10

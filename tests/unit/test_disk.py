@@ -1,0 +1,18 @@
+"""Who may write an output folder, and what is said to the second one."""
+
+import os
+import socket
+
+import pytest
+
+from hftune import ConfigError
+from hftune.disk import only_writer
+
+
+def test_a_folder_in_use_names_its_user_and_a_way_out_if_that_one_is_lost(tmp_path):
+    with only_writer(tmp_path), pytest.raises(ConfigError) as caught, only_writer(tmp_path):
+        pass
+    assert str(caught.value) == (
+        f"output_dir={tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}. Wait for that run to end, or set "
+        f"output_dir=... to another folder. If it has ended for certain (its machine was lost, say), remove {tmp_path}/.lock."
+    )

@@ -1,0 +1,179 @@
+"""What is refused of a launcher, or of variables that none sets, before a model is loaded; and what only looks like it."""
+
+import os
+
+import pytest
+
+import hftune.run
+from hftune import ConfigError, Recipe
+from hftune.heartbeat import Whereabouts
+from hftune.joining import check_launch, check_launcher
+from hftune.launched import check_environment, launch_options
+
+GIVEN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Return a function that sets these variables and no others of a launcher."""
+    for name in (*GIVEN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def use(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+def refused(function, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"WORLD_SIZE": ""},
+            "WORLD_SIZE='' in the environment is not a whole number. Launchers such as torchrun set it; to train in one process, "
+            "unset it.",
+        ),
+        (
+            {"WORLD_SIZE": "two"},
+            "WORLD_SIZE='two' in the environment is not a whole number. Launchers such as torchrun set it; to train in one "
+            "process, unset it.",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 in the environment says that this is one of 2 processes, but RANK, MASTER_ADDR, MASTER_PORT are not "
+            "set. Start all with accelerate launch or torchrun --nproc_per_node N; to train in one process, unset WORLD_SIZE.",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"},
+            "WORLD_SIZE=2 in the environment says that this is one of 2 processes, but MASTER_ADDR is not set. Start all with "
+            "accelerate launch or torchrun --nproc_per_node N; to train in one process, unset WORLD_SIZE.",
+        ),
+        ({**GIVEN, "RANK": "2"}, "RANK=2 in the environment must be below WORLD_SIZE=2: ranks count from 0."),
+        ({"ACCELERATE_USE_CPU": "banana"}, "ACCELERATE_USE_CPU=banana in the environment is neither true nor false."),
+        (
+            {"SLURM_STEP_NUM_TASKS": "8"},
+            "srun has started 8 processes (SLURM_STEP_NUM_TASKS=8), and none knows of the others: each would train alone. "
+            "`hftune slurm` writes a script for it; or start one launcher on each node: srun --ntasks-per-node=1 torchrun. To "
+            "train alone on purpose, set WORLD_SIZE=1.",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            "mpirun has started 2 processes (OMPI_COMM_WORLD_SIZE=2), and none knows of the others: each would train alone. "
+            "Start them with torchrun --nproc_per_node N, or accelerate launch. To train alone on purpose, set WORLD_SIZE=1.",
+        ),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_refused_in_one_sentence(environment, capsys, values, message):
+    environment(**values)
+    assert refused(check_environment) == message
+    assert hftune.run.main(["recipe=yelp_demo"]) == 2
+    assert capsys.readouterr().err == f"hftune: {message}\n"
+
+
+def test_leaving_needs_no_number_either(environment):
+    environment(WORLD_SIZE="two")
+    with pytest.raises(SystemExit):
+        hftune.run.leave(2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        GIVEN,
+        {"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "8"},  # on purpose, as in a sweep
+        {**GIVEN, "SLURM_STEP_NUM_TASKS": "2"},  # torchrun under srun
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},
+        {"SLURM_NTASKS": "8"},  # a batch script's own environment, which starts one process
+        {"ACCELERATE_USE_CPU": "1"},
+    ],
+)
+def test_what_launchers_do_set_is_not_refused(environment, values):
+    environment(**values)
+    Whereabouts.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "message"),
+    [
+        (
+            {"ACCELERATE_MIXED_PRECISION": "bf16"},
+            (),
+            "The launcher asks for mixed_precision bf16, and the recipe for train.mixed_precision=no. The recipe decides. Set "
+            "train.mixed_precision=bf16, or mixed_precision: 'no' in the launcher's config.",
+        ),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp8"},
+            ("train.mixed_precision=bf16",),
+            "The launcher asks for mixed_precision fp8, and the recipe for train.mixed_precision=bf16. The recipe decides. Set "
+            "mixed_precision: 'no' in the launcher's config.",
+        ),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+            (),
+            "The launcher asks for dynamo_backend inductor, and the recipe for train.compile=false. The recipe decides. Set "
+            "train.compile=true, which compiles with inductor. Set dynamo_backend: 'no' in the launcher's config.",
+        ),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "EAGER"},
+            ("train.compile=true",),
+            "The launcher asks for dynamo_backend eager, and the recipe for train.compile=true. The recipe decides. "
+            "train.compile=true compiles with inductor. Set dynamo_backend: 'no' in the launcher's config.",
+        ),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
+            (),
+            "The launcher's parallelism_config is not supported. Pipelines are the recipe's, parallel.pipeline_stages=2; to "
+            "shard the model use accelerate_configs/fsdp.yaml. Take it out of the launcher's config.",
+        ),
+    ],
+)
+def test_options_of_the_launcher_that_contradict_the_recipe_are_refused(monkeypatch, values, words, message):
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert refused(check_launcher, Recipe.load("yelp_demo", *words)) == message
+
+
+def test_what_accelerate_launch_sets_by_itself_contradicts_no_recipe(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    check_launcher(Recipe.load("yelp_demo", "train.mixed_precision=bf16", "train.compile=true"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    check_launcher(Recipe.load("yelp_demo", "train.mixed_precision=bf16", "train.compile=true"))
+
+
+def test_steps_to_accumulate_are_the_recipes(monkeypatch):
+    command = ["python", "/bin/accelerate", "launch", "--gradient_accumulation_steps", "4", "script.py"]
+    options = launch_options(command)
+    monkeypatch.setattr("hftune.launched.launch_options", lambda _: options)
+    assert refused(check_launch) == (
+        "accelerate launch was asked for --gradient_accumulation_steps 4, and the recipe decides that: train.batch_size is the "
+        "global batch, train.micro_batch_size what a process computes at once."
+    )
+
+
+@pytest.mark.parametrize(("local", "expected"), [("2", "lo"), (None, None)])
+def test_only_processes_that_are_all_on_this_machine_are_kept_off_the_network(environment, monkeypatch, local, expected):
+    """Without LOCAL_WORLD_SIZE, as Kubernetes' operator starts them, the others may be anywhere."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr("hftune.network.interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
+    environment(**GIVEN, **({} if local is None else {"LOCAL_WORLD_SIZE": local}))
+    check_launch()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+@pytest.mark.parametrize("key", ["dead_after_s", "stall_after_s"])
+@pytest.mark.parametrize("value", ["inf", "1e10"])
+def test_bounds_of_time_are_finite(key, value):
+    said = refused(Recipe.load, "yelp_demo", f"train.{key}={value}")
+    assert said.startswith(f"train.{key}={float(value)} must be at most 1e8, which is three years")
+    assert said.endswith("; null waits for ever.") == (key == "stall_after_s")

@@ -1,0 +1,98 @@
+"""What the launcher's side does without another machine: refusals, limits, reminders. Two machines: test_two_machines.py."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from hftune import rendezvous
+from hftune.doctor import FAULT, OK, _open_files
+from hftune.machines import Meeting, create_handler
+
+
+def test_an_open_number_of_machines_is_refused():
+    with pytest.raises(SystemExit) as caught:
+        create_handler(RendezvousParameters("hftune", "10.77.0.1:29500", "job", 1, 4))
+    assert str(caught.value) == (
+        "hftune: rdzv_backend hftune waits for all machines, and --nnodes 1:4 leaves their number open. Say --nnodes 4, or use "
+        "--rdzv-backend c10d."
+    )
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """A limit of 512 open files, which a process may raise itself; yields how far."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    yield 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_launcher_that_holds_the_store_allows_itself_the_connections_of_all_processes(few_files):
+    assert Meeting("127.0.0.1", 0, 1, "job", 5.0, {})._hold() is not None
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_files
+
+
+def test_the_store_of_one_machine_is_not_on_the_network():
+    handler = create_handler(RendezvousParameters("hftune", "", "job", 1, 1))
+    info = handler.next_rendezvous()
+    address, port = info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port
+    assert (address, info.rank, info.world_size) == ("127.0.0.1", 0, 1)
+    listening = {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
+    assert {where.ip for where in listening if where.port == port} == {"127.0.0.1"}
+    info.store.set("key", "value")
+    assert TCPStore(address, port, is_master=False, wait_for_workers=False).get("job/key") == b"value"
+
+
+def test_the_doctor_counts_the_files_that_the_launcher_needs(few_files, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    finding = _open_files()
+    assert finding.level == FAULT and finding.todo == "ulimit -n 65536 before the launcher is started"
+    assert finding.found == "at most 512, and 512 processes need 1,088 in the main machine's launcher"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    assert _open_files().level == OK
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Make this process a torchrun that was asked to start hftune, and that has no processes yet."""
+    monkeypatch.setattr(rendezvous, "REMINDER_S", 0.05)
+    monkeypatch.setattr(rendezvous.sys, "argv", ["torchrun", "--nnodes", "2", "-m", "hftune.run", "recipe=yelp_demo"])
+    children: list[int] = []
+    monkeypatch.setattr(rendezvous.psutil, "Process", lambda: type("Process", (), {"children": lambda self: children})())
+    yield children
+    children.append(1)
+    for thread in threading.enumerate():
+        if thread.name == "hftune remind":
+            thread.join()
+
+
+def test_a_launcher_that_waits_with_another_backend_says_so_until_it_starts_a_process(launcher, capfd):
+    rendezvous.get_handler()
+    time.sleep(0.12)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) >= 1 and said[0] == (
+        "hftune: This launcher has started no process for 0 s: it waits for the other machines, which must be started with the "
+        "same number of machines, and reach the same address and port. With --rdzv-backend hftune (accelerate: --rdzv_backend) "
+        "it says which ones are missing."
+    )
+    launcher.append(1)
+    time.sleep(0.1)
+    capfd.readouterr()
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_launcher_with_hftunes_backend_or_of_another_program_is_not_spoken_for(launcher, capfd, monkeypatch):
+    rendezvous.get_handler()(RendezvousParameters("hftune", "127.0.0.1:0", "job", 1, 1))
+    monkeypatch.setattr(rendezvous.sys, "argv", ["torchrun", "--nnodes", "2", "-m", "their.program"])
+    rendezvous.get_handler()
+    time.sleep(0.12)
+    assert capfd.readouterr().err == ""
