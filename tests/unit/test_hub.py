@@ -113,7 +113,8 @@ def test_what_names_do_not_tell_is_asked_for(tmp_path):
 
     assert said(f"{tmp_path}/c.log") == [
         f"task.data_files.train={tmp_path}/c.log: its name does not end in one of .json, .jsonl, .csv, .tsv, .parquet, .arrow, "
-        ".txt. Name the format: task.dataset=json, csv, parquet, arrow or text."
+        ".txt. Name the format: task.dataset=json, csv, parquet, arrow or text. (task.dataset: recipe yelp; "
+        "task.data_files.train: the command line)"
     ]
     assert said(f"[{tmp_path}/a.jsonl, {tmp_path}/b.csv]") == [
         "task.data_files.train has files of several formats: csv, json. Give them one."
