@@ -2,8 +2,9 @@
 
 Every process writes once a second where it is into the launcher's store, over a connection of its own, and looks there for
 a report of a failure. Process 0 watches all, all watch process 0, and those of one machine watch each other's process ids:
-the work grows with the number of processes, not with its square. The first report wins; it is the last thing that every
-machine prints.
+the work grows with the number of processes, not with its square. A process that is silent but whose id is still there is
+alive: it may be in C code that holds Python's lock, and is given more time. The first report wins; it is the last thing that
+every machine prints.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class TrainConfig(Section):
     log_every: int = 10
     """Steps between two lines of metrics.jsonl; the first and the last step are always logged."""
     dead_after_s: float = 60.0
-    """Seconds without a sign of life, given once a second, after which a process counts as dead and all end; at least 3."""
+    """Seconds without a sign of life, given once a second, after which a process counts as dead and all end; at least 3. One
+    that a process beside it knows to be alive, such as in C code that holds Python's lock, has stall_after_s."""
     stall_after_s: float | None = 1800.0
     """Seconds in which no process finishes a micro-batch or a save, after which all end; at least 3. null: wait for ever."""
 
