@@ -64,6 +64,7 @@ class Source:
     """Images with the labels as they stand in the data."""
 
     images: Images
+    """Its labels are names, where the data set has any, else numbers."""
     label_names: list[str] | None
     """Of the classes, where the data set itself names them."""
     rows: Sequence[int]
@@ -113,10 +114,11 @@ def load_rows(
     for key, column in columns.items():
         check_column(rows, key, column, part)
     image_column, label_column = columns.values()
-    labels = read_labels(rows, label_column, part)
+    numbers = row_numbers(rows, range(len(rows)))
+    labels = read_labels(rows, label_column, part, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)
     pixels_NHWC = decode(rows, image_column, part, layout)
-    return Source(Images(pixels_NHWC, labels), names and list(names), row_numbers(rows, range(len(rows))))
+    return Source(Images(pixels_NHWC, labels), names and list(names), numbers)
 
 
 def decode(rows: datasets.Dataset, column: str, part: str, layout: Layout) -> np.ndarray:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """What to name where the Hub cannot be reached."""
+READ_BY = {"csv": {"keep_default_na": False, "na_values": [""]}}
+"""How files are read. csv: only an empty cell is a missing value. pandas would take NA, null and None for one, too."""
 
 
 def load_split(
@@ -112,7 +114,7 @@ def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> data
         DataError: it cannot be loaded.
     """
     try:
-        return datasets.load_dataset(dataset, **kwargs)
+        return datasets.load_dataset(dataset, **READ_BY.get(dataset, {}), **kwargs)
     except StopIteration:  # how datasets' json reader meets a file without a line
         return []
     except DatasetGenerationError as error:

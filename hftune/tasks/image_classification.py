@@ -54,7 +54,8 @@ class ImageClassification(Task):
     label_column: str = "label"
     """Column of the classes: numbers from 0, or names."""
     label_names: list[str] | None = None
-    """Names of the classes, in order. null: the data set's own, or the distinct labels of the training split."""
+    """Names of the classes, in order: the data set's own names, in whatever order, or a new name for each of its classes. null:
+    the data set's own, or the distinct labels of the training split."""
     image_size: int = 28
     """Pixels a side; at least 16."""
     resize: bool = False
@@ -130,18 +131,21 @@ class ImageClassification(Task):
         """Names of the classes, in the order of their numbers."""
         from hftune.data.labels import class_names
 
-        train = self.label_names or self._sources["train"].label_names
-        return list(train or class_names(self._sources["train"].images.labels))
+        if self.label_names:
+            return list(self.label_names)
+        train = self._sources["train"]
+        return list(train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__))
 
     def datasets(self) -> dict[str, Images]:
         """Return both parts: each sample has an image (H, W, C) uint8 and a label, its class number."""
         from hftune.data.images import Images
         from hftune.data.labels import class_numbers
 
+        own = self._sources["train"].label_names
         return {
             part: Images(
                 source.images.pixels_NHWC,
-                class_numbers(source.images.labels, self.labels, part, row_of=source.rows.__getitem__),
+                class_numbers(source.images.labels, self.labels, own, part, row_of=source.rows.__getitem__),
             )
             for part, source in self._sources.items()
         }
