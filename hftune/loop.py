@@ -211,7 +211,7 @@ def evaluate_and_keep(run: Run) -> None:
                 f"After step {state.step} the evaluation's loss is {evaluation.metrics['loss']}, its {config.metric} {score}: "
                 "the model is lost. Lower train.lr or set train.clip_norm."
             )
-        is_best = state.best is None or (score > state.best if config.greater_is_better else score < state.best)
+        is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
         model = run.strategy.unwrap() if is_best else None

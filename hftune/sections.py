@@ -155,8 +155,8 @@ class EvalConfig(Section):
     """Samples in one forward pass of the evaluation, on each process."""
     metric: str = "loss"
     """The metric that picks the best model: loss, or one that the task computes."""
-    greater_is_better: bool = False
-    """True for accuracies, False for losses."""
+    greater_is_better: bool | None = None
+    """Whether more of eval.metric is better, for metrics of which the task does not say so. null: as the task says."""
     show_samples: int = 3
     """Samples to show after each evaluation, the data set's first, where the task shows any (titles and pictures do)."""
 

@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # a recipe must be readable, and refusable, before torch is imported
     import numpy as np
     from torch import Tensor, nn
 
     Batch = dict[str, Tensor]
+
+Direction = Literal["max", "min"]
 
 
 @dataclass
@@ -23,8 +25,9 @@ class Task(ABC):
     and batches that hold their ``labels``. Import torch inside the methods if mistyped recipes are to be refused fast.
     """
 
-    metric_names: ClassVar[Sequence[str] | None] = None
-    """Names that ``metrics`` returns; lets ``eval.metric`` be checked before training. None: not known beforehand."""
+    metric_directions: ClassVar[Mapping[str, Direction | None] | None] = None
+    """Names that ``metrics`` returns, each with "max" if more of it is better, "min" if less is, None if neither (a length).
+    Lets ``eval.metric`` be checked before training and ``eval.greater_is_better`` be left out. None: not known beforehand."""
     shown: ClassVar[Sequence[str]] = ()
     """Fields of ``predict``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
 

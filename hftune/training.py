@@ -312,7 +312,8 @@ def load_checkpoint(
     if checkpoint:
         checkpoint.tensors.clear()  # they are as large as model and optimizer
     state = TrainState(**progress["state"])
-    if {"eval.metric", "eval.greater_is_better"} & {*changed}:
+    declares = strategy.task.metric_directions is not None  # then only the metric decides what the best one is
+    if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
         state.forget_best()
     return state, progress["run_ids"], tuple(progress["micro_batch_size"])
 

@@ -71,7 +71,7 @@ class ImageClassification(Task):
     max_eval_samples: int | None = None
     """Evaluate on this many images, drawn at random once. null: all."""
 
-    metric_names = ("accuracy",)
+    metric_directions = {"accuracy": "max"}
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems

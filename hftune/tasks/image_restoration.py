@@ -67,7 +67,11 @@ class ImageRestoration(Task):
     max_eval_samples: int | None = None
     """Evaluate on this many images, drawn at random once. null: all."""
 
-    metric_names = tuple(f"{metric}{region}" for region in ("", "_inside", "_outside") for metric in ("l1", "psnr", "ssim"))
+    metric_directions = {
+        f"{metric}{region}": direction
+        for region in ("", "_inside", "_outside")
+        for metric, direction in (("l1", "min"), ("psnr", "max"), ("ssim", "max"))
+    }
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems

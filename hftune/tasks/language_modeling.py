@@ -68,7 +68,7 @@ class LanguageModeling(Task):
     generation: dict[str, Any] = field(default_factory=dict)
     """How texts are continued, such as max_new_tokens, do_sample, temperature: fields of GenerationConfig."""
 
-    metric_names = ("perplexity",)
+    metric_directions = {"perplexity": "min"}
     shown = ("text", "perplexity")
 
     def problems(self) -> list[str]:

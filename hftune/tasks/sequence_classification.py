@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that a mist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hftune.task import Batch
+    from hftune.task import Batch, Direction
 
 
 @dataclass
@@ -59,8 +59,8 @@ class SequenceClassification(Task):
     """Evaluate on this many rows, drawn at random once. null: all."""
 
     @property
-    def metric_names(self) -> Sequence[str]:
-        return ("accuracy", "macro_f1", *(["mae"] if self.ordinal else []))
+    def metric_directions(self) -> dict[str, Direction]:
+        return {"accuracy": "max", "macro_f1": "max", **({"mae": "min"} if self.ordinal else {})}
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems

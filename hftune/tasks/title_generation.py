@@ -62,10 +62,10 @@ class TitleGeneration(Task):
     generation: dict[str, Any] = field(default_factory=dict)
     """How titles are searched, such as num_beams, length_penalty, no_repeat_ngram_size: fields of GenerationConfig."""
 
-    metric_names = (
-        *("rouge_1_char", "rouge_2_char", "rouge_l_char", "rouge_1_word", "rouge_2_word", "rouge_l_word"),
-        *("exact_match", "mean_length", "empty_share"),
-    )
+    metric_directions = {
+        **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
+        **{"exact_match": "max", "mean_length": None, "empty_share": "min"},
+    }
     shown = ("source", "title", "generated")
 
     def problems(self) -> list[str]:
