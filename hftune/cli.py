@@ -14,6 +14,7 @@ from typing import Any
 
 from hftune import __version__
 from hftune.errors import ConfigError, DataError
+from hftune.jsonl import strict_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,7 +147,7 @@ def predict(options: argparse.Namespace) -> int:
     model, names = load_model(options.folder), output_names(inputs, options.output)
     for value, name, row in zip(inputs, names, model.answers(inputs, options.batch_size), strict=True):
         said = {**named(value), **keep_pictures(row, name)}
-        print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
+        print(strict_json(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
     return 0
 
 
@@ -220,7 +221,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def write_output(path: Path, values: dict[str, Any]) -> None:
     """Write JSON into a file, or raise ConfigError."""
     try:
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        path.write_text(strict_json(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 

@@ -17,12 +17,14 @@ from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
-from hftune.console import Console
+from hftune.console import Console, is_number
 from hftune.disk import named_where_it_fails, write_text
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.export import export
+from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
+from hftune.messages import spell
 from hftune.optim import lr_at
 from hftune.pictures import grid, write_picture
 from hftune.sections import TrainConfig
@@ -189,7 +191,7 @@ def evaluate_and_keep(run: Run) -> None:
 
     Raises:
         Interrupted: a process was asked to stop; going on begins with this evaluation.
-        TrainingError: the task did not compute ``eval.metric``, or it is not finite.
+        TrainingError: the task did not compute ``eval.metric``, or it is no number, or not finite.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
@@ -206,6 +208,11 @@ def evaluate_and_keep(run: Run) -> None:
             computed = ", ".join(evaluation.metrics)
             raise TrainingError(f"eval.metric={config.metric!r} was not computed. The task computed: {computed}.")
         score = evaluation.metrics[config.metric]
+        if not is_number(score):
+            raise TrainingError(
+                f"After step {state.step} the evaluation's {config.metric} is {spell(score)}, which picks no best model: it "
+                f"has no value on these data. Set eval.metric to one of: {', '.join(numbers_of(evaluation.metrics))}."
+            )
         if not (math.isfinite(score) and math.isfinite(evaluation.metrics["loss"])):
             raise TrainingError(
                 f"After step {state.step} the evaluation's loss is {evaluation.metrics['loss']}, its {config.metric} {score}: "
@@ -227,6 +234,11 @@ def evaluate_and_keep(run: Run) -> None:
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
 
 
+def numbers_of(metrics: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics that are numbers."""
+    return [name for name, value in metrics.items() if is_number(value)]
+
+
 def read_best(output_dir: Path) -> tuple[int | None, float | None]:
     """Return step and score of the model in the output folder, which may be newer than the newest checkpoint."""
     path = output_dir / BEST
@@ -237,7 +249,7 @@ def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write one JSON object a sample, in dataset order; nothing where the task predicts no rows."""
     if any(rows):
         with named_where_it_fails(path):
-            write_text(path, "".join(json.dumps({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
+            write_text(path, "".join(strict_json({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
 
 
 def log(run: Run, values: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ from hftune.evaluation import evaluate
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
+from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
 from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_steps
 from hftune.messages import spell
@@ -507,7 +508,7 @@ def finish(run: Run) -> TrainResult:
         run.checkpointer.wait()
         run.ledger.close()
         with named_where_it_fails(output_dir / "result.json"):
-            write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
+            write_text(output_dir / "result.json", strict_json(values, indent=2) + "\n")
         if run.checkpointer.failure is not None:
             raise TrainingError(f"All is saved but the last checkpoint: {run.checkpointer.failure}.")
 
