@@ -53,6 +53,20 @@ class TrainState:
     """Of the last evaluation."""
     seconds: float = 0.0
     """Spent so far, interruptions not counted."""
+    mean_loss: float = 0.0
+    """Mean over the items of the steps since the last line of metrics.jsonl."""
+    mean_items: float = 0.0
+    """How many items these are."""
+
+    def add_loss(self, loss: float, num_items: float) -> None:
+        """Take a step's loss into the mean. The mean of a single step is its loss to the last bit."""
+        self.mean_items += num_items
+        self.mean_loss += (loss - self.mean_loss) * (num_items / self.mean_items)
+
+    def take_mean_loss(self) -> float:
+        """Return the mean, and begin anew."""
+        mean, self.mean_loss, self.mean_items = self.mean_loss, 0.0, 0.0
+        return mean
 
     def forget_best(self) -> None:
         """Begin anew to look for the best model, with an evaluation of this step, where one is due."""
@@ -116,13 +130,15 @@ def fit(run: Run) -> None:
 
             state.step += 1
             state.step_in_epoch += 1
+            state.add_loss(report.loss, report.num_items)
             if strategy.is_main:
                 run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report)
             run.speed.count(batch.plan, run.plan.lengths)
             run.console.advance(state.step, report.loss)
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
-                log(run, {"train/loss": report.loss, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
+                losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
+                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):

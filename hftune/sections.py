@@ -78,7 +78,8 @@ class TrainConfig(Section):
     num_workers: int = 0
     """Processes that load and collate ahead of training, for each training process."""
     log_every: int = 10
-    """Steps between two lines of metrics.jsonl; the first and the last step are always logged."""
+    """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
+    items of all steps since the line before, train/loss_step that of the last step alone."""
     dead_after_s: float = 60.0
     """Seconds without a sign of life, given once a second, after which a process counts as dead and all end; at least 3."""
     stall_after_s: float | None = 1800.0
