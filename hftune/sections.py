@@ -39,7 +39,7 @@ class TrainConfig(Section):
     """Most samples in one forward pass: the memory knob. auto: as many of the longest as fit. null: 8 (or no bound, where
     micro_batch_tokens is set)."""
     micro_batch_tokens: int | None = None
-    """Most padded tokens (samples x longest) in one forward pass; evens out the cost of unequal lengths. null: no bound."""
+    """Most padded tokens (samples x padded length) in one forward pass; evens out unequal lengths. null: no bound."""
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"

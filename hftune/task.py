@@ -58,6 +58,20 @@ class Task(ABC):
         """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
         return None
 
+    def sizes(self, dataset: Any) -> np.ndarray | None:
+        """Return what of a sample is padded by itself: (N, K) int, such as lengths of source and title, or height and width.
+
+        A micro-batch is padded to the largest of each. None, the default: to the largest of ``lengths``.
+        """
+        return None
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        """Return what one row costs that is padded to these K sizes, in the units of ``lengths``: their sum by default.
+
+        It must not fall where a size grows.
+        """
+        return sum(sizes)
+
     @property
     def augments(self) -> bool:
         """Whether training samples go through ``augment``: where it is written, unless this says otherwise."""

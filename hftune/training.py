@@ -270,8 +270,7 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
         ConfigError: not even one sample fits.
     """
     size = largest_micro_batch_size(plan, strategy.num_processes)
-    longest = np.argsort(-plan.lengths, kind="stable") if plan.lengths is not None else np.arange(plan.num_samples)
-    while not strategy.fits(dataset, longest[:size]):
+    while not strategy.fits(dataset, plan.longest(size)):
         if size == 1:
             raise ConfigError(
                 "train.micro_batch_size=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
@@ -284,7 +283,7 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
 def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
     """Return a process's share of the global batch, or fewer where ``train.micro_batch_tokens`` bounds the longest samples."""
     share = -(-plan.batch_size // num_processes)
-    return share if plan.micro_batch_tokens is None else min(share, plan.micro_batch_tokens // int(plan.lengths.max()))
+    return share if plan.micro_batch_tokens is None else min(share, max(1, plan.micro_batch_tokens // plan.most_padded))
 
 
 def load_checkpoint(
@@ -411,6 +410,8 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
         micro_batch_size=config.max_rows,
         micro_batch_tokens=config.micro_batch_tokens,
         lengths=recipe.task.lengths(dataset),
+        sizes=recipe.task.sizes(dataset),
+        padded_length=recipe.task.padded_length,
         seed=recipe.seed,
     )
 

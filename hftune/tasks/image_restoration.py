@@ -126,6 +126,15 @@ class ImageRestoration(Task):
         """Pixels of each image, where they differ; None for crops."""
         return None if dataset.part == "train" and self.crop is not None else dataset.areas
 
+    def sizes(self, dataset: Pictures) -> np.ndarray | None:
+        """Height and width, where ``lengths`` are pixels."""
+        import numpy as np
+
+        return None if self.lengths(dataset) is None else np.array(dataset.sizes)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        return sizes[0] * sizes[1]
+
     def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
         """Draw a crop, whether it is mirrored, and, where the data have none, the mask: the same for image, mask and target."""
         from hftune.data.damage import draw_mask

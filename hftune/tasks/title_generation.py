@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that a mist
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -133,19 +133,45 @@ class TitleGeneration(Task):
             for part, rows in self._rows.items()
         }
 
+    def _base_config(self) -> Any:
+        """Config of the BERT or BigBird that the model is built from, or of the model itself if it is one of ours."""
+        from transformers import BigBirdConfig
+
+        from hftune.models.bigbird import make_config
+        from hftune.models.pretrained import load_config
+
+        return load_config(self.model, {}) if self.model is not None else make_config(BigBirdConfig, self._overrides())
+
+    def _overrides(self) -> dict[str, Any]:
+        return {**self.model_config, **self._ids, **({"vocab_size": len(self.tokenizer)} if self.model is None else {})}
+
+    @property
+    def _ids(self) -> dict[str, int]:
+        tokens = self.tokenizer
+        return {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
+
+    @cached_property
+    def _padded_source(self) -> Callable[[int], int]:
+        """Return how many tokens a source is computed with: a block-sparse encoder pads it to whole blocks."""
+        from hftune.models.bigbird import BlockSparseBigBirdConfig
+
+        if self.architecture == "prefix_lm":
+            return int
+        base = self._base_config()
+        own = {name: value for name, value in self.model_config.items() if name != "decoder"}
+        encoder = getattr(base, "encoder", None) or BlockSparseBigBirdConfig.warm_start(base, **own)
+        return getattr(encoder, "padded_length", int)
+
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, and settle how it generates."""
         import torch
-        from transformers import BigBirdConfig, GenerationConfig
+        from transformers import GenerationConfig
 
-        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder, make_config
+        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
         from hftune.models.bigbird_attention import NO_FLEX_ON_CPU
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_model
 
-        tokens = self.tokenizer
-        ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
-        overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
-        base = load_config(self.model, {}) if self.model is not None else make_config(BigBirdConfig, overrides)
+        ids, overrides, base = self._ids, self._overrides(), self._base_config()
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
@@ -188,9 +214,21 @@ class TitleGeneration(Task):
         return said
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
-        from hftune.data.text import lengths
+        """Tokens that the model reads: of the source, and of the title but its last."""
+        return self.sizes(dataset).sum(1, dtype="int32")
 
-        return lengths(dataset)
+    def sizes(self, dataset: datasets.Dataset) -> np.ndarray:
+        """Tokens of source and title, which ``collate`` pads each by itself; no token follows the title's last."""
+        import numpy as np
+        import pyarrow.compute
+
+        table = dataset.with_format("arrow", columns=["source", "title"])[:]
+        source_N, title_N = (pyarrow.compute.list_value_length(table[name]).to_numpy() for name in ("source", "title"))
+        return np.stack([source_N, title_N - 1], axis=1).astype(np.int32)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        source, title = sizes
+        return self._padded_source(source) + title
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Lay out source and title as two blocks of columns, S and T wide, the title padded on the right.

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures as demo_pictures
@@ -279,3 +280,17 @@ def test_a_network_that_returns_something_else_is_named():
         str(caught.value)
         == "task.network: for images (1, 3, 16, 16) Bilinear returned (1, 3, 16, 2), not images of the same shape."
     )
+
+
+def test_whole_images_of_several_shapes_keep_the_bound_in_pixels(folder):
+    for split in ("train", "test"):
+        for name, drawn in (("image", image), ("mask", mask), ("target", image)):
+            drawn(width=20, height=64).save(folder / split / name / "tall.png")
+    recipe = task(folder, crop=None)
+    train = recipe.datasets()["train"]
+    assert sorted(recipe.lengths(train)) == [1280, 1280, 1280]  # as many pixels each, and yet not the same padded together
+    sizes = {"sizes": recipe.sizes(train), "padded_length": recipe.padded_length}
+    (step,) = BatchPlan(3, 3, micro_batch_tokens=2560, lengths=recipe.lengths(train), **sizes).epoch(0)
+    for micro_batch in step:
+        batch = recipe.collate([train[int(sample)] for sample in micro_batch.samples])
+        assert batch["mask"].numel() == micro_batch.cost <= 2560
