@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from hftune.models.unet import AnySize
     from hftune.task import Batch
 
+MANY = 0.6
+"""Share of the pixels, on average, from which on masks may be the wrong way round."""
+
 
 @dataclass
 class ImageRestoration(Task):
@@ -50,8 +53,8 @@ class ImageRestoration(Task):
     image_column: str = "image"
     """Column of the images."""
     mask_column: str | None = None
-    """Column of the masks, white (or any colour at least half bright) where the image is damaged. null: masks are drawn,
-    anew in each epoch; for the evaluation always the same."""
+    """Column of the masks, white (or any colour at least half bright) where the image is damaged; transparent parts count as
+    black. null: masks are drawn, anew in each epoch; for the evaluation always the same."""
     target_column: str | None = None
     """Column of the whole images. null: the images are whole, and what the mask marks is painted over with fill."""
     fill: list[int] = field(default_factory=lambda: [128, 128, 128])
@@ -227,6 +230,10 @@ class ImageRestoration(Task):
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         said = [f"Training on {crops}; evaluation on whole images{padded}."]
+        if shares := {part: sum(found.marked) / len(found.marked) for part, found in datasets.items() if found.marked}:
+            marked = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items())
+            doubt = " Are the masks inverted? White is what is damaged." if max(shares.values()) > MANY else ""
+            said.append(f"The masks mark, on average, {marked}.{doubt}")
         for part, pictures in datasets.items():
             if pictures.num_converted:
                 said.append(
