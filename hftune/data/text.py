@@ -132,10 +132,10 @@ def draw(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Datas
 
 
 def drawn(num_rows: int, count: int | None, seed: int) -> np.ndarray:
-    """Return the numbers of the rows that ``draw`` keeps."""
+    """Return the numbers of the rows that ``draw`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
     if count is None or count >= num_rows:
         return np.arange(num_rows)
-    return np.sort(np.random.RandomState(seed).permutation(num_rows)[:count])
+    return np.sort(np.random.default_rng(seed).permutation(num_rows)[:count])  # as datasets (5.0) shuffles; a test compares
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:

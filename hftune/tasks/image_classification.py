@@ -6,7 +6,7 @@ torch, datasets and Pillow are imported inside the methods, so that a mistyped r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -158,6 +158,18 @@ class ImageClassification(Task):
     def _model_arguments(self, num_classes: int) -> dict[str, Any]:
         sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
         return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
+
+    def remarks(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
+        from hftune.data import remarks
+
+        said = remarks.ignored_splits(self)
+        said += remarks.left_out(
+            {part: (len(datasets[part]), source.total) for part, source in self._sources.items()}, "images"
+        )
+        pixels = {part: images.pixels_NHWC for part, images in datasets.items()}
+        if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > remarks.MOST_BYTES:
+            return said
+        return [*said, *remarks.shared(remarks.shared_arrays(pixels), "images")]
 
     @property
     def augments(self) -> bool:

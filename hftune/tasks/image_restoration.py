@@ -226,10 +226,16 @@ class ImageRestoration(Task):
         return summarise(rows)
 
     def remarks(self, datasets: Mapping[str, Any], model: AnySize) -> list[str]:
+        from hftune.data import remarks
+
         crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         said = [f"Training on {crops}; evaluation on whole images{padded}."]
+        said += remarks.ignored_splits(self)
+        said += remarks.left_out({part: remarks.num_rows(pictures.rows) for part, pictures in datasets.items()}, "images")
+        files = {part: pictures.rows["image"][:] for part, pictures in datasets.items()}
+        said += remarks.shared(remarks.shared_files(files), "images")
         if shares := {part: sum(found.marked) / len(found.marked) for part, found in datasets.items() if found.marked}:
             marked = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items())
             doubt = " Are the masks inverted? White is what is damaged." if max(shares.values()) > MANY else ""

@@ -143,9 +143,13 @@ class SequenceClassification(Task):
         return encoded.add_column("label", numbers).with_format("numpy")
 
     def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data import remarks
         from hftune.data.text import cut_remarks
 
-        said = cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
+        said = remarks.ignored_splits(self)
+        said += remarks.left_out({part: remarks.num_rows(rows) for part, rows in self._rows.items()})
+        said += remarks.shared(remarks.shared_texts(self._rows, self.text_column))
+        said += cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
         if self.ordinal and not self.label_names:
             said.append(f"task.ordinal=true: the grades are, lowest first, {', '.join(self.labels)}.")
         return said

@@ -198,9 +198,13 @@ class TitleGeneration(Task):
             )
 
     def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data import remarks
         from hftune.data.text import cut_remarks
 
-        said = cut_remarks(
+        said = remarks.ignored_splits(self)
+        said += remarks.left_out({part: remarks.num_rows(rows) for part, rows in self._rows.items()})
+        said += remarks.shared(remarks.shared_texts(self._rows, self.source_column))
+        said += cut_remarks(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
         said += cut_remarks(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")

@@ -83,7 +83,7 @@ def test_pictures_are_kept_of_every_evaluation(demo):
     files = sorted(path.name for path in (demo[0].folder / "samples").iterdir())
     assert files == ["step_00000060.png", "step_00000120.png"]
     sizes = [row["image"].size for row in pictures("eval")]
-    kept = sorted(np.random.RandomState(42).permutation(24)[:7])[:3]
+    kept = sorted(np.random.default_rng(42).permutation(24)[:7])[:3]
     shown = Image.open(demo[0].folder / "samples" / files[0])
     assert shown.width == 4 * max(sizes[place][0] for place in kept)
     assert shown.height == sum(sizes[place][1] for place in kept) + 2 * 4

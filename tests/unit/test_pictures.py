@@ -121,6 +121,7 @@ def test_images_that_are_not_rgb_are_converted_and_that_is_said_once(folder, mod
     assert datasets["train"][0]["image"].shape == (32, 40, 3)
     assert recipe.remarks(datasets, recipe.build_model()) == [
         "Training on random squares of 16 x 16 pixels; evaluation on whole images, padded to multiples of 8.",
+        "2 of the 2 images in the eval split are also in the train split: scores will look better than they are.",
         "The masks mark, on average, 8.8% of train, 8.8% of eval.",
         "Grey, transparent or the like, and made RGB: 1 of the train split's images.",
     ]
