@@ -59,7 +59,7 @@ def long_reviews(part: str, count: int = 2000) -> Iterator[dict[str, Any]]:
 
 def recipe_of(task: SequenceClassification, output_dir: str | None = None, seed: int = 42, **train: Any) -> Recipe:
     """Build the recipe that trains ``task``; ``train`` holds fields of its ``train:`` section."""
-    evaluation = EvalConfig(metric="accuracy", greater_is_better=True)
+    evaluation = EvalConfig(metric="accuracy")
     return Recipe(task=task, train=TrainConfig(**train), eval=evaluation, recipe="benchmark", seed=seed, output_dir=output_dir)
 
 

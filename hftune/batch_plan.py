@@ -1,13 +1,14 @@
 """Which samples form each global batch, and how it is cut into micro-batches. Pure functions: nothing here knows a rank.
 
-Shape suffixes: S steps of an epoch, B samples of a global batch, N samples of the dataset.
+Shape suffixes: S steps of an epoch, B samples of a global batch, N samples of the dataset, K sizes of a sample.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ class MicroBatch:
     """Samples of one forward pass.
 
     ``index`` is its place in the step: the same on every process, so it can key the dropout of this forward.
-    ``cost`` is what the forward computes, in padded length units (samples, where the plan has no lengths).
+    ``cost`` is what the forward computes: samples x padded length (samples alone, where the plan has no lengths).
     """
 
     index: int
@@ -30,7 +31,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A pure function of (number of samples, lengths, seed, epoch, batch sizes).
+    """A pure function of (number of samples, lengths and sizes, seed, epoch, batch sizes).
 
     Every epoch is a fresh seeded shuffle cut into global batches of exactly ``batch_size`` samples; the last one keeps
     what is left. Inside a global batch the samples are sorted by length, longest first, and cut into micro-batches of
@@ -41,12 +42,15 @@ class BatchPlan:
         num_samples: samples in the dataset, at least 1.
         batch_size: samples of one optimizer step over all processes.
         micro_batch_size: most samples in one forward pass; None for no bound.
-        micro_batch_tokens: most padded tokens (samples x longest sample) in one forward pass; None for no bound.
+        micro_batch_tokens: most padded tokens (samples x padded length) in one forward pass; None for no bound.
         lengths: one length a sample (int, at least 1); None where all samples cost the same.
+        sizes: (N, K) int, what of a sample is padded by itself, such as source and title, or height and width: the largest of
+            each in a micro-batch make its padded length. None: that is the largest of ``lengths``.
+        padded_length: of a row that is padded to K sizes; never less for a larger size. Needed where there are ``sizes``.
         seed: of the shuffle. shuffle: False keeps dataset order, as evaluation does.
 
     Raises:
-        ConfigError: ``micro_batch_tokens`` without lengths, or smaller than the longest sample.
+        ConfigError: ``micro_batch_tokens`` without lengths, or fewer than a sample has by itself.
     """
 
     num_samples: int
@@ -56,6 +60,8 @@ class BatchPlan:
     lengths: np.ndarray | None = None
     seed: int = 0
     shuffle: bool = True
+    sizes: np.ndarray | None = None
+    padded_length: Callable[[Sequence[int]], int] = sum
 
     def __post_init__(self):
         if self.lengths is not None and len(self.lengths) != self.num_samples:
@@ -67,12 +73,37 @@ class BatchPlan:
                 "train.micro_batch_tokens needs a task whose samples have lengths; this one has none. "
                 "Set train.micro_batch_size instead."
             )
-        longest = int(np.argmax(self.lengths))
-        if self.lengths[longest] > self.micro_batch_tokens:
+        longest, tokens = self._longest_alone()
+        if tokens > self.micro_batch_tokens:
             raise ConfigError(
                 f"train.micro_batch_tokens={self.micro_batch_tokens} cannot hold sample {longest} with its "
-                f"{self.lengths[longest]} tokens. Raise it, or lower the task's maximum length."
+                f"{tokens} tokens. Raise it, or lower the task's maximum length."
             )
+
+    def _longest_alone(self) -> tuple[int, int]:
+        """Return the sample that makes the longest row by itself, and that row's length."""
+        if self.sizes is None:
+            longest = int(np.argmax(self.lengths))
+            return longest, int(self.lengths[longest])
+        different_K, places = np.unique(self.sizes, axis=0, return_index=True)
+        rows = [self.padded_length(sizes) for sizes in different_K.tolist()]
+        longest = max(range(len(rows)), key=rows.__getitem__)
+        return int(places[longest]), rows[longest]
+
+    @property
+    def most_padded(self) -> int:
+        """Length of the longest row that any micro-batch can be padded to; 1 where samples have no lengths."""
+        if self.lengths is None:
+            return 1
+        return int(self.lengths.max()) if self.sizes is None else self.padded_length(self.sizes.max(0).tolist())
+
+    def longest(self, count: int) -> np.ndarray:
+        """Return the samples that take the most together, ``count`` at most: the longest, and those of the largest sizes."""
+        if self.lengths is None:
+            return np.arange(min(count, self.num_samples))
+        order_N = np.argsort(-self.lengths, kind="stable")
+        largest_K = [] if self.sizes is None else self.sizes.argmax(0).tolist()
+        return np.array([*dict.fromkeys([int(order_N[0]), *largest_K, *order_N[:count].tolist()])][:count])
 
     @property
     def num_steps(self) -> int:
@@ -121,34 +152,45 @@ class EpochPlan(Sequence):
     def __getitem__(self, step: int) -> list[MicroBatch]:
         if not 0 <= step < len(self):
             raise IndexError(step)
-        samples_B = self.order_N[step * self.plan.batch_size : (step + 1) * self.plan.batch_size]
-        if self.plan.lengths is None:
-            lengths = [1] * len(samples_B)
-            stops = _fill(lengths, self.plan.micro_batch_size or len(lengths), len(lengths))
-        else:
-            lengths = self.plan.lengths[samples_B].tolist()
-            stops = even_cuts(lengths, self.plan.micro_batch_size, self.plan.micro_batch_tokens)
+        plan = self.plan
+        samples_B = self.order_N[step * plan.batch_size : (step + 1) * plan.batch_size]
+        max_rows = plan.micro_batch_size or len(samples_B)
+        if plan.lengths is None:
+            stops = _fill([1] * len(samples_B), max_rows, len(samples_B))
+            return self._cut(samples_B, stops, lambda start, stop: 1)
+        if plan.sizes is None:
+            lengths = plan.lengths[samples_B].tolist()
+            fill = partial(_fill, lengths, max_rows)
+            stops = even_cuts(fill, lengths[0], plan.micro_batch_tokens or lengths[0] * max_rows)
+            return self._cut(samples_B, stops, lambda start, stop: lengths[start])
+        sizes_BK = plan.sizes[samples_B]
+        rows = sizes_BK.tolist()
+        fill = partial(_fill_sizes, rows, plan.padded_length, max_rows)
+        widest = plan.padded_length(sizes_BK.max(0).tolist())
+        stops = even_cuts(fill, max(map(plan.padded_length, rows)), plan.micro_batch_tokens or widest * max_rows)
+        return self._cut(samples_B, stops, lambda start, stop: plan.padded_length(sizes_BK[start:stop].max(0).tolist()))
+
+    def _cut(self, samples_B: np.ndarray, stops: Sequence[int], padded_length: Callable[[int, int], int]) -> list[MicroBatch]:
         return [
-            MicroBatch(index, samples_B[start:stop], lengths[start] * (stop - start))
+            MicroBatch(index, samples_B[start:stop], padded_length(start, stop) * (stop - start))
             for index, (start, stop) in enumerate(pairwise([0, *stops]))
         ]
 
 
-def even_cuts(lengths: Sequence[int], max_rows: int | None, max_tokens: int | None) -> list[int]:
-    """Cut samples, sorted longest first, into as few micro-batches as the bounds allow, the costliest as cheap as can be.
+def even_cuts(fill: Callable[[int], list[int]], low: int, high: int) -> list[int]:
+    """Cut samples into as few micro-batches as the bounds allow, the costliest as cheap as can be.
 
     Filling one micro-batch after the other up to the bounds gives the fewest; the smallest token bound that still gives so
     few evens them out: less padding, less memory, and equal work to deal to the processes.
 
-    Returns:
-        Where each micro-batch stops; the last stop is ``len(lengths)``.
+    Args:
+        fill: cuts greedily, given the most tokens of a micro-batch; returns where each one stops.
+        low: tokens of the longest sample by itself. high: the most tokens that a micro-batch may have.
     """
-    max_rows = max_rows or len(lengths)
-    low, high = lengths[0], max_tokens or lengths[0] * max_rows
-    stops = _fill(lengths, max_rows, high)
+    stops = fill(high)
     while low < high:
         middle = (low + high) // 2
-        tried = _fill(lengths, max_rows, middle)
+        tried = fill(middle)
         if len(tried) == len(stops):
             stops, high = tried, middle
         else:
@@ -163,6 +205,21 @@ def _fill(lengths: Sequence[int], max_rows: int, max_tokens: int) -> list[int]:
         stop = min(stop + min(max_rows, max_tokens // lengths[stop]), len(lengths))
         stops.append(stop)
     return stops
+
+
+def _fill_sizes(
+    sizes: Sequence[Sequence[int]], padded_length: Callable[[Sequence[int]], int], max_rows: int, max_tokens: int
+) -> list[int]:
+    """Cut greedily: the largest of each size in a micro-batch set the length of all its rows."""
+    stops: list[int] = []
+    start, largest = 0, sizes[0]
+    for place, own in enumerate(sizes):
+        larger = [*map(max, largest, own)]
+        if place - start == max_rows or padded_length(larger) * (place + 1 - start) > max_tokens:
+            stops.append(place)
+            start, larger = place, own
+        largest = larger
+    return [*stops, len(sizes)]
 
 
 def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from typing import Any
 from hftune import __version__
 from hftune.console import print_any_character
 from hftune.errors import ConfigError, DataError
+from hftune.jsonl import strict_json
 from hftune.messages import did_you_mean
 from hftune.resources import recipe_names
 
@@ -272,7 +273,7 @@ def predict(options: argparse.Namespace) -> int:
     model = load_model(options.folder, trust_code=options.trust_code)
     for value, name, row in zip(inputs, names, model.answers(inputs, options.batch_size), strict=True):
         said = {**named(value), **keep_pictures(row, name)}
-        print(json.dumps(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
+        print(strict_json(said, ensure_ascii=False) if options.json else "\t".join(map(str, said.values())), flush=True)
     return 0
 
 
@@ -369,7 +370,7 @@ def check_output(path: Path) -> None:
 def write_output(path: Path, values: dict[str, Any]) -> None:
     """Write JSON into a file, or raise ConfigError."""
     try:
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        path.write_text(strict_json(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 

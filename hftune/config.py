@@ -35,7 +35,7 @@ from hftune.sections import (
     TrainConfig,
     key_of,
 )
-from hftune.task import Task
+from hftune.task import Direction, Task
 
 
 @dataclass
@@ -108,15 +108,37 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found.
         """
-        problems = list(self.task.problems())
-        names = self.task.metric_names
-        if names is not None and self.eval.metric not in (known := ("loss", *names)):
-            problems.append(
-                f"eval.metric={self.eval.metric!r} is not computed by {type(self.task).__name__}. "
-                f"It computes: {', '.join(known)}.{did_you_mean(self.eval.metric, known)}"
-            )
+        problems = [*self.task.problems(), *self._metric_problems()]
         if problems:
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
+
+    def _metric_problems(self) -> Iterator[str]:
+        metric, said, task = self.eval.metric, self.eval.greater_is_better, type(self.task).__name__
+        directions = self.task.metric_directions
+        if directions is not None and metric not in (known := ("loss", *directions)):
+            hint = did_you_mean(metric, known)
+            yield f"eval.metric={metric!r} is not computed by {task}. It computes: {', '.join(known)}.{hint}"
+        elif (direction := self._direction) is not None and said not in (None, direction == "max"):
+            better = "greater" if direction == "max" else "smaller"
+            yield (
+                f"eval.greater_is_better={spell(said)} contradicts eval.metric={metric}, which is better the {better} it is. "
+                "Leave eval.greater_is_better out, or set it to null."
+            )
+        elif direction is None and said is None:
+            yield (
+                f"eval.metric={metric}: {task} does not say whether more of it is better. Set eval.greater_is_better to true "
+                f'or false, or give {task} metric_directions = {{"{metric}": "max"}}, or "min".'
+            )
+
+    @property
+    def _direction(self) -> Direction | None:
+        """What the task says of ``eval.metric``."""
+        return "min" if self.eval.metric == "loss" else (self.task.metric_directions or {}).get(self.eval.metric)
+
+    @property
+    def greater_is_better(self) -> bool:
+        """Whether the best model is the one with the greatest ``eval.metric``: as the task says, else as the recipe does."""
+        return self._direction == "max" if self._direction is not None else bool(self.eval.greater_is_better)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved recipe as plain data; loading it again gives an equal recipe.
@@ -474,7 +496,8 @@ class _Schema:
             value = {}  # what a base recipe has put there can be taken out again
             self.values[section][field_name] = value
             return None
-        if hint is bool and not isinstance(value, (bool, str)):  # OmegaConf would read every number as true or false
+        if holds(bool, hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            # OmegaConf would read every number as true or false.
             return f"{full_key}={spell(value)} {type_problem(hint, value, default)}"
         if holds(str, hint) and any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):
             return f"{full_key}={spell(value)}: YAML reads a bare yes, no, on or off as true or false. Put texts in quotes."

@@ -59,7 +59,8 @@ def evaluate(
     """
     task = strategy.task
     lengths = task.lengths(dataset)
-    plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False)
+    sizes = {"sizes": task.sizes(dataset), "padded_length": task.padded_length}
+    plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False, **sizes)
     scored = [
         _score(strategy, micro_batch, batch, num_pictures)
         for micro_batch, batch in strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers, should_stop)

@@ -1,13 +1,28 @@
-"""Files of one JSON object a line that grow with a run, and go on where a checkpoint left them. Knows no metric."""
+"""JSON as every reader takes it, and files of one JSON object a line that grow with a run. Knows no metric."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hftune.disk import named_where_it_fails, write_text
+
+
+def strict_json(value: Any, **settings: Any) -> str:
+    """Spell a value as JSON, with null for numbers that JSON does not have: infinite ones and NaN."""
+    return json.dumps(finite(value), allow_nan=False, **settings)
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with None in place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class LineFile:
@@ -43,4 +58,4 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _spell(line: Mapping[str, Any]) -> str:
-    return json.dumps(line, allow_nan=False) + "\n"
+    return f"{strict_json(line)}\n"

@@ -17,12 +17,14 @@ from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
-from hftune.console import Console
+from hftune.console import Console, is_number
 from hftune.disk import named_where_it_fails, write_text
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.export import export
+from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
+from hftune.messages import spell
 from hftune.optim import lr_at
 from hftune.pictures import grid, write_picture
 from hftune.sections import TrainConfig
@@ -51,6 +53,20 @@ class TrainState:
     """Of the last evaluation."""
     seconds: float = 0.0
     """Spent so far, interruptions not counted."""
+    mean_loss: float = 0.0
+    """Mean over the items of the steps since the last line of metrics.jsonl."""
+    mean_items: float = 0.0
+    """How many items these are."""
+
+    def add_loss(self, loss: float, num_items: float) -> None:
+        """Take a step's loss into the mean. The mean of a single step is its loss to the last bit."""
+        self.mean_items += num_items
+        self.mean_loss += (loss - self.mean_loss) * (num_items / self.mean_items)
+
+    def take_mean_loss(self) -> float:
+        """Return the mean, and begin anew."""
+        mean, self.mean_loss, self.mean_items = self.mean_loss, 0.0, 0.0
+        return mean
 
     def forget_best(self) -> None:
         """Begin anew to look for the best model, with an evaluation of this step, where one is due."""
@@ -114,13 +130,15 @@ def fit(run: Run) -> None:
 
             state.step += 1
             state.step_in_epoch += 1
+            state.add_loss(report.loss, report.num_items)
             if strategy.is_main:
                 run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report)
             run.speed.count(batch.plan, run.plan.lengths)
             run.console.advance(state.step, report.loss)
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
-                log(run, {"train/loss": report.loss, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
+                losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
+                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -189,7 +207,7 @@ def evaluate_and_keep(run: Run) -> None:
 
     Raises:
         Interrupted: a process was asked to stop; going on begins with this evaluation.
-        TrainingError: the task did not compute ``eval.metric``, or it is not finite.
+        TrainingError: the task did not compute ``eval.metric``, or it is no number, or not finite.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
@@ -206,12 +224,17 @@ def evaluate_and_keep(run: Run) -> None:
             computed = ", ".join(evaluation.metrics)
             raise TrainingError(f"eval.metric={config.metric!r} was not computed. The task computed: {computed}.")
         score = evaluation.metrics[config.metric]
+        if not is_number(score):
+            raise TrainingError(
+                f"After step {state.step} the evaluation's {config.metric} is {spell(score)}, which picks no best model: it "
+                f"has no value on these data. Set eval.metric to one of: {', '.join(numbers_of(evaluation.metrics))}."
+            )
         if not (math.isfinite(score) and math.isfinite(evaluation.metrics["loss"])):
             raise TrainingError(
                 f"After step {state.step} the evaluation's loss is {evaluation.metrics['loss']}, its {config.metric} {score}: "
                 "the model is lost. Lower train.lr or set train.clip_norm."
             )
-        is_best = state.best is None or (score > state.best if config.greater_is_better else score < state.best)
+        is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
         model = run.strategy.unwrap() if is_best else None
@@ -227,6 +250,11 @@ def evaluate_and_keep(run: Run) -> None:
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
 
 
+def numbers_of(metrics: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics that are numbers."""
+    return [name for name, value in metrics.items() if is_number(value)]
+
+
 def read_best(output_dir: Path) -> tuple[int | None, float | None]:
     """Return step and score of the model in the output folder, which may be newer than the newest checkpoint."""
     path = output_dir / BEST
@@ -237,7 +265,7 @@ def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write one JSON object a sample, in dataset order; nothing where the task predicts no rows."""
     if any(rows):
         with named_where_it_fails(path):
-            write_text(path, "".join(json.dumps({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
+            write_text(path, "".join(strict_json({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
 
 
 def log(run: Run, values: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class Data:
     padding_share: float | None
     """1 - tokens / padded_tokens, as perf/padding_share in metrics.jsonl."""
     longest: int | None
-    """Tokens of the longest sample."""
+    """Tokens of the longest row that a micro-batch can be padded to."""
 
 
 @dataclass
@@ -235,7 +235,7 @@ def count_data(batches: BatchPlan, eval_samples: int, found: Survey) -> Data:
     """Count samples and tokens."""
     if found.tokens is None:
         return Data(batches.num_samples, eval_samples, None, None, None, None)
-    share, longest = 1 - found.tokens / found.cost, int(batches.lengths.max())
+    share, longest = 1 - found.tokens / found.cost, batches.most_padded
     return Data(batches.num_samples, eval_samples, found.tokens, found.cost, share, longest)
 
 

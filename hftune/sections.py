@@ -39,7 +39,7 @@ class TrainConfig(Section):
     """Most samples in one forward pass: the memory knob. auto: as many of the longest as fit. null: 8 (or no bound, where
     micro_batch_tokens is set)."""
     micro_batch_tokens: int | None = None
-    """Most padded tokens (samples x longest) in one forward pass; evens out the cost of unequal lengths. null: no bound."""
+    """Most padded tokens (samples x padded length) in one forward pass; evens out unequal lengths. null: no bound."""
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -78,7 +78,8 @@ class TrainConfig(Section):
     num_workers: int = 0
     """Processes that load and collate ahead of training, for each training process."""
     log_every: int = 10
-    """Steps between two lines of metrics.jsonl; the first and the last step are always logged."""
+    """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
+    items of all steps since the line before, train/loss_step that of the last step alone."""
     dead_after_s: float = 60.0
     """Seconds without a sign of life, given once a second, after which a process counts as dead and all end; at least 3. One
     that a process beside it knows to be alive, such as in C code that holds Python's lock, has stall_after_s."""
@@ -163,8 +164,8 @@ class EvalConfig(Section):
     """Samples in one forward pass of the evaluation, on each process."""
     metric: str = "loss"
     """The metric that picks the best model: loss, or one that the task computes."""
-    greater_is_better: bool = False
-    """True for accuracies, False for losses."""
+    greater_is_better: bool | None = None
+    """Whether more of eval.metric is better, for metrics of which the task does not say so. null: as the task says."""
     show_samples: int = 3
     """Samples to show after each evaluation, the data set's first, where the task shows any (titles and pictures do)."""
 

@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # a recipe must be readable, and refusable, before torch is imported
     import numpy as np
     from torch import Tensor, nn
 
     Batch = dict[str, Tensor]
+
+Direction = Literal["max", "min"]
 
 
 FOUND = "task.json"
@@ -28,8 +30,9 @@ class Task(ABC):
     and batches that hold their ``labels``. Import torch inside the methods if mistyped recipes are to be refused fast.
     """
 
-    metric_names: ClassVar[Sequence[str] | None] = None
-    """Names that ``metrics`` returns; lets ``eval.metric`` be checked before training. None: not known beforehand."""
+    metric_directions: ClassVar[Mapping[str, Direction | None] | None] = None
+    """Names that ``metrics`` returns, each with "max" if more of it is better, "min" if less is, None if neither (a length).
+    Lets ``eval.metric`` be checked before training and ``eval.greater_is_better`` be left out. None: not known beforehand."""
     shown: ClassVar[Sequence[str]] = ()
     """Fields of ``predict``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
@@ -61,6 +64,20 @@ class Task(ABC):
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
         return None
+
+    def sizes(self, dataset: Any) -> np.ndarray | None:
+        """Return what of a sample is padded by itself: (N, K) int, such as lengths of source and title, or height and width.
+
+        A micro-batch is padded to the largest of each. None, the default: to the largest of ``lengths``.
+        """
+        return None
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        """Return what one row costs that is padded to these K sizes, in the units of ``lengths``: their sum by default.
+
+        It must not fall where a size grows.
+        """
+        return sum(sizes)
 
     @property
     def augments(self) -> bool:

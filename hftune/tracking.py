@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from hftune.config import Recipe, flat
 from hftune.console import is_number
 from hftune.errors import ConfigError
-from hftune.jsonl import LineFile, read_lines
+from hftune.jsonl import LineFile, finite, read_lines
 from hftune.mlflow_run import MlflowRun, check_mlflow
 
 
@@ -87,9 +86,7 @@ class Tracker:
     def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
         """Record values of one step; ``epoch`` counts finished passes, with a fraction. What is not finite becomes null."""
         epoch = round(epoch, 6)  # here as in the file, from which a run that goes on tells the dashboards again
-        values = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-        }
+        values = finite(values)
         self._file.append({"step": step, "epoch": epoch, **values})
         numbers = {name: value for name, value in values.items() if is_number(value)}
         for tracker in self.accelerator.trackers:

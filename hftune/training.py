@@ -42,6 +42,7 @@ from hftune.evaluation import evaluate
 from hftune.export import export, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
+from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
 from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_steps
 from hftune.messages import spell
@@ -302,8 +303,7 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
         ConfigError: not even one sample fits.
     """
     size = largest_micro_batch_size(plan, strategy.num_processes)
-    longest = np.argsort(-plan.lengths, kind="stable") if plan.lengths is not None else np.arange(plan.num_samples)
-    while not strategy.fits(dataset, longest[:size]):
+    while not strategy.fits(dataset, plan.longest(size)):
         if size == 1:
             raise ConfigError(
                 "train.micro_batch_size=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
@@ -316,7 +316,7 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
 def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
     """Return a process's share of the global batch, or fewer where ``train.micro_batch_tokens`` bounds the longest samples."""
     share = -(-plan.batch_size // num_processes)
-    return share if plan.micro_batch_tokens is None else min(share, plan.micro_batch_tokens // int(plan.lengths.max()))
+    return share if plan.micro_batch_tokens is None else min(share, max(1, plan.micro_batch_tokens // plan.most_padded))
 
 
 def load_checkpoint(
@@ -346,7 +346,8 @@ def load_checkpoint(
     if checkpoint:
         checkpoint.tensors.clear()  # they are as large as model and optimizer
     state = read_state(path, progress["state"])
-    if {"eval.metric", "eval.greater_is_better"} & {*changed}:
+    declares = strategy.task.metric_directions is not None  # then only the metric decides what the best one is
+    if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
         state.forget_best()
     return state, progress["run_ids"], tuple(progress["micro_batch_size"])
 
@@ -469,6 +470,8 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
         micro_batch_size=config.max_rows,
         micro_batch_tokens=config.micro_batch_tokens,
         lengths=recipe.task.lengths(dataset),
+        sizes=recipe.task.sizes(dataset),
+        padded_length=recipe.task.padded_length,
         seed=recipe.seed,
     )
 
@@ -569,7 +572,7 @@ def finish(run: Run) -> TrainResult:
         run.checkpointer.wait()
         run.ledger.close()
         with named_where_it_fails(output_dir / "result.json"):
-            write_text(output_dir / "result.json", json.dumps(values, indent=2) + "\n")
+            write_text(output_dir / "result.json", strict_json(values, indent=2) + "\n")
         if run.checkpointer.failure is not None:
             raise TrainingError(f"All is saved but the last checkpoint: {run.checkpointer.failure}.")
 

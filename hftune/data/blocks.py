@@ -26,7 +26,8 @@ class Blocks(Sequence):
 
     def __init__(self, stream: np.ndarray, block_length: int, count: int | None = None):
         self.stream, self.block_length = stream, block_length
-        self.kept = drawn(-(-(len(stream) - 1) // block_length), count, seed=42)
+        self.total = -(-(len(stream) - 1) // block_length)
+        self.kept = drawn(self.total, count, seed=42)
 
     def __len__(self) -> int:
         return len(self.kept)

@@ -64,10 +64,13 @@ class Source:
     """Images with the labels as they stand in the data."""
 
     images: Images
+    """Its labels are names, where the data set has any, else numbers."""
     label_names: list[str] | None
     """Of the classes, where the data set itself names them."""
     rows: Sequence[int]
     """Where each image stands in the whole split, from 0."""
+    total: int
+    """Images of the whole split."""
 
 
 def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Source:
@@ -78,7 +81,7 @@ def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Sour
     """
     path = Path(folder).expanduser()
     images_NHW, labels_N = idx.read_split(path, split)
-    kept_N = drawn(len(labels_N), count, seed=42)
+    total, kept_N = len(labels_N), drawn(len(labels_N), count, seed=42)
     images_NHW, labels = images_NHW[kept_N], labels_N[kept_N].tolist()
     if images_NHW.shape[1:] == (layout.size, layout.size) and layout.num_channels == 1:
         pixels_NHWC = images_NHW[..., None]
@@ -88,7 +91,7 @@ def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Sour
             to_pixels(Image.fromarray(image), f"{said} {row}", layout) for row, image in zip(kept_N, images_NHW, strict=True)
         ]
         pixels_NHWC = np.stack(pixels)
-    return Source(Images(pixels_NHWC, labels), None, kept_N)
+    return Source(Images(pixels_NHWC, labels), None, kept_N, total)
 
 
 def load_rows(
@@ -115,10 +118,11 @@ def load_rows(
     for key, column in columns.items():
         check_column(rows, key, column, part)
     image_column, label_column = columns.values()
-    labels = read_labels(rows, label_column, part)
+    numbers = row_numbers(rows, range(len(rows)))
+    labels = read_labels(rows, label_column, part, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)
     pixels_NHWC = decode(rows, image_column, part, layout)
-    return Source(Images(pixels_NHWC, labels), names and list(names), row_numbers(rows, range(len(rows))))
+    return Source(Images(pixels_NHWC, labels), names and list(names), numbers, rows.data.num_rows)
 
 
 def decode(rows: datasets.Dataset, column: str, part: str, layout: Layout) -> np.ndarray:

@@ -49,6 +49,8 @@ class Pictures:
     """Height and width of each image."""
     num_converted: int
     """Images and targets that are not RGB."""
+    marked: list[float]
+    """Share of each image's pixels that its mask marks, from 0 to 1; empty where masks are drawn."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,10 +59,17 @@ class Pictures:
         row = self.rows[place]
         picture = {name: to_rgb(*_open(row[name], self.said(place))) for name in ("image", "target") if name in row}
         if "mask" in row:
-            mask_HW = to_mask(*_open(row["mask"], self.said(place)))
+            picture["mask"] = to_mask(*_open(row["mask"], self.said(place)))
         else:
-            mask_HW = draw_mask(*self.sizes[place], np.random.RandomState([MASK_KEY, place]))
-        return {"target": None, **picture, "mask": mask_HW}
+            picture["mask"] = draw_mask(*self.sizes[place], np.random.RandomState([MASK_KEY, place]))
+        for name, pixels in picture.items():
+            if pixels.shape[:2] != self.sizes[place]:
+                height, width = self.sizes[place]
+                raise DataError(
+                    f"{_named(row.get(name), self.said(place))}: its {name} is {pixels.shape[1]} x {pixels.shape[0]} pixels, "
+                    f"and was {width} x {height} when training began."
+                )
+        return {"target": None, **picture}
 
     def said(self, place: int) -> str:
         """Name a sample in a message."""
@@ -161,24 +170,29 @@ def paired(folders: Mapping[str, Path], said: str) -> dict[str, list[Path]]:
 
 def _checked(rows: datasets.Dataset, part: str, least: int | None) -> Pictures:
     """Look at every picture's size, and at every mask, before training begins."""
-    pictures = Pictures(rows, part, [], 0)
+    pictures = Pictures(rows, part, [], 0, [])
 
-    def look(place: int) -> tuple[tuple[int, int], int]:
+    def look(place: int) -> tuple[tuple[int, int], int, float | None]:
         return _look(rows[place], pictures.said(place), least)
 
     with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-        for size, num_converted in threads.map(look, range(len(rows))):
+        for size, num_converted, marked in threads.map(look, range(len(rows))):
             pictures.sizes.append(size)
             pictures.num_converted += num_converted
+            pictures.marked += [] if marked is None else [marked]
     return pictures
 
 
-def _look(row: Mapping[str, Any], said: str, least: int | None) -> tuple[tuple[int, int], int]:
-    """Return an image's height and width, and how many of its pictures are not RGB, or raise DataError."""
+def _look(row: Mapping[str, Any], said: str, least: int | None) -> tuple[tuple[int, int], int, float | None]:
+    """Return an image's height and width, how many of its pictures are not RGB, and the share that its mask marks.
+
+    Raises:
+        DataError: one of them cannot be trained on.
+    """
     sizes, num_converted = {}, 0
     for name, stored in row.items():
         with _open(stored, said, decode=False)[0] as image:
-            sizes[name] = _upright_size(image)
+            sizes[name] = _upright_size(image, stored, said)
             num_converted += name != "mask" and image.mode != "RGB"
     check_sizes(sizes, {name: _named(stored, said) for name, stored in row.items()})
     named, (height, width) = _named(row["image"], said), sizes["image"]
@@ -188,15 +202,21 @@ def _look(row: Mapping[str, Any], said: str, least: int | None) -> tuple[tuple[i
         raise DataError(
             f"{named} is {width} x {height} pixels, smaller than task.crop={least}. Lower task.crop, or remove such images."
         )
-    if "mask" in row:
-        check_marks(to_mask(*_open(row["mask"], said)), _named(row["mask"], said))
-    return sizes["image"], num_converted
+    if "mask" not in row:
+        return sizes["image"], num_converted, None
+    mask_HW = to_mask(*_open(row["mask"], said))
+    check_marks(mask_HW, _named(row["mask"], said))
+    return sizes["image"], num_converted, float(mask_HW.mean())
 
 
-def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return height and width after the turn that a camera may ask for, without decoding the image."""
-    width, height = image.size
-    return (width, height) if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5 else (height, width)
+def _upright_size(image: Image.Image, stored: Mapping[str, Any], said: str) -> tuple[int, int]:
+    """Return height and width after the turn that a camera may ask for, decoding the image only where it asks for one.
+
+    Pillow turns a TIFF by itself and swaps its sides when opening it (13.0), those of other formats not: so look at the result.
+    """
+    if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:
+        image = _open(stored, said)[0]
+    return image.height, image.width
 
 
 def check_sizes(sizes: Mapping[str, tuple[int, int]], said: Mapping[str, str]) -> None:
@@ -258,8 +278,30 @@ def to_rgb(image: Image.Image, said: str) -> np.ndarray:
 
 
 def to_mask(image: Image.Image, said: str) -> np.ndarray:
-    """Return which pixels a mask marks: (H, W) bool, those that are at least half bright, as white and orange are."""
+    """Return which pixels a mask marks: (H, W) bool, those that are at least half bright, as white and orange are.
+
+    What is transparent marks nothing, as if the mask lay on black.
+
+    Raises:
+        DataError: the colours of a palette number classes, as in data sets for segmentation; or 8 bits cannot hold the mask.
+    """
+    if image.mode in ("P", "PA"):
+        _check_palette(image, said)
+    if image.has_transparency_data:
+        drawn = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), drawn).convert("RGB")
     return to_rgb(image, said) @ LUMA >= 128 if image.mode != "L" else np.asarray(image) >= 128
+
+
+def _check_palette(image: Image.Image, said: str) -> None:
+    """Refuse a mask whose palette has colours, unless all that it uses are grey."""
+    used = image.convert("RGB").getcolors(maxcolors=256) or []
+    coloured = [colour for _, colour in used if len(set(colour)) > 1]
+    if coloured:
+        raise DataError(
+            f"{said} is a mask with a palette of colours, such as {coloured[0]}: which of them mark damage cannot be told. "
+            "Save masks in black and white."
+        )
 
 
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """What to name if the Hub cannot be reached."""
+READ_BY = {"csv": {"keep_default_na": False, "na_values": [""]}}
+"""How files are read. csv: only an empty cell is a missing value. pandas would take NA, null and None for one, too."""
 
 
 def load_split(
@@ -174,7 +176,7 @@ def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> data
         DataError: it cannot be loaded.
     """
     try:
-        return datasets.load_dataset(dataset, **kwargs)
+        return datasets.load_dataset(dataset, **READ_BY.get(dataset, {}), **kwargs)
     except StopIteration:  # how datasets' json reader meets a file without a line
         return []
     except DatasetGenerationError as error:
@@ -192,10 +194,10 @@ def draw(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Datas
 
 
 def drawn(num_rows: int, count: int | None, seed: int) -> np.ndarray:
-    """Return the numbers of the rows that ``draw`` keeps."""
+    """Return the numbers of the rows that ``draw`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
     if count is None or count >= num_rows:
         return np.arange(num_rows)
-    return np.sort(np.random.RandomState(seed).permutation(num_rows)[:count])
+    return np.sort(np.random.default_rng(seed).permutation(num_rows)[:count])  # as datasets (5.0) shuffles; a test compares
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:

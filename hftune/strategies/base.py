@@ -36,6 +36,7 @@ class StepReport:
 
     loss: float
     """Mean over the items of the global batch."""
+    num_items: float
     num_samples: int
     digest: str
     """Of the samples that were computed, whatever their order and whoever computed them; see ``samples_digest``."""

@@ -153,10 +153,10 @@ class DataParallel(Strategy):
         items = self._items = sums[0]
         self._micro_losses = self._backward(batch, seed, step, items)
         loss = self._sum(torch.stack(self._micro_losses).sum(dtype=self._exact)) / items
-        loss, _, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # the device is waited for once
+        loss, num_items, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # the device is waited for once
         if self.num_processes == 1:
-            _, num_samples, low, high, stops = own  # exact even on a device without float64
-        return StepReport(loss, int(num_samples), spell_digest(low, high), stops > 0)
+            num_items, num_samples, low, high, stops = own  # exact even on a device without float64
+        return StepReport(loss, num_items, int(num_samples), spell_digest(low, high), stops > 0)
 
     def _counts(self, batch: StepBatch) -> list[float]:
         """Return the number of items and samples of this process's part, and the two sums of their digest."""

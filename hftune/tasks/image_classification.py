@@ -6,7 +6,7 @@ torch, datasets and Pillow are imported inside the methods, so that a mistyped r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +56,8 @@ class ImageClassification(Task):
     label_column: str = "label"
     """Column of the classes: numbers from 0, or names."""
     label_names: list[str] | None = None
-    """Names of the classes, in order. null: the data set's own, or the distinct labels of the training split."""
+    """Names of the classes, in order: the data set's own names, in whatever order, or a new name for each of its classes. null:
+    the data set's own, or the distinct labels of the training split."""
     image_size: int = 28
     """Pixels a side; at least 16."""
     resize: bool = False
@@ -72,7 +73,7 @@ class ImageClassification(Task):
     max_eval_samples: int | None = None
     """Evaluate on this many images, drawn at random once. null: all."""
 
-    metric_names = ("accuracy",)
+    metric_directions = {"accuracy": "max"}
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems
@@ -147,18 +148,21 @@ class ImageClassification(Task):
         """Names of the classes, in the order of their numbers."""
         from hftune.data.labels import class_names
 
-        train = self.label_names or self._sources["train"].label_names
-        return list(train or class_names(self._sources["train"].images.labels))
+        if self.label_names:
+            return list(self.label_names)
+        train = self._sources["train"]
+        return list(train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__))
 
     def datasets(self) -> dict[str, Images]:
         """Return both parts: each sample has an image (H, W, C) uint8 and a label, its class number."""
         from hftune.data.images import Images
         from hftune.data.labels import class_numbers
 
+        own = self._sources["train"].label_names
         return {
             part: Images(
                 source.images.pixels_NHWC,
-                class_numbers(source.images.labels, self.labels, part, row_of=source.rows.__getitem__),
+                class_numbers(source.images.labels, self.labels, own, part, row_of=source.rows.__getitem__),
             )
             for part, source in self._sources.items()
         }
@@ -171,6 +175,18 @@ class ImageClassification(Task):
     def _model_arguments(self, num_classes: int) -> dict[str, Any]:
         sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
         return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
+
+    def remarks(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
+        from hftune.data import remarks
+
+        said = remarks.ignored_splits(self)
+        said += remarks.left_out(
+            {part: (len(datasets[part]), source.total) for part, source in self._sources.items()}, "images"
+        )
+        pixels = {part: images.pixels_NHWC for part, images in datasets.items()}
+        if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > remarks.MOST_BYTES:
+            return said
+        return [*said, *remarks.shared(remarks.shared_arrays(pixels), "images")]
 
     @property
     def augments(self) -> bool:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from hftune.models.unet import AnySize
     from hftune.task import Batch
 
+MANY = 0.6
+"""Share of the pixels, on average, from which on masks may be the wrong way round."""
+
 
 @dataclass
 class ImageRestoration(Task):
@@ -54,8 +57,8 @@ class ImageRestoration(Task):
     image_column: str = "image"
     """Column of the images."""
     mask_column: str | None = None
-    """Column of the masks, white (or any colour at least half bright) where the image is damaged. null: masks are drawn,
-    anew in each epoch; for the evaluation always the same."""
+    """Column of the masks, white (or any colour at least half bright) where the image is damaged; transparent parts count as
+    black. null: masks are drawn, anew in each epoch; for the evaluation always the same."""
     target_column: str | None = None
     """Column of the whole images. null: the images are whole, and what the mask marks is painted over with fill."""
     fill: list[int] = field(default_factory=lambda: [128, 128, 128])
@@ -71,7 +74,11 @@ class ImageRestoration(Task):
     max_eval_samples: int | None = None
     """Evaluate on this many images, drawn at random once. null: all."""
 
-    metric_names = tuple(f"{metric}{region}" for region in ("", "_inside", "_outside") for metric in ("l1", "psnr", "ssim"))
+    metric_directions = {
+        f"{metric}{region}": direction
+        for region in ("", "_inside", "_outside")
+        for metric, direction in (("l1", "min"), ("psnr", "max"), ("ssim", "max"))
+    }
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems
@@ -140,6 +147,15 @@ class ImageRestoration(Task):
     def lengths(self, dataset: Pictures) -> np.ndarray | None:
         """Pixels of each image, where they differ; None for crops."""
         return None if dataset.part == "train" and self.crop is not None else dataset.areas
+
+    def sizes(self, dataset: Pictures) -> np.ndarray | None:
+        """Height and width, where ``lengths`` are pixels."""
+        import numpy as np
+
+        return None if self.lengths(dataset) is None else np.array(dataset.sizes)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        return sizes[0] * sizes[1]
 
     def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
         """Draw a crop, whether it is mirrored, and, where the data have none, the mask: the same for image, mask and target."""
@@ -229,10 +245,20 @@ class ImageRestoration(Task):
         return summarise(rows)
 
     def remarks(self, datasets: Mapping[str, Any], model: AnySize) -> list[str]:
+        from hftune.data import remarks
+
         crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         said = [f"Training on {crops}; evaluation on whole images{padded}."]
+        said += remarks.ignored_splits(self)
+        said += remarks.left_out({part: remarks.num_rows(pictures.rows) for part, pictures in datasets.items()}, "images")
+        files = {part: pictures.rows["image"][:] for part, pictures in datasets.items()}
+        said += remarks.shared(remarks.shared_files(files), "images")
+        if shares := {part: sum(found.marked) / len(found.marked) for part, found in datasets.items() if found.marked}:
+            marked = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items())
+            doubt = " Are the masks inverted? White is what is damaged." if max(shares.values()) > MANY else ""
+            said.append(f"The masks mark, on average, {marked}.{doubt}")
         for part, pictures in datasets.items():
             if pictures.num_converted:
                 said.append(

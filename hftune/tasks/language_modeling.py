@@ -78,7 +78,7 @@ class LanguageModeling(Task):
     generation: dict[str, Any] = field(default_factory=dict)
     """How texts are continued, such as max_new_tokens, do_sample, temperature: fields of GenerationConfig."""
 
-    metric_names = ("perplexity",)
+    metric_directions = {"perplexity": "min"}
     shown = ("text", "perplexity")
 
     def problems(self) -> list[str]:
@@ -225,6 +225,14 @@ class LanguageModeling(Task):
             )
 
     def remarks(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:
+        from hftune.data import remarks
+
+        said = remarks.ignored_splits(self)
+        said += remarks.left_out({part: (len(blocks), blocks.total) for part, blocks in datasets.items()}, "blocks")
+        inputs = {part: (block["input_ids"] for block in blocks) for part, blocks in datasets.items()}
+        return [*said, *remarks.shared(remarks.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
+
+    def _unknown_words(self, datasets: Mapping[str, Blocks]) -> list[str]:
         unknown = self.text_tokenizer.unk_token_id
         if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
             return []

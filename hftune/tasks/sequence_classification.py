@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that a mist
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hftune.task import Batch
+    from hftune.task import Batch, Direction
 
 
 @dataclass
@@ -56,9 +56,11 @@ class SequenceClassification(Task):
     label_column: str = "label"
     """Column of the classes: numbers from 0, or names."""
     label_names: list[str] | None = None
-    """Names of the classes, in order. null: the data set's own, or the distinct labels of the training split."""
+    """Names of the classes, in order: the data set's own names, in whatever order, or a new name for each of its classes. null:
+    the data set's own, or the distinct labels of the training split."""
     ordinal: bool = False
-    """The classes are grades: also report mae, the mean distance between true and predicted grade."""
+    """The classes are grades, in the order of label_names, lowest first: also report mae, the mean distance between true and
+    predicted grade."""
     max_length: int = 512
     """Longest text in tokens; what is longer is cut at the end."""
     max_train_samples: int | None = None
@@ -67,8 +69,8 @@ class SequenceClassification(Task):
     """Evaluate on this many rows, drawn at random once. null: all."""
 
     @property
-    def metric_names(self) -> Sequence[str]:
-        return ("accuracy", "macro_f1", *(["mae"] if self.ordinal else []))
+    def metric_directions(self) -> dict[str, Direction]:
+        return {"accuracy": "max", "macro_f1": "max", **({"mae": "min"} if self.ordinal else {})}
 
     def problems(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems
@@ -124,12 +126,23 @@ class SequenceClassification(Task):
         """Names of the classes, in the order of their numbers."""
         from hftune.data.labels import class_names
 
-        if self.label_names:
-            return list(self.label_names)
-        feature = self._rows["train"].features[self.label_column]
-        if names := getattr(feature, "names", None):
+        if names := self.label_names or self._own_label_names:
             return list(names)
-        return class_names(self._rows["train"][self.label_column])
+        return class_names(self._raw_labels("train"), "train", self._row_of("train"), self.ordinal)
+
+    @property
+    def _own_label_names(self) -> list[str] | None:
+        return getattr(self._rows["train"].features[self.label_column], "names", None)
+
+    def _raw_labels(self, part: str) -> list[Any]:
+        from hftune.data.labels import read_labels
+
+        return read_labels(self._rows[part], self.label_column, part, self._row_of(part))
+
+    def _row_of(self, part: str) -> Callable[[int], int]:
+        from hftune.data.text import row_numbers
+
+        return lambda place: row_numbers(self._rows[part], [place])[0]
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -147,6 +160,7 @@ class SequenceClassification(Task):
     def _tokenized(self, part: str) -> datasets.Dataset:
         from hftune.data import text
         from hftune.data.cache import cached_map
+        from hftune.data.labels import class_numbers
 
         rows = self._rows[part]
         encoded = cached_map(
@@ -158,19 +172,20 @@ class SequenceClassification(Task):
             column=self.text_column,
             max_length=self.max_length,
         )
-        return encoded.add_column("label", self._label_numbers(rows, part)).with_format("numpy")
+        numbers = class_numbers(self._raw_labels(part), self.labels, self._own_label_names, part, self._row_of(part))
+        return encoded.add_column("label", numbers).with_format("numpy")
 
     def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data import remarks
         from hftune.data.text import cut_remarks
 
-        return cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
-
-    def _label_numbers(self, rows: datasets.Dataset, part: str) -> list[int]:
-        from hftune.data.labels import class_numbers, read_labels
-        from hftune.data.text import row_numbers
-
-        raw = read_labels(rows, self.label_column, part)
-        return class_numbers(raw, self.labels, part, row_of=lambda place: row_numbers(rows, [place])[0])
+        said = remarks.ignored_splits(self)
+        said += remarks.left_out({part: remarks.num_rows(rows) for part, rows in self._rows.items()})
+        said += remarks.shared(remarks.shared_texts(self._rows, self.text_column))
+        said += cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
+        if self.ordinal and not self.label_names:
+            said.append(f"task.ordinal=true: the grades are, lowest first, {', '.join(self.labels)}.")
+        return said
 
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, with label names in its config."""

@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that a mist
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,10 +71,10 @@ class TitleGeneration(Task):
     generation: dict[str, Any] = field(default_factory=dict)
     """How titles are searched, such as num_beams, length_penalty, no_repeat_ngram_size: fields of GenerationConfig."""
 
-    metric_names = (
-        *("rouge_1_char", "rouge_2_char", "rouge_l_char", "rouge_1_word", "rouge_2_word", "rouge_l_word"),
-        *("exact_match", "mean_length", "empty_share"),
-    )
+    metric_directions = {
+        **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
+        **{"exact_match": "max", "mean_length": None, "empty_share": "min"},
+    }
     shown = ("source", "title", "generated")
 
     def problems(self) -> list[str]:
@@ -187,27 +187,54 @@ class TitleGeneration(Task):
         columns = {"source_column": self._source, "target_column": self.target_column}
         return {**columns, "max_source_length": self.max_source_length, "max_target_length": self.max_target_length}
 
+    def _base_config(self) -> Any:
+        """Config of the BERT or BigBird that the model is built from, or of the model itself if it is one of ours."""
+        from transformers import BigBirdConfig
+
+        from hftune.models.bigbird import make_config
+        from hftune.models.pretrained import load_config
+
+        if self.model is not None:
+            return load_config(self.model, {}, self.model_commit)
+        return make_config(BigBirdConfig, self._overrides())
+
+    def _overrides(self) -> dict[str, Any]:
+        return {**self.model_config, **self._ids, **({"vocab_size": len(self.tokenizer)} if self.model is None else {})}
+
+    @property
+    def _ids(self) -> dict[str, int]:
+        tokens = self.tokenizer
+        return {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
+
+    @cached_property
+    def _padded_source(self) -> Callable[[int], int]:
+        """Return how many tokens a source is computed with: a block-sparse encoder pads it to whole blocks."""
+        from hftune.models.bigbird import BlockSparseBigBirdConfig
+
+        if self.architecture == "prefix_lm":
+            return int
+        base = self._base_config()
+        own = {name: value for name, value in self.model_config.items() if name != "decoder"}
+        encoder = getattr(base, "encoder", None) or BlockSparseBigBirdConfig.warm_start(base, **own)
+        return getattr(encoder, "padded_length", int)
+
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, and settle how it generates."""
         import torch
-        from transformers import BigBirdConfig, GenerationConfig
+        from transformers import GenerationConfig
 
-        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder, make_config
+        from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
         from hftune.models.bigbird_attention import NO_FLEX_ON_CPU
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_model
 
-        tokens = self.tokenizer
-        ids = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
-        overrides = {**self.model_config, **ids, **({"vocab_size": len(tokens)} if self.model is None else {})}
-        commit = self.model_commit
-        base = load_config(self.model, {}, commit) if self.model is not None else make_config(BigBirdConfig, overrides)
+        ids, overrides, base = self._ids, self._overrides(), self._base_config()
         self._check_positions(getattr(base, "encoder", base))
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
-            model = load_model(PrefixLM, self.model, config, commit)
+            model = load_model(PrefixLM, self.model, config, self.model_commit)
         else:
             special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
-            special |= {"pad_token_id": ids["pad_token_id"], "commit": commit}
+            special |= {"pad_token_id": ids["pad_token_id"], "commit": self.model_commit}
             model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
                 raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
@@ -228,9 +255,13 @@ class TitleGeneration(Task):
             )
 
     def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data import remarks
         from hftune.data.text import cut_remarks
 
         said = [] if self.source_column else [f"task.source_column is not set: the texts are those of column {self._source!r}."]
+        said += remarks.ignored_splits(self)
+        said += remarks.left_out({part: remarks.num_rows(rows) for part, rows in self._rows.items()})
+        said += remarks.shared(remarks.shared_texts(self._rows, self._source))
         said += cut_remarks(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
@@ -245,9 +276,21 @@ class TitleGeneration(Task):
         return said
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
-        from hftune.data.text import lengths
+        """Tokens that the model reads: of the source, and of the title but its last."""
+        return self.sizes(dataset).sum(1, dtype="int32")
 
-        return lengths(dataset)
+    def sizes(self, dataset: datasets.Dataset) -> np.ndarray:
+        """Tokens of source and title, which ``collate`` pads each by itself; no token follows the title's last."""
+        import numpy as np
+        import pyarrow.compute
+
+        table = dataset.with_format("arrow", columns=["source", "title"])[:]
+        source_N, title_N = (pyarrow.compute.list_value_length(table[name]).to_numpy() for name in ("source", "title"))
+        return np.stack([source_N, title_N - 1], axis=1).astype(np.int32)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        source, title = sizes
+        return self._padded_source(source) + title
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Lay out source and title as two blocks of columns, S and T wide, the title padded on the right.

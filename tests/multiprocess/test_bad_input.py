@@ -192,12 +192,19 @@ def test_a_column_that_the_evaluation_alone_lacks_names_that_split(tiny, refused
     )
 
 
-@pytest.mark.parametrize("label", [2, -1, None])
+@pytest.mark.parametrize("label", [2, -1])
 def test_a_label_out_of_range_names_its_row(tiny, refused, write_rows, label):
     path = write_rows("range.jsonl", [*GOOD[:3], {"text": "a", "label": label}])
     assert refused(tiny(train=path)) == (
         f"hftune: Row 3 of the train split has the label {label!r}; there are 2 labels, 0 to 1 (bad, good). "
         "Correct the row, or set task.label_names.\n"
+    )
+
+
+def test_a_missing_label_names_its_row(tiny, refused, write_rows):
+    path = write_rows("missing.jsonl", [*GOOD[:3], {"text": "a", "label": None}])
+    assert refused(tiny(train=path)) == (
+        "hftune: Row 3 of the train split has no label in column 'label'. Fill it in, or remove the row.\n"
     )
 
 

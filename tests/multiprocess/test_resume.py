@@ -242,15 +242,12 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
 
 
 def test_more_epochs_another_rate_and_another_metric_are_applied_and_said(copy, capsys):
-    run = Run(
-        train(recipe(copy, "train.epochs=3", "train.lr=1e-4", "eval.metric=loss", "eval.greater_is_better=false")).output_dir
-    )
+    run = Run(train(recipe(copy, "train.epochs=3", "train.lr=1e-4", "eval.metric=loss")).output_dir)
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line.startswith("Changed")] == [
         "Changed: train.epochs=3 (it was 2).",
         "Changed: train.lr=0.0001 (it was 5e-05).",
         "Changed: eval.metric=loss (it was accuracy).",
-        "Changed: eval.greater_is_better=false (it was true).",
     ]
     assert run.result["steps"] == 21 and run.result["best"]["step"] > 10 and audit(run.folder).whole_epochs == 3
     assert run.logged("train/lr")[10] == lr_at(10, 21, recipe(copy, "train.epochs=3", "train.lr=1e-4").train, 7)

@@ -63,6 +63,8 @@ def test_numpy_metrics_are_written_and_what_is_not_finite_becomes_null(runs):
     lines = (runs["plain", 2].folder / "metrics.jsonl").read_text().splitlines()
     evaluations = [json.loads(line, parse_constant=pytest.fail) for line in lines if "eval/loss" in line]
     assert [(line["eval/numpy"], line["eval/nothing"]) for line in evaluations] == [(0.5, None), (0.5, None)]
+    result = json.loads((runs["plain", 2].folder / "result.json").read_text(), parse_constant=pytest.fail)
+    assert (result["metrics"]["numpy"], result["metrics"]["nothing"]) == (0.5, None)
 
 
 UNUSED = (

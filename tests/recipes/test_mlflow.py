@@ -167,7 +167,9 @@ def test_resumed_run_whose_earlier_part_was_deleted_begins_a_new_one_with_the_wh
 
 def test_failed_run_is_marked_as_failed():
     with pytest.raises(TrainingError):
-        train(points("track.project=failed", "output_dir=outputs/failed", "eval.metric=nothing"))
+        train(
+            points("track.project=failed", "output_dir=outputs/failed", "eval.metric=nothing", "eval.greater_is_better=false")
+        )
     run = only_run(experiment="failed")
     assert run.info.status == "FAILED" and history(run, "train/loss")
     assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]

@@ -14,7 +14,7 @@ from hftune import Recipe, load_model, train
 from hftune.cli import main
 from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError, DataError, TrainingError
 from hftune.joining import set_float32
 from hftune.sections import TrainConfig
 from tests.support.runs import Run, environment
@@ -83,7 +83,7 @@ def test_pictures_are_kept_of_every_evaluation(demo):
     files = sorted(path.name for path in (demo[0].folder / "samples").iterdir())
     assert files == ["step_00000060.png", "step_00000120.png"]
     sizes = [row["image"].size for row in pictures("eval")]
-    kept = sorted(np.random.RandomState(42).permutation(24)[:7])[:3]
+    kept = sorted(np.random.default_rng(42).permutation(24)[:7])[:3]
     shown = Image.open(demo[0].folder / "samples" / files[0])
     assert shown.width == 4 * max(sizes[place][0] for place in kept)
     assert shown.height == sum(sizes[place][1] for place in kept) + 2 * 4
@@ -95,6 +95,32 @@ def test_pictures_go_to_tensorboard(demo):
     events = EventAccumulator(str(demo[0].folder / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
     (tag,) = events.Tags()["images"]
     assert tag.startswith("eval/pictures") and [event.step for event in events.Images(tag)] == [60, 120]
+
+
+@pytest.fixture
+def all_marked(tmp_path):
+    """Words for a recipe whose masks mark every pixel: nothing is outside of them."""
+    for split in ("train", "test"):
+        for name, value in (("image", 90), ("mask", 255)):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (16, 16), (value,) * 3).save(tmp_path / split / name / "0.png")
+    words = ("task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.mask_column=mask", "task.crop=null")
+    return (*words, "task.depth=1", "train.epochs=1", f"output_dir={tmp_path / 'out'}")
+
+
+def test_a_metric_without_a_value_is_null_and_stops_nothing(all_marked, tmp_path):
+    train(Recipe.load("restoration_demo", *all_marked))
+    result = json.loads((tmp_path / "out" / "result.json").read_text(), parse_constant=pytest.fail)
+    assert result["metrics"]["psnr_outside"] is None and result["metrics"]["psnr_inside"] > 0
+
+
+def test_a_metric_without_a_value_cannot_pick_the_best_model(all_marked):
+    with pytest.raises(TrainingError) as caught:
+        train(Recipe.load("restoration_demo", *all_marked, "eval.metric=psnr_outside"))
+    assert str(caught.value) == (
+        "After step 1 the evaluation's psnr_outside is null, which picks no best model: it has no value on these data. Set "
+        "eval.metric to one of: loss, l1, psnr, ssim, l1_inside, psnr_inside, ssim_inside."
+    )
 
 
 def test_the_export_restores_as_the_evaluation_did(demo):

@@ -18,6 +18,7 @@ from hftune.data.vocabulary import train_vocabulary
 from hftune.errors import ConfigError
 from hftune.run import main
 from hftune.scoring import score
+from hftune.training import plan_batches
 from tests.support.runs import Run, train_on
 
 ARCHITECTURES = ("prefix_lm", "encoder_decoder")
@@ -51,6 +52,22 @@ def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     assert runs[name, size].logged("train/loss") == pytest.approx(
         expected, rel=1e-5
     )  # the learning rate is a thousand times yelp's
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_micro_batch_has_more_padded_tokens_than_asked_for(name):
+    recipe = Recipe.load("bigbird_demo", *JOBS[name])
+    task, data = recipe.task, recipe.task.datasets()["train"]
+    model, plan, computed = task.build_model(), plan_batches(recipe, data), 0
+    for micro_batch in (micro_batch for step in plan.epoch(0) for micro_batch in step):
+        batch = task.collate([data[int(sample)] for sample in micro_batch.samples])
+        (rows, source), title = batch["source"].shape, batch["title"].shape[1]
+        if name == "encoder_decoder":
+            source = model.config.encoder.padded_length(source)
+        assert rows * (source + title) == micro_batch.cost <= 500
+        computed += micro_batch.cost
+    read = sum(len(row["source"]) + len(row["title"]) - 1 for row in data)
+    assert task.lengths(data).sum() == read < computed
 
 
 @pytest.mark.parametrize("size", [2, 4])

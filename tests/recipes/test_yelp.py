@@ -149,7 +149,6 @@ def test_best_and_last_model_are_both_kept(tmp_path):
         "train.schedule=constant",
         "train.lr=0.5",
         "eval.metric=loss",
-        "eval.greater_is_better=false",
     )
     losses = result.logged("eval/loss")
     assert result.result["best"]["value"] == min(losses)

@@ -289,7 +289,7 @@ class NextToken(Task):
     float64: bool = False
     num_samples: int = 70
 
-    metric_names = ("mean_tokens",)
+    metric_directions = {"mean_tokens": None}
 
     def datasets(self) -> dict[str, Any]:
         draw = np.random.RandomState(0)

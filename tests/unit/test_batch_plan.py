@@ -1,5 +1,7 @@
 """Properties of the batch plan that must hold for any data set and any sizes."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,6 +60,71 @@ def test_samples_of_a_step_are_sorted_by_length_and_micro_batches_numbered(plan)
 def test_a_plan_is_a_pure_function_of_its_fields(plan):
     twin = BatchPlan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__})
     assert [step_samples(step) for step in plan.epoch(3)] == [step_samples(step) for step in twin.epoch(3)]
+
+
+@st.composite
+def plans_of_sizes(draw):
+    """Plans of samples of two sizes, that are padded each by itself: added up, or multiplied."""
+    num_samples = draw(st.integers(1, 200))
+    pairs = st.tuples(st.integers(1, 40), st.integers(1, 40))
+    sizes = np.array(draw(st.lists(pairs, min_size=num_samples, max_size=num_samples)), np.int32)
+    padded_length = draw(st.sampled_from([sum, math.prod]))
+    batch_size = draw(st.integers(1, 50))
+    return BatchPlan(
+        num_samples,
+        batch_size,
+        micro_batch_size=draw(st.none() | st.integers(1, batch_size)),
+        micro_batch_tokens=draw(st.none() | st.integers(1600, 5000)),
+        lengths=np.array([padded_length(pair) for pair in sizes.tolist()], np.int32),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        sizes=sizes,
+        padded_length=padded_length,
+    )
+
+
+@given(plans_of_sizes())
+def test_both_bounds_hold_where_several_sizes_are_padded_each_by_itself(plan):
+    used = []
+    for micro_batch in (micro_batch for step in plan.epoch(0) for micro_batch in step):
+        rows = len(micro_batch.samples)
+        padded = rows * plan.padded_length(plan.sizes[micro_batch.samples].max(0).tolist())
+        assert 1 <= rows <= (plan.micro_batch_size or plan.batch_size)
+        assert plan.lengths[micro_batch.samples].sum() <= micro_batch.cost == padded <= (plan.micro_batch_tokens or np.inf)
+        assert micro_batch.cost <= rows * plan.most_padded
+        used += micro_batch.samples.tolist()
+    assert sorted(used) == list(range(plan.num_samples))
+
+
+@given(plans_of_sizes())
+def test_micro_batches_of_several_sizes_are_as_few_as_the_bounds_allow(plan):
+    for step in plan.epoch(0):
+        sizes = plan.sizes[np.concatenate([micro_batch.samples for micro_batch in step])]
+        rows, tokens, start, fewest = plan.micro_batch_size or 10**9, plan.micro_batch_tokens or 10**9, 0, 0
+        while start < len(sizes):
+            stop = start + 1
+            while stop < len(sizes) and stop - start < rows:
+                if plan.padded_length(sizes[start : stop + 1].max(0).tolist()) * (stop + 1 - start) > tokens:
+                    break
+                stop += 1
+            start, fewest = stop, fewest + 1
+        assert len(step) == fewest
+
+
+def test_a_row_that_does_not_fit_by_itself_is_refused_by_its_padded_length():
+    def in_blocks(sizes):
+        return -(-sizes[0] // 8) * 8 + sizes[1]
+
+    sizes = np.array([[3, 2], [9, 2], [4, 4]])
+    with pytest.raises(ConfigError) as caught:
+        BatchPlan(3, 3, micro_batch_tokens=17, lengths=sizes.sum(1), sizes=sizes, padded_length=in_blocks)
+    assert str(caught.value).startswith("train.micro_batch_tokens=17 cannot hold sample 1 with its 18 tokens.")
+
+
+def test_the_longest_samples_hold_the_largest_of_each_size():
+    sizes = np.array([[1, 9], [8, 8], [10, 1], [7, 7]])
+    plan = BatchPlan(4, 4, lengths=sizes.sum(1), sizes=sizes)
+    assert [plan.longest(count).tolist() for count in (1, 3, 9)] == [[1], [1, 2, 0], [1, 2, 0, 3]]
+    assert BatchPlan(4, 4, lengths=sizes.sum(1)).longest(2).tolist() == [1, 3]
 
 
 def step_samples(step):

@@ -48,7 +48,7 @@ class Tuned(Whole):
 
 @dataclass
 class Reports(Whole):
-    metric_names = ["f1"]
+    metric_directions = {"f1": "max", "length": None}
 
 
 @dataclass
@@ -502,7 +502,7 @@ def test_a_section_that_is_none_is_refused(write, text, message):
         ("train.clip_norm=big", "train.clip_norm='big' is not a number or null, such as 1.0."),
         ("train.compile=maybe", "train.compile='maybe' is not true or false."),
         ("train.compile=2", "train.compile=2 is not true or false."),
-        ("eval.greater_is_better=0.5", "eval.greater_is_better=0.5 is not true or false."),
+        ("eval.greater_is_better=0.5", "eval.greater_is_better=0.5 is not true or false or null."),
         ("train.betas=0.9", "train.betas=0.9 is not a list of 2 numbers, such as [0.9,0.999]."),
         ("train.betas=[0.9]", "train.betas=[0.9] is not a list of 2 numbers, such as [0.9,0.999]."),
         ("train.betas=[0.9,x]", "train.betas=[0.9, 'x'] is not a list of 2 numbers, such as [0.9,0.999]."),
@@ -734,7 +734,52 @@ def test_a_metric_that_the_task_does_not_compute_is_refused(plain):
 
 def test_a_metric_of_a_task_of_ones_own_is_checked_too(write, own_tasks):
     path = write("mine.yaml", "task: {type: own_tasks.Reports}\neval: {metric: f2}")
-    assert refusal(f"recipe={path}") == (f"eval.metric='f2' is not computed by Reports. It computes: loss, f1. ({path})")
+    said = f"eval.metric='f2' is not computed by Reports. It computes: loss, f1, length. ({path})"
+    assert refusal(f"recipe={path}") == said
+
+
+@pytest.mark.parametrize(
+    ("metric", "said", "better"),
+    [("accuracy", "false", "greater"), ("mae", "true", "smaller"), ("loss", "true", "smaller")],
+)
+def test_a_direction_that_contradicts_the_metric_is_refused(metric, said, better):
+    assert refusal("recipe=yelp_demo", f"eval.metric={metric}", f"eval.greater_is_better={said}") == (
+        f"eval.greater_is_better={said} contradicts eval.metric={metric}, which is better the {better} it is. "
+        "Leave eval.greater_is_better out, or set it to null."
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric", "expected"),
+    [
+        ("yelp_demo", "accuracy", True),
+        ("yelp_demo", "mae", False),
+        ("bigbird_demo", "rouge_l_char", True),
+        ("bigbird_demo", "empty_share", False),
+        ("wikitext2_demo", "perplexity", False),
+        ("restoration_demo", "l1_inside", False),
+        ("restoration_demo", "psnr_inside", True),
+        ("mnist_demo", "loss", False),
+    ],
+)
+def test_the_task_says_whether_more_of_a_metric_is_better(recipe, metric, expected):
+    loaded = Recipe.load(recipe, f"eval.metric={metric}")
+    loaded.check()
+    assert loaded.greater_is_better is expected
+
+
+@pytest.mark.parametrize(("type_", "metric"), [("Whole", "f1"), ("Reports", "length")])
+def test_a_metric_without_a_direction_needs_it_said(write, own_tasks, type_, metric):
+    write("own_tasks.py", OWN_TASKS.replace("class Whole", "@dataclass\nclass Whole"))
+    path = write("mine.yaml", f"task: {{type: own_tasks.{type_}}}\neval: {{metric: {metric}}}")
+    assert refusal(f"recipe={path}") == (
+        f"eval.metric={metric}: {type_} does not say whether more of it is better. Set eval.greater_is_better to true or false, "
+        f'or give {type_} metric_directions = {{"{metric}": "max"}}, or "min".'
+    )
+    for said in (True, False):
+        loaded = Recipe.load(path, f"eval.greater_is_better={str(said).lower()}")
+        loaded.check()
+        assert loaded.greater_is_better is said
 
 
 # Files that a recipe names

@@ -92,7 +92,7 @@ def subwords(tmp_path):
 def test_a_row_of_subwords_is_its_text_and_a_newline(task, subwords):
     made = task(tokenizer=subwords)
     assert made.text_tokenizer.decode(made.datasets()["train"].stream) == "".join(f"{line}\n" for line in LINES)
-    assert made.remarks(made.datasets(), None) == []  # nothing is unknown to it
+    assert not any("stands for" in line for line in made.remarks(made.datasets(), None))  # nothing is unknown to it
 
 
 @pytest.mark.parametrize("length", [1, 2, 35, 99, 100])
@@ -115,7 +115,7 @@ def test_fewer_blocks_are_drawn_once_and_stay_in_order():
 
 def test_unknown_words_are_told_by_their_share(task):
     made = task(vocab_size=4)
-    assert made.remarks(made.datasets(), None) == ["<unk> stands for 53.3% of train, 53.3% of eval."]
+    assert made.remarks(made.datasets(), None)[-1] == "<unk> stands for 53.3% of train, 53.3% of eval."
 
 
 @pytest.mark.parametrize("config", [OWN, GPT2, LLAMA], ids=["transformer_lm", "gpt2", "llama"])

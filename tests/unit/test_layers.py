@@ -43,13 +43,13 @@ MAY_IMPORT = {
     "evaluation": {"strategies", "batch_plan", "task", "errors"},
     "loop": {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
-        *("batch_plan", "config", "sections", "errors", "augmentation", "pictures"),
+        *("batch_plan", "config", "sections", "errors", "augmentation", "pictures", "jsonl", "messages"),
     },
     "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "sections", "messages", "errors"},
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "agreement", "joining", "augmentation"),
+        *("heartbeat", "progress", "agreement", "joining", "augmentation", "jsonl"),
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "spark": {"launchers", "training", "joining", "run", "heartbeat", "mlflow_run", "config", "console", "errors"},
     "cli": {
         *("doctor", "planning", "plan_text", "launchers", "inference", "scoring", "run", "ledger", "config", "data", "console"),
-        *("answers", "resources", "messages", "errors", "run_folder"),
+        *("answers", "resources", "messages", "errors", "run_folder", "jsonl"),
     },
     "reference": {"sections", "tasks", "messages"},
     "run": {"training", "config", "reference", "resources", "heartbeat", "launched", "progress", "console", "errors"},

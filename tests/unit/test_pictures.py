@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
+from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures as demo_pictures
@@ -120,6 +121,8 @@ def test_images_that_are_not_rgb_are_converted_and_that_is_said_once(folder, mod
     assert datasets["train"][0]["image"].shape == (32, 40, 3)
     assert recipe.remarks(datasets, recipe.build_model()) == [
         "Training on random squares of 16 x 16 pixels; evaluation on whole images, padded to multiples of 8.",
+        "2 of the 2 images in the eval split are also in the train split: scores will look better than they are.",
+        "The masks mark, on average, 8.8% of train, 8.8% of eval.",
         "Grey, transparent or the like, and made RGB: 1 of the train split's images.",
     ]
 
@@ -130,6 +133,86 @@ def test_orange_marks_damage_and_dark_grey_does_not(folder):
     Image.fromarray(pixels).save(folder / "train" / "mask" / "a.png")
     marked = task(folder).datasets()["train"][0]["mask"]
     assert marked[:2].all() and not marked[2:].any()
+
+
+def test_what_is_transparent_marks_nothing(folder):
+    drawing = Image.new("RGBA", (40, 32), (255, 255, 255, 0))  # white, and nothing of it is seen
+    drawing.paste((255, 255, 255, 255), (4, 3, 12, 4))
+    drawing.save(folder / "train" / "mask" / "a.png")
+    drawing.convert("LA").save(folder / "train" / "mask" / "b.png")
+    train = task(folder).datasets()["train"]
+    for place in (0, 1):
+        marked = train[place]["mask"]
+        assert marked[3, 4:12].all() and marked.sum() == 8
+
+
+def test_a_mask_that_is_transparent_everywhere_is_empty(folder):
+    Image.new("RGBA", (40, 32), (255, 255, 255, 0)).save(folder / "train" / "mask" / "a.png")
+    assert "has a mask that is empty everywhere" in refusal(folder)
+
+
+def test_a_mask_of_numbered_classes_is_refused(folder):
+    classes = Image.new("P", (40, 32), 0)
+    classes.putpalette([0, 0, 0, 128, 0, 0, 255, 255, 255])  # as VOC has it: black, dark red, ...
+    classes.paste(1, (4, 3, 12, 4))
+    classes.paste(2, (4, 8, 12, 9))
+    classes.save(folder / "train" / "mask" / "a.png")
+    assert refusal(folder) == (
+        f"Row 0 of the train split ({folder}/train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0): which of "
+        "them mark damage cannot be told. Save masks in black and white."
+    )
+
+
+def test_a_mask_with_a_palette_of_black_and_white_is_read(folder):
+    mask().convert("P").save(folder / "train" / "mask" / "a.png")
+    assert task(folder).datasets()["train"][0]["mask"].sum() == 8 * 14
+
+
+@pytest.mark.parametrize(("inverted", "doubt"), [(False, ""), (True, " Are the masks inverted? White is what is damaged.")])
+def test_the_share_that_masks_mark_is_said_and_doubted_where_it_is_large(folder, inverted, doubt):
+    if inverted:
+        for path in (folder / "train" / "mask").iterdir():
+            ImageOps.invert(Image.open(path)).save(path)
+    recipe = task(folder)
+    datasets = recipe.datasets()
+    share = "91.2%" if inverted else "8.8%"
+    expected = f"The masks mark, on average, {share} of train, 8.8% of eval.{doubt}"
+    assert expected in recipe.remarks(datasets, recipe.build_model())
+
+
+def turned(path, size=(40, 32)):
+    """Save an image that a viewer turns by 90 degrees."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image(*size).save(path, exif=exif)
+
+
+@pytest.mark.parametrize("suffix", ["tif", "jpg", "png"])
+def test_an_image_that_a_camera_turned_is_noted_as_it_is_decoded(tmp_path, suffix):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        turned(tmp_path / split / f"a.{suffix}")
+    train = task(tmp_path, mask_column=None, target_column=None).datasets()["train"]
+    assert train.sizes == [(40, 32)] and train[0]["image"].shape == (40, 32, 3) and train[0]["mask"].shape == (40, 32)
+
+
+def test_a_turned_tiff_fits_a_mask_of_its_upright_size(folder):
+    turned(folder / "train" / "image" / "c.tif")
+    for name in ("mask", "target"):
+        {"mask": mask, "target": image}[name](width=32, height=40).save(folder / "train" / name / "c.png")
+    sample = task(folder).datasets()["train"][2]
+    assert sample["image"].shape[:2] == sample["mask"].shape == sample["target"].shape[:2] == (40, 32)
+
+
+def test_an_image_that_changed_its_size_since_the_start_is_named(folder):
+    train = task(folder).datasets()["train"]
+    image(width=20).save(folder / "train" / "target" / "b.png")
+    with pytest.raises(DataError) as caught:
+        train[1]
+    assert str(caught.value) == (
+        f"Row 1 of the train split ({folder}/train/target/b.png): its target is 20 x 32 pixels, and was 40 x 32 when training "
+        "began."
+    )
 
 
 def test_image_mask_and_target_get_the_same_crop_and_flip(folder):
@@ -283,3 +366,17 @@ def test_a_network_that_returns_something_else_is_named():
         str(caught.value)
         == "task.network: for images (1, 3, 16, 16) Bilinear returned (1, 3, 16, 2), not images of the same shape."
     )
+
+
+def test_whole_images_of_several_shapes_keep_the_bound_in_pixels(folder):
+    for split in ("train", "test"):
+        for name, drawn in (("image", image), ("mask", mask), ("target", image)):
+            drawn(width=20, height=64).save(folder / split / name / "tall.png")
+    recipe = task(folder, crop=None)
+    train = recipe.datasets()["train"]
+    assert sorted(recipe.lengths(train)) == [1280, 1280, 1280]  # as many pixels each, and yet not the same padded together
+    sizes = {"sizes": recipe.sizes(train), "padded_length": recipe.padded_length}
+    (step,) = BatchPlan(3, 3, micro_batch_tokens=2560, lengths=recipe.lengths(train), **sizes).epoch(0)
+    for micro_batch in step:
+        batch = recipe.collate([train[int(sample)] for sample in micro_batch.samples])
+        assert batch["mask"].numel() == micro_batch.cost <= 2560

@@ -57,6 +57,12 @@ def test_a_drawn_subset_keeps_the_order_and_is_the_same_every_time():
     assert list(text.draw(rows, 10, seed=42)["n"]) == list(drawn) != list(text.draw(rows, 10, seed=43)["n"])
 
 
+def test_a_drawn_subset_has_the_rows_that_shuffle_and_select_would_take():
+    rows = datasets.Dataset.from_list([{"n": n} for n in range(1000)])
+    taken = rows.shuffle(seed=42).select(range(50))["n"]
+    assert list(text.draw(rows, 50, seed=42)["n"]) == sorted(taken)
+
+
 def test_long_texts_are_cut_and_counted_with_their_special_tokens(tmp_path):
     files = {part: write(ROWS, tmp_path / f"{part}.json") for part in ("train", "eval")}
     loaded = task(dataset="json", data_files=files, max_length=5)

@@ -1,0 +1,171 @@
+"""Labels keep their meaning, whatever numbers the files of a data set give them, and whatever order they come in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from hftune import DataError
+from hftune.tasks import ImageClassification, SequenceClassification
+
+CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def parquet(path: Path, labels: list[Any], names: list[str] | None = None, is_image: bool = False) -> str:
+    """Write one row for each label, by its name where there are ``names``, whose numbers then stand in the file."""
+    kind = datasets.ClassLabel(names=names) if names else None
+    values = [names.index(label) for label in labels] if names else labels
+    inputs = [Image.fromarray(np.full((28, 28), place, np.uint8)) for place in range(len(labels))] if is_image else None
+    column = {"image": inputs} if is_image else {"text": [f"the food was {place}" for place in range(len(labels))]}
+    rows = datasets.Dataset.from_dict({**column, "label": values})
+    if kind is not None:
+        rows = rows.cast_column("label", kind)
+    if is_image:
+        rows = rows.cast_column("image", datasets.Image())
+    rows.to_parquet(str(path))
+    return str(path)
+
+
+def task(kind: str, tmp_path: Path, train: tuple, evaluation: tuple, **fields: Any) -> Any:
+    is_image = kind == "images"
+    files = {
+        part: parquet(tmp_path / f"{part}.parquet", *given, is_image=is_image)
+        for part, given in (("train", train), ("eval", evaluation))
+    }
+    if is_image:
+        return ImageClassification(dataset="parquet", data_files=files, **fields)
+    return SequenceClassification(
+        model=None, model_config=CONFIG, vocab_size=100, dataset="parquet", data_files=files, **fields
+    )
+
+
+def scored_as(task: Any, part: str) -> list[str]:
+    """The names under which the samples of a part are scored."""
+    dataset = task.datasets()[part]
+    return [task.labels[int(dataset[place]["label"])] for place in range(len(dataset))]
+
+
+def refused(task: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        task.datasets()
+    return str(caught.value)
+
+
+BOTH = pytest.mark.parametrize("kind", ["texts", "images"])
+
+
+@BOTH
+def test_an_eval_part_that_numbers_its_classes_differently_is_read_by_name(tmp_path, kind):
+    train, evaluation = ["bad", "fair", "good"], ["good", "bad", "good"]
+    found = task(kind, tmp_path, (train, ["bad", "fair", "good"]), (evaluation, ["bad", "good"]))
+    assert scored_as(found, "train") == train
+    assert scored_as(found, "eval") == evaluation
+
+
+@BOTH
+def test_a_class_that_the_train_part_lacks_is_refused_by_name(tmp_path, kind):
+    found = task(kind, tmp_path, (["bad", "good"], ["bad", "good"]), (["good", "awful"], ["awful", "good"]))
+    assert refused(found) == (
+        "Row 1 of the eval split has the label 'awful'; there are 2 labels, 0 to 1 (bad, good). "
+        "Correct the row, or set task.label_names."
+    )
+
+
+@BOTH
+def test_label_names_in_a_different_order_than_the_data_keep_their_meaning(tmp_path, kind):
+    train = ["bad", "fair", "good"]
+    found = task(kind, tmp_path, (train, train), (["good", "bad"], ["good", "bad"]), label_names=["good", "fair", "bad"])
+    assert found.labels == ["good", "fair", "bad"]
+    assert scored_as(found, "train") == train and scored_as(found, "eval") == ["good", "bad"]
+
+
+@BOTH
+def test_label_names_may_rename_the_classes_in_their_order(tmp_path, kind):
+    own = ["1 star", "2 star"]  # as the Hub's yelp_review_full has it
+    found = task(kind, tmp_path, (own, own), (["2 star"], ["2 star"]), label_names=["1 star", "2 stars"])
+    assert scored_as(found, "train") == ["1 star", "2 stars"] and scored_as(found, "eval") == ["2 stars"]
+
+
+@pytest.mark.parametrize("names", [["good", "poor"], ["good", "fair", "poor"], ["x", "y", "z"]])
+def test_label_names_that_could_mean_anything_are_refused(tmp_path, names):
+    found = task("texts", tmp_path, (["bad", "good"], ["bad", "good"]), (["bad"], ["bad", "good"]), label_names=names)
+    assert refused(found) == (
+        f"task.label_names=[{', '.join(names)}] does not fit the train split's own names of the classes: bad, good. Use the same "
+        "names, in any order; or a new name for each, in the data's order; or task.label_names=null for the data's own."
+    )
+
+
+def test_numbers_without_names_are_refused_where_label_names_reorders_the_named_ones(tmp_path):
+    found = task("texts", tmp_path, (["bad", "good"], ["bad", "good"]), ([0, 1],), label_names=["good", "bad"])
+    assert refused(found) == (
+        "The eval split's labels are numbers without names, and task.label_names puts the train split's own names (bad, good) "
+        "into a different order: what the numbers mean is not known. Set task.label_names=null."
+    )
+
+
+def test_grades_that_are_numbers_written_as_texts_are_sorted_as_numbers(tmp_path):
+    grades = [str(grade) for grade in range(1, 11)]
+    found = task("texts", tmp_path, (grades,), (["9"],), ordinal=True)
+    assert found.labels == grades
+    nine, ten = found.labels.index("9"), found.labels.index("10")
+    assert found.metrics([{"label": nine, "prediction": ten}])["mae"] == 1
+
+
+def test_grades_that_are_words_need_label_names(tmp_path):
+    grades = ["good", "bad", "fair"]
+    assert refused(task("texts", tmp_path, (grades,), (grades,), ordinal=True)) == (
+        "task.ordinal=true: the labels are texts (bad, fair, good), whose order is not known. Set task.label_names to all of "
+        "them, the lowest grade first."
+    )
+    found = task("texts", tmp_path, (grades,), (grades,), ordinal=True, label_names=["bad", "fair", "good"])
+    assert scored_as(found, "train") == grades
+
+
+def test_the_order_of_grades_is_said_where_the_data_set_gives_it(tmp_path):
+    names = ["awful", "good", "fair"]
+    found = task("texts", tmp_path, (names, names), (names, names), ordinal=True)
+    assert "task.ordinal=true: the grades are, lowest first, awful, good, fair." in found.remarks(found.datasets(), None)
+
+
+def of_csv(tmp_path: Path, text: str, **fields: Any) -> SequenceClassification:
+    (tmp_path / "rows.csv").write_text(text, encoding="utf-8")
+    files = dict.fromkeys(("train", "eval"), str(tmp_path / "rows.csv"))
+    return SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, dataset="csv", data_files=files, **fields)
+
+
+@pytest.mark.parametrize("word", ["NA", "null", "None", "nan", "N/A"])
+def test_a_csv_may_have_a_class_and_a_text_that_pandas_takes_for_missing(tmp_path, word):
+    found = of_csv(tmp_path, f"text,label\ngood thing,yes\n{word},{word}\n")
+    assert found.labels == sorted(["yes", word])
+    assert scored_as(found, "train") == ["yes", word]
+    assert list(found._rows["train"]["text"]) == ["good thing", word]
+
+
+@pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0"])
+def test_an_empty_label_of_a_csv_names_its_row(tmp_path, labels):
+    rows = "".join(f"text {place},{label}\n" for place, label in enumerate(labels.split(",")))
+    assert refused(of_csv(tmp_path, f"text,label\n{rows}")) == (
+        "Row 2 of the train split has no label in column 'label'. Fill it in, or remove the row."
+    )
+
+
+def test_an_na_among_numbers_is_refused_and_not_made_a_class(tmp_path):
+    assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n")) == (
+        "Row 2 of the train split has the label 'NA', where others have numbers. Correct the row, or name all classes in "
+        "task.label_names."
+    )
+    assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n", label_names=["no", "yes"])) == (
+        "Row 2 of the train split has the label 'NA'; there are 2 labels, 0 to 1 (no, yes). "
+        "Correct the row, or set task.label_names."
+    )
+
+
+def test_an_empty_text_of_a_csv_names_its_row(tmp_path):
+    assert refused(of_csv(tmp_path, "text,label\na,1\n,0\n")) == (
+        "The train split has an empty text in column 'text' at row 1. Remove such rows, or fill them."
+    )
