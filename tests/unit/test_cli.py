@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
-from hftune.launched import num_processes_asked
+from hftune.launched import launch_options
 from hftune.launchers.slurm import time_s
 from hftune.resources import recipe_names
 from tests.support.runs import environment
@@ -443,7 +443,7 @@ def test_job_on_one_to_two_nodes_starts_as_many_processes_as_it_got(capsys, monk
     if nodes == 1:
         assert command == ["python"]
     else:
-        assert num_processes_asked([*command, "-m", "hftune.run"]) == 2  # as the processes themselves find out
+        assert launch_options([*command, "-m", "hftune.run"]).num_processes == 2  # as the processes themselves find out
         assert command[-2:] == ["--rdzv_backend", "hftune"]
 
 

@@ -774,7 +774,7 @@ def test_a_metric_without_a_direction_needs_it_said(write, own_tasks, type_, met
     path = write("mine.yaml", f"task: {{type: own_tasks.{type_}}}\neval: {{metric: {metric}}}")
     assert refusal(f"recipe={path}") == (
         f"eval.metric={metric}: {type_} does not say whether more of it is better. Set eval.greater_is_better to true or false, "
-        f'or give {type_} metric_directions = {{"{metric}": "max"}}, or "min".'
+        f'or give {type_} metric_directions = {{"{metric}": "max"}}, or "min". ({path})'
     )
     for said in (True, False):
         loaded = Recipe.load(path, f"eval.greater_is_better={str(said).lower()}")

@@ -155,7 +155,7 @@ def test_a_process_that_has_ended_and_was_not_collected_is_not_running():
 
 def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_success(watch, store):
     """Anyone who reaches the launcher's port can list the keys of its store, and write there."""
-    one = watch(0)
+    one = watch(0, dead_after_s=60)
     time.sleep(0.1)
     store.set("run/report", json.dumps({"text": "hftune: ended by an outsider", "code": 0}))
     time.sleep(0.2)
