@@ -238,7 +238,7 @@ def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_a
         "recipe and the same key=value words."
     )
     for code, out, err in finish(*jobs):
-        assert code == 1 and out == ""
+        assert code == 1 and len(out.splitlines()) <= 1, out  # the main process has greeted
         assert err.splitlines()[0] == expected
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
