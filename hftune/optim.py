@@ -35,8 +35,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
 
 
 def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
-    """Return in how many steps the learning rate rises; the one after them is the first at its peak."""
-    return math.ceil(config.warmup_ratio * num_steps)
+    """Return in how many steps the learning rate rises; the next one, which there always is, is the first at its peak."""
+    return min(math.ceil(config.warmup_ratio * num_steps), num_steps - 1)  # a run of one step would have rate 0
 
 
 def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) -> float:

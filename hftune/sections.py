@@ -53,7 +53,7 @@ class TrainConfig(Section):
     weight_decay: float = 0.0
     """On weight matrices and embeddings only; biases and norm parameters (fewer than 2 dimensions) never decay."""
     warmup_ratio: float = 0.0
-    """Share of all steps in which the learning rate rises linearly from 0, in [0, 1)."""
+    """Share of all steps in which the learning rate rises linearly from 0, in [0, 1). Never the last step."""
     schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
     """After the warmup: down to min_lr linearly, down to it along half a cosine, constant, or a fall by gamma now and then."""
     min_lr: float = 0.0

@@ -25,6 +25,14 @@ def test_schedule_equals_that_of_transformers(schedule, num_steps, warmup_ratio)
         scheduler.step()
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(("num_steps", "warmup_ratio"), [(1, 0.1), (2, 0.9), (3, 0.99)])
+def test_a_warmup_leaves_the_last_step_its_learning_rate(schedule, num_steps, warmup_ratio):
+    config = TrainConfig(lr=3e-4, schedule=schedule, warmup_ratio=warmup_ratio)
+    rates = [lr_at(step, num_steps, config, steps_per_epoch=num_steps) for step in range(num_steps)]
+    assert rates[-1] == 3e-4 and rates == sorted(rates)
+
+
 def test_cosine_ends_at_min_lr_as_torch_has_it():
     config = TrainConfig(lr=2e-4, min_lr=1e-6, schedule="cosine")
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
