@@ -36,6 +36,7 @@ from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
+from hftune.data.digest import content_digest
 from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -55,6 +56,9 @@ from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
 from hftune.task import Task
 from hftune.tracking import Tracker
+
+DIGEST = "all:"
+"""Begins the digests of data; those of hftune 0.2, which saw little of them, have no such beginning."""
 
 
 @dataclass(kw_only=True)
@@ -303,6 +307,11 @@ def load_checkpoint(
     )
     if progress is None:
         return TrainState(), {}, (0, None)
+    if not all(digest.startswith(DIGEST) for digest in progress["digests"].values()):
+        raise ConfigError(
+            f"{path} is from an older hftune, which noted too little of its data to tell whether these are the same. Finish it "
+            "with that version, or start anew with resume=never."
+        )
     if other := [name for name, digest in progress["digests"].items() if digests.get(name) != digest]:
         raise ConfigError(f"{path} was trained on another {' and another '.join(other)}. resume=never starts anew.")
     try:
@@ -454,13 +463,13 @@ def check_facts(strategy: Strategy, own: Mapping[str, Any]) -> None:
 
 
 def data_digest(task: Task, dataset: Any) -> str:
-    """Hash the number of samples, their lengths, and eight samples spread over them as the model would see them."""
-    digest, count = sha256(str(len(dataset)).encode()), len(dataset)
+    """Hash all that the data set holds, the samples' lengths, and eight samples spread over it as the model would see them."""
+    digest, count = sha256(content_digest(dataset).encode()), len(dataset)
     if (lengths := task.lengths(dataset)) is not None:
         digest.update(lengths.tobytes())
     batch = task.collate([dataset[place] for place in sorted({place * (count - 1) // 7 for place in range(8)})])
     digest.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
-    return digest.hexdigest()
+    return f"{DIGEST}{digest.hexdigest()}"
 
 
 def start_folder(recipe: Recipe) -> None:

@@ -62,6 +62,10 @@ class Pictures:
             mask_HW = draw_mask(*self.sizes[place], np.random.RandomState([MASK_KEY, place]))
         return {"target": None, **picture, "mask": mask_HW}
 
+    def contents(self) -> dict[str, Any]:
+        """Return what there is to hash: see hftune.data.digest. Drawn masks follow from sizes and places."""
+        return {"rows": self.rows}
+
     def said(self, place: int) -> str:
         """Name a sample in a message."""
         return f"Row {row_numbers(self.rows, [place])[0]} of the {self.part} split"

@@ -338,6 +338,23 @@ def test_other_data_is_refused(copy, tmp_path):
     )
 
 
+def test_one_flipped_label_of_a_thousand_is_refused(tmp_path):
+    rows = [{"text": f"one two three {n % 3}", "label": n % 2} for n in range(1000)]
+    file = tmp_path / "rows.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    files = (
+        "task.dataset=json",
+        f"task.data_files.train={file}",
+        f"task.data_files.eval={file}",
+        "task.max_train_samples=null",
+    )
+    train(recipe(tmp_path / "run", *files, "train.max_steps=1"))
+    rows[321]["label"] = 1 - rows[321]["label"]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    said = refused(tmp_path / "run", *files, "train.max_steps=2")
+    assert "was trained on another train data" in said
+
+
 def test_named_checkpoint_goes_on_in_another_folder(stopped, tmp_path, unbroken):
     """An export of its own is written there, though the best model so far stays where it was."""
     path = stopped / "checkpoints" / "step_00000009"
