@@ -48,7 +48,7 @@ from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_ste
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
-from hftune.resume import ANEW, Start, find_start
+from hftune.resume import ANEW, Start, check_finished, find_start
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import Strategy
@@ -114,6 +114,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     start = claim_folder(recipe, held)
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
+    check_finished(start, recipe, total_steps(recipe.train, plan))
     progress.at("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
@@ -303,7 +304,7 @@ def load_checkpoint(
     """
     checkpoint = start.checkpoint
     progress, path, changed = strategy.broadcast(
-        (checkpoint.progress, str(checkpoint.path), start.changed) if checkpoint else (None, "", [])
+        (checkpoint.progress, str(checkpoint.path), [*start.changed]) if checkpoint else (None, "", [])
     )
     if progress is None:
         return TrainState(), {}, (0, None)

@@ -19,6 +19,7 @@ from hftune import ConfigError, DataError, Recipe, cli, train
 from hftune.checkpoint import newest, open_checkpoint
 from hftune.ledger import audit
 from hftune.optim import lr_at
+from hftune.run import main as run_main
 from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -238,6 +239,36 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
         f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To go on, raise train.epochs; to train anew, "
         "set resume=never or another output_dir.\n"
     )
+
+
+def test_finished_run_with_another_rate_is_refused_and_left_as_it_is(copy, capsys):
+    result = train(recipe(copy)).output_dir / "result.json"
+    before = result.read_bytes()
+    expected = (
+        f"{copy} holds a finished run of 14 steps, and this recipe differs from it: train.lr=0.0001 (it was 5e-05), "
+        "train.weight_decay=0.1 (it was 0.0). Nothing would be trained. Set output_dir=... to a new folder; or resume=never, "
+        "which replaces that run."
+    )
+    assert refused(copy, "train.weight_decay=0.1", "train.lr=1e-4", "train.log_every=7") == expected
+    capsys.readouterr()
+    words = [word for word in command(copy, "train.lr=1e-4")[3:] if not word.startswith("output_dir=")]
+    assert run_main([*words, f"output_dir={copy}"]) == 2
+    assert "differs from it: train.lr=0.0001" in capsys.readouterr().err
+    assert result.read_bytes() == before
+
+
+def test_finished_run_asked_again_in_another_way_of_computing_is_still_finished(copy, capsys):
+    first = train(recipe(copy))
+    capsys.readouterr()
+    words = (
+        "train.log_every=3",
+        "checkpoint.keep=7",
+        "train.stall_after_s=99",
+        "eval.batch_size=5",
+        "train.micro_batch_size=2",
+    )
+    assert train(recipe(copy, *words, "track.run_name=again", "train.epochs=5", "train.max_steps=14")) == first
+    assert "Nothing was trained." in capsys.readouterr().out
 
 
 def test_more_epochs_another_rate_and_another_metric_are_applied_and_said(copy, capsys):
