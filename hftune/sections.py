@@ -66,6 +66,10 @@ class TrainConfig(Section):
     """Largest norm of the global gradient; larger ones are scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Precision of forward and backward; weights and optimizer stay float32. fp16 needs a GPU."""
+    batch_norm: Literal["train", "frozen"] = "train"
+    """Modules with running statistics, such as BatchNorm. train: each micro-batch is normalised by itself, and the statistics
+    are averaged over the whole step, on any number of processes. frozen: training uses the statistics and leaves them as they
+    are; weight and bias are still trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
     compile: bool = False

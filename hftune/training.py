@@ -51,6 +51,7 @@ from hftune.progress import Progress
 from hftune.resume import ANEW, Start, check_finished, find_start
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
+from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
@@ -249,7 +250,11 @@ def train_and_save(run: Run) -> TrainResult:
     hide_progress_bars()  # downloads are over; there would be one for each export
     progress.at("the first gradient, a rehearsal")
     recipe = run.recipe
-    strategy.rehearse(augmented(run.datasets["train"], recipe.task, recipe.seed, 0), run.plan.epoch(0)[0][0])
+    how = recipe.train.batch_norm
+    seen = augmented(run.datasets["train"], recipe.task, recipe.seed, 0)
+    kinds = strategy.rehearse(seen, run.plan.epoch(0)[0][0], frozen=how == "frozen")
+    if said := statistics.remark(kinds, how, recipe.train.micro_batch_size):
+        run.console.line(said)
     try:
         fit(run)
         result = finish(run)
