@@ -55,6 +55,7 @@ from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
+from hftune.sum_check import check_sums
 from hftune.task import Task
 from hftune.tracking import Tracker
 
@@ -119,6 +120,8 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     progress.at("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
+    seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
+    remarks = check_sums(recipe.task, model, seen, plan.lengths) if int(os.environ.get("RANK", 0)) == 0 else []
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
     accelerator = start_accelerator(recipe.train, recipe.track.with_, recipe.output_dir)
@@ -127,7 +130,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     strategy = choose_strategy(accelerator, recipe, progress)
     progress.at("comparing recipe and data with the others")
     digests = check_agreement(strategy, recipe, datasets)
-    remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
+    remarks += [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
     remarks += strategy.remarks()
@@ -137,7 +140,6 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
     if recipe.train.micro_batch_size == "auto":
-        seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
         known = found[1] if found[0] == strategy.num_processes else None
         plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, seen))
         remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")

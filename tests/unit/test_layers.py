@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "heartbeat": {"signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "sections", "errors"},
     "optim": {"sections"},
+    "sum_check": {"task", "strategies", "errors"},
     "checkpoint": {"disk"},
     "export": {"task", "disk"},
     "ledger": {"batch_plan", "strategies", "jsonl", "errors"},
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "agreement", "joining", "augmentation"),
+        *("heartbeat", "progress", "agreement", "joining", "augmentation", "sum_check"),
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),
