@@ -110,12 +110,12 @@ def check_items(task: Task, places: list[int], together: Found, alone: list[Foun
     shape = tuple(target.shape)
     if not target.is_floating_point() and target.dtype != torch.bool:
         raise ConfigError(
-            f"{name} has no num_items of its own, so each sample counts as one item, but its target has several labels for each "
-            f"sample: {shape} for 2 samples. Count the labels: def num_items(self, target): return int((target != -100).sum()). "
-            "If an item is meant to be a sample, say so: return len(target)."
+            f"{name} has no num_items of its own, so each sample counts as one item, but its target has several labels per "
+            f"sample: {shape} for 2 samples. Count the labels: def num_items(self, target): return int((target != "
+            "-100).sum()). If an item is meant to be a sample, say so: return len(target)."
         )
     return [
         f"{name} has no num_items of its own: each sample counts as one item, although its target has "
-        f"{target.numel() // len(target):,} numbers per sample. If the loss is a sum over pixels or other numbers, count these in "
-        "num_items."
+        f"{target.numel() // len(target):,} numbers per sample. If the loss is a sum over pixels or other numbers, count these "
+        "in num_items."
     ]

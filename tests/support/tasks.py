@@ -139,7 +139,7 @@ class SlowReviews(SequenceClassification):
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self._calls = getattr(self, "_calls", 0) + 1
-        if self._calls > 12:
+        if self._calls > 12 + 4:  # those of the check before training
             time.sleep(30)
         return super().loss(outputs, target)
 
@@ -394,6 +394,6 @@ class FailingLoss(NextToken):
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + 1
-        if self.calls > 25:
+        if self.calls > 25 + 4:
             raise ValueError("no such token")
         return super().loss(outputs, target)

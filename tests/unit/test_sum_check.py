@@ -1,27 +1,31 @@
 """A task of one's own whose loss is no sum over its items is refused before it trains with a wrong scale."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from hftune import ConfigError
+from hftune import ConfigError, Recipe, train
 from hftune.sum_check import check_sums
 from hftune.task import Task
 from tests.support.tasks import NextToken, Tagging, Trapped
 
 
+@dataclass
 class Pairs(Trapped):
     """Two classes of points."""
 
-    reduction = "sum"
+    reduction: str = "sum"
 
     def loss(self, outputs, target):
         return cross_entropy(outputs, target, reduction=self.reduction)
 
 
+@dataclass
 class MeanOfPairs(Pairs):
-    reduction = "mean"
+    reduction: str = "mean"
 
 
 class MeanOfTokens(NextToken):
@@ -121,3 +125,11 @@ def test_forgotten_num_items_is_refused_for_labels_and_said_for_numbers():
 @pytest.mark.parametrize("task", [Random(), OnlyOnGPUs()])
 def test_what_cannot_be_compared_is_let_through(task):
     assert check(task) == []
+
+
+def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "mean.yaml").write_text(f"task: {{type: {__name__}.MeanOfPairs}}\n")
+    with pytest.raises(ConfigError, match=r"MeanOfPairs\.loss returns a mean"):
+        train(Recipe.load(tmp_path / "mean.yaml", f"output_dir={tmp_path}/out"))
+    assert not (tmp_path / "out" / "result.json").exists()
