@@ -14,7 +14,7 @@ from torch import nn
 
 from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError, DataError
-from hftune.export import restore_export
+from hftune.export import read, readable
 from hftune.task import Task
 
 
@@ -66,12 +66,10 @@ def load_model(directory: str | Path, device: str | torch.device | None = None) 
     if not directory.is_dir():
         raise ConfigError(f"{directory}: there is no such folder. Name the output folder of a run, such as outputs/bigbird.")
     is_run = (directory / "recipe.yaml").is_file()
-    if is_run:
-        restore_export(directory / "model")
     run, folder = (directory, directory / "model") if is_run else (directory.resolve().parent, directory)
     if not (run / "recipe.yaml").is_file():
         raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
-    if not folder.is_dir():
+    if not readable(folder).is_dir():
         raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
     recipe = Recipe.load(run / "recipe.yaml")
     if type(recipe.task).answer is Task.answer:
@@ -85,6 +83,6 @@ def load_model(directory: str | Path, device: str | torch.device | None = None) 
 def load_export(task: Task, folder: Path) -> nn.Module:
     """Load a finished model on the CPU, or raise ConfigError where the folder holds none."""
     try:
-        return task.load(folder)
+        return read(folder, task.load)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error

@@ -32,8 +32,6 @@ from hftune.tracking import Tracker
 
 SAMPLES = "samples"
 """Folder in the output folder: pictures of some samples, after each evaluation."""
-BEST = ".best.json"
-"""File in the output folder: step and score of the model that lies there."""
 
 
 @dataclass
@@ -219,18 +217,12 @@ def evaluate_and_keep(run: Run) -> None:
         def write() -> None:
             write_predictions(output_dir / "predictions.jsonl", evaluation.rows)
             if is_best:
-                export(run.recipe.task, model, output_dir / "model")
-                write_text(output_dir / BEST, json.dumps([state.best_step, state.best]))
+                about = {"step": state.best_step, "metric": config.metric, "value": state.best}
+                export(run.recipe.task, model, output_dir / "model", about)
 
         run.strategy.progress.at(f"the saving after step {state.step}")
         run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
-
-
-def read_best(output_dir: Path) -> tuple[int | None, float | None]:
-    """Return step and score of the model in the output folder, which may be newer than the newest checkpoint."""
-    path = output_dir / BEST
-    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else (None, None)
 
 
 def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:

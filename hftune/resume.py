@@ -94,6 +94,12 @@ def check_finished(start: Start, recipe: Recipe, num_steps: int) -> None:
         )
 
 
+def leads_elsewhere(start: Start) -> bool:
+    """Say whether steps that are taken again may lead to other weights, or to another choice of the best model, than before."""
+    free = (*HARMLESS, *LENGTH, "eval.every")
+    return any(not key.startswith(free) for key in start.changed)
+
+
 def _named(path: Path, folder: Path) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(

@@ -16,7 +16,7 @@ from hftune.checkpoint import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
-from hftune.export import restore_export
+from hftune.export import readable
 from hftune.heartbeat import Heartbeat
 from hftune.inference import load_export
 from hftune.joining import check_hardware, check_launcher, leave_group, start_accelerator
@@ -61,9 +61,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         check_launcher(recipe)
         check_hardware(recipe)
         progress.at("loading data and model")
-        if checkpoint is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            restore_export(model)  # a kill may have left it under another name
-        if checkpoint is None and not model.is_dir():
+        if checkpoint is None and not readable(model).is_dir():
             raise ConfigError(f"{model}: there is no model yet. Its run's first evaluation writes it; or name a --checkpoint.")
         saved = None if checkpoint is None else read_checkpoint(checkpoint)
         # A finished model first: it brings its tokenizer along, which would otherwise be trained again.

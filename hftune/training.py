@@ -40,15 +40,15 @@ from hftune.data.digest import content_digest
 from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.evaluation import evaluate
-from hftune.export import export, restore_export
+from hftune.export import export, read_about, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
 from hftune.ledger import Ledger
-from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_steps
+from hftune.loop import SAMPLES, Run, TrainState, fit, log, total_steps
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
-from hftune.resume import ANEW, Start, check_finished, find_start
+from hftune.resume import ANEW, Start, check_finished, find_start, leads_elsewhere
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies import statistics
@@ -140,9 +140,10 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
     if recipe.train.micro_batch_size == "auto":
-        known = found[1] if found[0] == strategy.num_processes else None
+        known = found["size"] if found == {**memory_facts(recipe, strategy), "size": found.get("size")} else None
         plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, seen))
-        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
+        how = ", found when the run began" if known else " of the longest samples fit on every process"
+        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size}{how}.")
 
     progress.at("opening the output folder")
     run = open_run(recipe, accelerator, strategy, plan, datasets, state, held.enter_context(StopRequest()))
@@ -150,10 +151,13 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, held: E
     if strategy.is_main:
         heartbeat.closers.append(run.tracker.abandon)
         held.callback(run.checkpointer.wait)  # before the folder is given back
-    if state.step and not strategy.on_main(lambda: best_model_is_here(recipe, state)):
+    if state.step and (best := strategy.on_main(lambda: best_of_folder(recipe, state, start))):
+        state.best_step, state.best = best
+    elif state.step:
         state.forget_best()
     strategy.on_main(lambda: open_folder(run, start, run_ids))
-    found = [strategy.num_processes, plan.micro_batch_size]
+    size = plan.micro_batch_size if recipe.train.micro_batch_size == "auto" else None
+    found = {**memory_facts(recipe, strategy), "size": size}
     run.facts = {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
@@ -292,6 +296,17 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
     return size
 
 
+def memory_facts(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
+    """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
+    keys = ("mixed_precision", "gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
+    device = strategy.device.type
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(strategy.device)
+        device = f"{properties.name} with {properties.total_memory} bytes"
+    where = {"processes": strategy.num_processes, "device": strategy.broadcast(device)}
+    return where | {key: getattr(recipe.train, key) for key in keys}
+
+
 def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
     """Return a process's share of the global batch, or fewer where ``train.micro_batch_tokens`` bounds the longest samples."""
     share = -(-plan.batch_size // num_processes)
@@ -300,11 +315,11 @@ def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
 
 def load_checkpoint(
     strategy: Strategy, start: Start, digests: Mapping[str, str]
-) -> tuple[TrainState, dict[str, str], tuple[int, int | None]]:
+) -> tuple[TrainState, dict[str, str], dict[str, Any]]:
     """Take over model, optimizer and state where training goes on. Collective.
 
     Returns:
-        The state, the dashboards' run ids, and the number of processes with the micro-batch size that they had.
+        The state, the dashboards' run ids, and the micro-batch size that was found to fit, with its ``memory_facts``.
 
     Raises:
         ConfigError: the checkpoint is of other data or of another model.
@@ -314,7 +329,7 @@ def load_checkpoint(
         (checkpoint.progress, str(checkpoint.path), [*start.changed]) if checkpoint else (None, "", [])
     )
     if progress is None:
-        return TrainState(), {}, (0, None)
+        return TrainState(), {}, {}
     if not all(digest.startswith(DIGEST) for digest in progress["digests"].values()):
         raise ConfigError(
             f"{path} is from an older hftune, which noted too little of its data to tell whether these are the same. Finish it "
@@ -331,7 +346,7 @@ def load_checkpoint(
     state = TrainState(**progress["state"])
     if {"eval.metric", "eval.greater_is_better"} & {*changed}:
         state.forget_best()
-    return state, progress["run_ids"], tuple(progress["micro_batch_size"])
+    return state, progress["run_ids"], progress["micro_batch_size"]
 
 
 def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
@@ -357,14 +372,22 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     return result
 
 
-def best_model_is_here(recipe: Recipe, state: TrainState) -> bool:
-    """Say whether the output folder holds the best model of the state. Main process only.
+def best_of_folder(recipe: Recipe, state: TrainState, start: Start) -> tuple[int, float] | None:
+    """Return step and score of the best model so far, which the output folder holds; None where it does not. Main process only.
 
-    Not where the checkpoint comes from another folder, or where a better one was written after it and before the kill.
+    It does not where the checkpoint comes from another folder. Where the model was written after the checkpoint and before a
+    kill, it is better than what the checkpoint knows of; unless training goes on in a way that would not have led to it.
     """
     output_dir = Path(recipe.output_dir)
     restore_export(output_dir / "model")
-    return (output_dir / "model").is_dir() and read_best(output_dir) == (state.best_step, state.best)
+    about = read_about(output_dir / "model")
+    if not about or about["metric"] != recipe.eval.metric:
+        return None
+    found = about["step"], about["value"]
+    if found == (state.best_step, state.best):
+        return found
+    is_ours = start.checkpoint.path.resolve().parents[1] == output_dir.resolve() and not leads_elsewhere(start)
+    return found if is_ours and about["step"] > state.step else None
 
 
 def open_folder(run: Run, start: Start, run_ids: Mapping[str, str]) -> None:

@@ -189,12 +189,25 @@ def test_run_that_was_killed_after_its_last_step_is_only_finished(copy, unbroken
         assert (copy / "model" / "model.safetensors").is_file() and run.result["best"]["value"] is not None
 
 
+def better_model(folder):
+    """As a kill leaves it that comes after an evaluation at step 12 wrote model/ and before its checkpoint was whole."""
+    (folder / "model" / "hftune.json").write_text('{"step": 12, "metric": "accuracy", "value": 0.99}')
+    return (folder / "model" / "model.safetensors").stat().st_ino
+
+
+def test_better_model_that_was_written_after_the_checkpoint_stays_the_best_with_its_score(copy):
+    file = better_model(copy)
+    run = Run(train(recipe(copy, "eval.every=1000", "train.max_steps=11")).output_dir)
+    assert run.result["best"] == {"metric": "accuracy", "value": 0.99, "step": 12}
+    assert (copy / "model" / "model.safetensors").stat().st_ino == file
+
+
 def test_better_model_that_was_written_after_the_checkpoint_is_not_taken_for_the_best_of_another_history(copy):
     """Killed between an evaluation that wrote model/ and its checkpoint, then gone on at another learning rate."""
-    (copy / ".best.json").write_text("[12, 0.99]")
+    better_model(copy)
     run = Run(train(recipe(copy, "train.lr=1e-6")).output_dir)
     assert run.result["best"]["step"] >= 10 and run.result["best"]["value"] < 0.99
-    assert json.loads((copy / ".best.json").read_text()) == [run.result["best"]["step"], run.result["best"]["value"]]
+    assert json.loads((copy / "model" / "hftune.json").read_text()) == run.result["best"]
 
 
 def test_evaluation_that_was_logged_after_the_checkpoint_is_not_logged_twice(copy, unbroken):
