@@ -14,6 +14,7 @@ from torch import nn
 
 from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError, DataError
+from hftune.export import read
 from hftune.run_folder import check_answers, open_run
 from hftune.task import Task
 
@@ -74,7 +75,7 @@ def load_model(directory: str | Path, device: str | torch.device | None = None, 
 def load_export(task: Task, folder: Path) -> nn.Module:
     """Load a finished model on the CPU, or raise ConfigError where the folder holds none."""
     try:
-        return task.load(folder)
+        return read(folder, task.load)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error
     except Exception as error:

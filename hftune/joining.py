@@ -243,6 +243,7 @@ def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_d
     """
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with another precision
     set_float32(train)
+    set_deterministic(train)
     expected = int(os.environ.get("WORLD_SIZE", 1))
     # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
     group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
@@ -285,6 +286,17 @@ def set_float32(config: TrainConfig) -> None:
     """Choose how GPUs compute float32, and convolutions at all; what is false is turned off, whatever torch's default is."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
+
+
+def set_deterministic(config: TrainConfig) -> None:
+    """Choose whether GPUs may only use algorithms that give the same bits each time; before CUDA starts.
+
+    Attention needs nothing more: torch's flash and memory-efficient kernels have deterministic backward passes, which this
+    chooses, and cuDNN's is left out (torch 2.13).
+    """
+    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

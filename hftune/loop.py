@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -34,8 +33,6 @@ from hftune.tracking import Tracker
 
 SAMPLES = "samples"
 """Folder in the output folder: pictures of some samples, after each evaluation."""
-BEST = ".best.json"
-"""File in the output folder: step and score of the model that lies there."""
 
 
 @dataclass
@@ -242,8 +239,8 @@ def evaluate_and_keep(run: Run) -> None:
         def write() -> None:
             write_predictions(output_dir / "predictions.jsonl", evaluation.rows)
             if is_best:
-                export(run.recipe.task, model, output_dir / "model")
-                write_text(output_dir / BEST, json.dumps([state.best_step, state.best]))
+                about = {"step": state.best_step, "metric": config.metric, "value": state.best}
+                export(run.recipe.task, model, output_dir / "model", about)
 
         run.strategy.progress.at(f"the saving after step {state.step}")
         run.strategy.on_main(write)
@@ -253,12 +250,6 @@ def evaluate_and_keep(run: Run) -> None:
 def numbers_of(metrics: Mapping[str, Any]) -> list[str]:
     """Return the names of the metrics that are numbers."""
     return [name for name, value in metrics.items() if is_number(value)]
-
-
-def read_best(output_dir: Path) -> tuple[int | None, float | None]:
-    """Return step and score of the model in the output folder, which may be newer than the newest checkpoint."""
-    path = output_dir / BEST
-    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else (None, None)
 
 
 def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.pipeline_planning import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.sections import CheckpointConfig, EvalConfig
 from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
+from hftune.strategies.statistics import buffer_versions, kinds_of, remark, written_buffers
 from hftune.training import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches
 
 
@@ -353,10 +354,14 @@ def add_model(
         plan.disk = disk(
             recipe, plan, *(sum(value.nbytes for value in tensors[name].values()) for name in ("model", "optimizer"))
         )
+        before = buffer_versions(model)
         try:
             count_memory(model, optimizer)
         except NEEDS_VALUES as error:
             plan.remarks.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
+        kinds = kinds_of(written_buffers(model, before))
+        if said := remark(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
+            plan.remarks.append(said)
 
 
 def count_in_process(

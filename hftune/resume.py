@@ -25,6 +25,14 @@ FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
 """Keys (or their beginnings) that a run cannot change: they decide which samples form a step, or what is learned from them."""
 FREE = ("recipe", "output_dir", "resume")
 """Keys that say nothing about the training itself; their changes are not worth a word."""
+HARMLESS = (
+    *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
+    *("train.micro_batch_size", "train.micro_batch_tokens", "train.gradient_checkpointing", "train.compile", "parallel."),
+    *("eval.batch_size", "eval.show_samples", "checkpoint.", "track."),
+)
+"""Keys (or their beginnings) that change how a run is computed or shown, and not what comes out."""
+LENGTH = ("train.epochs", "train.max_steps")
+"""Keys that matter only where they change the number of steps."""
 
 BEGUN = ".begun"
 """File in the output folder: the launchers, with their processes, of the job that its checkpoints belong to."""
@@ -41,8 +49,8 @@ class Start:
     """None: anew."""
     remarks: list[str] = field(default_factory=list)
     """What to tell the user, one sentence each."""
-    changed: list[str] = field(default_factory=list)
-    """Keys of the recipe that differ from the checkpoint's."""
+    changed: dict[str, str] = field(default_factory=dict)
+    """Keys of the recipe that differ from the checkpoint's, each spelled with both values: "train.lr=0.1 (it was 0.2)"."""
     group: Sequence[Member] = ()
     """The processes that begin here, if they have launchers."""
 
@@ -74,7 +82,8 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
     else:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
-    return Start(checkpoint, [*skipped, *changed.values()], list(changed), group)
+    remarks = [*skipped, *(f"Changed: {text}." for text in changed.values())]
+    return Start(checkpoint, remarks, changed, group)
 
 
 def member() -> list[Member]:
@@ -101,6 +110,28 @@ def note_begun(output_dir: Path, group: Sequence[Member]) -> None:
     for own, pid in group:
         begun.setdefault(own, []).append(pid)
     write_text(output_dir / BEGUN, json.dumps(begun))
+
+
+def check_finished(start: Start, recipe: Recipe, num_steps: int) -> None:
+    """Refuse a recipe that asks for another training than the one that is finished here. Main process only.
+
+    Raises:
+        ConfigError: no step is left to take, and keys have changed on which the result depends.
+    """
+    if start.checkpoint is None or start.checkpoint.step != num_steps:
+        return
+    if differing := [text for key, text in start.changed.items() if not key.startswith((*HARMLESS, *LENGTH))]:
+        raise ConfigError(
+            f"{recipe.output_dir} holds a finished run of {num_steps} steps, and this recipe differs from it: "
+            f"{', '.join(differing)}. Nothing would be trained. Set output_dir=... to a new folder; or resume=never, which "
+            "replaces that run."
+        )
+
+
+def leads_elsewhere(start: Start) -> bool:
+    """Say whether steps that are taken again may lead to other weights, or to another choice of the best model, than before."""
+    free = (*HARMLESS, *LENGTH, "eval.every")
+    return any(not key.startswith(free) for key in start.changed)
 
 
 def _named(path: Path, folder: Path) -> Checkpoint:
@@ -143,7 +174,7 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
             f"{checkpoint.path} cannot go on with {', '.join(fixed)}. Set it back; or start anew with resume=never, which "
             "replaces that run, or with another output_dir."
         )
-    return {key: f"Changed: {text}." for key, text in said.items()}
+    return said
 
 
 def _spell(values: Mapping[str, Any], key: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hftune.config import Recipe, type_name
 from hftune.errors import ConfigError
-from hftune.export import restore_export
+from hftune.export import readable
 from hftune.task import Task
 
 
@@ -30,16 +30,14 @@ def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, P
             f"recipe={directory / 'recipe.yaml'} --checkpoint {directory} scores the checkpoint."
         )
     is_run = (directory / "recipe.yaml").is_file()
-    if is_run:
-        restore_export(directory / "model")
     run, folder = (directory, directory / "model") if is_run else (directory.resolve().parent, directory)
     if not (run / "recipe.yaml").is_file():
         raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
-    if not folder.is_dir():
+    if not readable(folder).is_dir():
         raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
     # Its dashboards are of no use here, and may name environment variables that this machine does not have.
     recipe = Recipe.load(run / "recipe.yaml", "replace=[track]", trust_code=trust_code)
-    if not is_run and not any(path.is_file() for path in folder.iterdir()):
+    if not is_run and not any(path.is_file() for path in readable(folder).iterdir()):
         raise ConfigError(f"{directory} is not the folder of a model. Those of this run are {run / 'model'} and model_last.")
     return recipe, folder
 
@@ -52,9 +50,7 @@ def check_answers(task: Task) -> None:
 
 def check_model(model: Path) -> None:
     """Refuse a folder of a finished model that is not there, or raise ConfigError."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        restore_export(model)  # a kill may have left it under another name
-    if not model.is_dir():
+    if not readable(model).is_dir():
         raise ConfigError(f"{model}: there is no model yet. Its run's first evaluation writes it; or name a --checkpoint.")
 
 

@@ -66,6 +66,10 @@ class TrainConfig(Section):
     """Largest norm of the global gradient; larger ones are scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Precision of forward and backward; weights and optimizer stay float32. fp16 needs a GPU."""
+    batch_norm: Literal["train", "frozen"] = "train"
+    """Modules with running statistics, such as BatchNorm. train: each micro-batch is normalised by itself, and the statistics
+    are averaged over the whole step, on any number of processes. frozen: training uses the statistics and leaves them as they
+    are; weight and bias are still trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
     compile: bool = False
@@ -75,6 +79,10 @@ class TrainConfig(Section):
     where torch by itself would have convolutions so."""
     cudnn_benchmark: bool = False
     """On GPUs: have cuDNN try its algorithms for each new shape and keep the fastest. For images of one size."""
+    deterministic: bool = False
+    """On GPUs: use only algorithms that give the same bits each time. They are slower; an operation that has none is an error.
+    CPUs need no such key: resuming on as many processes is bit-equal there. On GPUs it should be with this key, on as many GPUs
+    of the same kind, which nobody has watched yet."""
     num_workers: int = 0
     """Processes that load and collate ahead of training, for each training process."""
     log_every: int = 10
@@ -93,6 +101,11 @@ class TrainConfig(Section):
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
+        if self.deterministic and self.cudnn_benchmark:
+            yield (
+                "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick other algorithms each time. "
+                "Set train.cudnn_benchmark=false."
+            )
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             yield f"train.micro_batch_size={self.micro_batch_size!r} is neither a whole number nor auto nor null."
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size >= 1:

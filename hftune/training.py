@@ -36,26 +36,32 @@ from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
+from hftune.data.digest import content_digest
 from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.evaluation import evaluate
-from hftune.export import export, restore_export
+from hftune.export import export, read_about, restore_export
 from hftune.heartbeat import Heartbeat
 from hftune.joining import check_launcher, check_machine, leave_group, start_accelerator
 from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
-from hftune.loop import SAMPLES, Run, TrainState, fit, log, read_best, total_steps
+from hftune.loop import SAMPLES, Run, TrainState, fit, log, total_steps
 from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
-from hftune.resume import Start, find_start, member, note_begun
+from hftune.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
+from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
+from hftune.sum_check import check_sums
 from hftune.task import Task
 from hftune.tracking import Tracker
+
+DIGEST = "all:"
+"""Begins the digests of data; those of hftune 0.2, which saw little of them, have no such beginning."""
 
 
 @dataclass(kw_only=True)
@@ -119,9 +125,12 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     start = claim_folder(recipe, held)
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
+    check_finished(start, recipe, total_steps(recipe.train, plan))
     progress.at("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
+    seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
+    remarks = check_sums(recipe.task, model, seen, plan.lengths) if int(os.environ.get("RANK", 0)) == 0 else []
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
     with heartbeat.waiting():
@@ -133,7 +142,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     commits = recipe.task.commits()
     digests = check_agreement(strategy, recipe, datasets, commits)
     start = confirm_start(strategy, recipe, start)
-    remarks = [*recipe.task.remarks(datasets, model), *start.remarks]
+    remarks += [*recipe.task.remarks(datasets, model), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
     remarks += strategy.remarks()
@@ -143,10 +152,10 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     if state.step == num_steps and (done := strategy.on_main(lambda: earlier_result(recipe))):
         return done
     if recipe.train.micro_batch_size == "auto":
-        seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
-        known = found[1] if found[0] == strategy.num_processes else None
+        known = found["size"] if found == {**memory_facts(recipe, strategy), "size": found.get("size")} else None
         plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, seen))
-        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size} of the longest samples fit on every process.")
+        how = ", found when the run began" if known else " of the longest samples fit on every process"
+        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size}{how}.")
 
     progress.at("opening the output folder")
     run = open_run(recipe, accelerator, strategy, plan, datasets, state, watched.enter_context(StopRequest()))
@@ -154,11 +163,14 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     if strategy.is_main:
         heartbeat.closers.append(run.tracker.abandon)
         watched.callback(run.checkpointer.wait)  # before the folder is given back
-    if state.step and not strategy.on_main(lambda: best_model_is_here(recipe, state)):
+    if state.step and (best := strategy.on_main(lambda: best_of_folder(recipe, state, start))):
+        state.best_step, state.best = best
+    elif state.step:
         state.forget_best()
     run.facts = {"commits": commits}
     strategy.on_main(lambda: open_folder(run, start, run_ids))
-    found = [strategy.num_processes, plan.micro_batch_size]
+    size = plan.micro_batch_size if recipe.train.micro_batch_size == "auto" else None
+    found = {**memory_facts(recipe, strategy), "size": size}
     run.facts |= {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
     if strategy.is_main:
         print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
@@ -280,7 +292,11 @@ def train_and_save(run: Run) -> TrainResult:
     hide_progress_bars()  # downloads are over; there would be one for each export
     progress.at("the first gradient, a rehearsal")
     recipe = run.recipe
-    strategy.rehearse(augmented(run.datasets["train"], recipe.task, recipe.seed, 0), run.plan.epoch(0)[0][0])
+    how = recipe.train.batch_norm
+    seen = augmented(run.datasets["train"], recipe.task, recipe.seed, 0)
+    kinds = strategy.rehearse(seen, run.plan.epoch(0)[0][0], frozen=how == "frozen")
+    if said := statistics.remark(kinds, how, recipe.train.micro_batch_size):
+        run.console.line(said)
     try:
         fit(run)
         result = finish(run)
@@ -313,6 +329,17 @@ def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> 
     return size
 
 
+def memory_facts(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
+    """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
+    keys = ("mixed_precision", "gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
+    device = strategy.device.type
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(strategy.device)
+        device = f"{properties.name} with {properties.total_memory} bytes"
+    where = {"processes": strategy.num_processes, "device": strategy.broadcast(device)}
+    return where | {key: getattr(recipe.train, key) for key in keys}
+
+
 def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
     """Return a process's share of the global batch, or fewer where ``train.micro_batch_tokens`` bounds the longest samples."""
     share = -(-plan.batch_size // num_processes)
@@ -321,22 +348,27 @@ def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
 
 def load_checkpoint(
     strategy: Strategy, start: Start, digests: Mapping[str, str], commits: Mapping[str, str]
-) -> tuple[TrainState, dict[str, str], tuple[int, int | None]]:
+) -> tuple[TrainState, dict[str, str], dict[str, Any]]:
     """Take over model, optimizer and state where training goes on. Collective.
 
     Returns:
-        The state, the dashboards' run ids, and the number of processes with the micro-batch size that they had.
+        The state, the dashboards' run ids, and the micro-batch size that was found to fit, with its ``memory_facts``.
 
     Raises:
         ConfigError: the checkpoint is of other commits of the Hub, of other data or of another model.
     """
     checkpoint = start.checkpoint
     progress, path, changed = strategy.broadcast(
-        (checkpoint.progress, str(checkpoint.path), start.changed) if checkpoint else (None, "", [])
+        (checkpoint.progress, str(checkpoint.path), [*start.changed]) if checkpoint else (None, "", [])
     )
     if progress is None:
-        return TrainState(), {}, (0, None)
+        return TrainState(), {}, {}
     check_commits(path, progress.get("commits", {}), commits)
+    if not all(digest.startswith(DIGEST) for digest in progress["digests"].values()):
+        raise ConfigError(
+            f"{path} is from an older hftune, which noted too little of its data to tell whether these are the same. Finish it "
+            "with that version, or start anew with resume=never."
+        )
     if other := [name for name, digest in progress["digests"].items() if digests.get(name) != digest]:
         raise ConfigError(f"{path} was trained on another {' and another '.join(other)}. resume=never starts anew.")
     try:
@@ -349,7 +381,7 @@ def load_checkpoint(
     declares = strategy.task.metric_directions is not None  # then only the metric decides what the best one is
     if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
         state.forget_best()
-    return state, progress["run_ids"], tuple(progress["micro_batch_size"])
+    return state, progress["run_ids"], progress["micro_batch_size"]
 
 
 def read_state(path: str, values: Mapping[str, Any]) -> TrainState:
@@ -400,14 +432,22 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     return result
 
 
-def best_model_is_here(recipe: Recipe, state: TrainState) -> bool:
-    """Say whether the output folder holds the best model of the state. Main process only.
+def best_of_folder(recipe: Recipe, state: TrainState, start: Start) -> tuple[int, float] | None:
+    """Return step and score of the best model so far, which the output folder holds; None where it does not. Main process only.
 
-    Not where the checkpoint comes from another folder, or where a better one was written after it and before the kill.
+    It does not where the checkpoint comes from another folder. Where the model was written after the checkpoint and before a
+    kill, it is better than what the checkpoint knows of; unless training goes on in a way that would not have led to it.
     """
     output_dir = Path(recipe.output_dir)
     restore_export(output_dir / "model")
-    return (output_dir / "model").is_dir() and read_best(output_dir) == (state.best_step, state.best)
+    about = read_about(output_dir / "model")
+    if not about or about["metric"] != recipe.eval.metric:
+        return None
+    found = about["step"], about["value"]
+    if found == (state.best_step, state.best):
+        return found
+    is_ours = start.checkpoint.path.resolve().parents[1] == output_dir.resolve() and not leads_elsewhere(start)
+    return found if is_ours and about["step"] > state.step else None
 
 
 def open_folder(run: Run, start: Start, run_ids: Mapping[str, str]) -> None:
@@ -519,13 +559,13 @@ def check_facts(strategy: Strategy, own: Mapping[str, Any]) -> None:
 
 
 def data_digest(task: Task, dataset: Any) -> str:
-    """Hash the number of samples, their lengths, and eight samples spread over them as the model would see them."""
-    digest, count = sha256(str(len(dataset)).encode()), len(dataset)
+    """Hash all that the data set holds, the samples' lengths, and eight samples spread over it as the model would see them."""
+    digest, count = sha256(content_digest(dataset).encode()), len(dataset)
     if (lengths := task.lengths(dataset)) is not None:
         digest.update(lengths.tobytes())
     batch = task.collate([dataset[place] for place in sorted({place * (count - 1) // 7 for place in range(8)})])
     digest.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
-    return digest.hexdigest()
+    return f"{DIGEST}{digest.hexdigest()}"
 
 
 def start_folder(recipe: Recipe) -> None:

@@ -37,6 +37,10 @@ class Blocks(Sequence):
         tokens = self.stream[start : start + self.block_length + 1].astype(np.int64)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
+    def contents(self) -> dict[str, np.ndarray]:
+        """Return what there is to hash: see hftune.data.digest."""
+        return {"stream": self.stream, "kept": self.kept, "block_length": np.array([self.block_length])}
+
     @property
     def lengths(self) -> np.ndarray:
         """Labels in each block, int32."""

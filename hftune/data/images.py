@@ -58,6 +58,10 @@ class Images:
     def __getitem__(self, place: int) -> dict[str, Any]:
         return {"image": self.pixels_NHWC[place], "label": self.labels[place]}
 
+    def contents(self) -> dict[str, Any]:
+        """Return what there is to hash: see hftune.data.digest."""
+        return {"pixels": self.pixels_NHWC, "labels": self.labels}
+
 
 @dataclass
 class Source:

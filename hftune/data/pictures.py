@@ -71,6 +71,10 @@ class Pictures:
                 )
         return {"target": None, **picture}
 
+    def contents(self) -> dict[str, Any]:
+        """Return what there is to hash: see hftune.data.digest. Drawn masks follow from sizes and places."""
+        return {"rows": self.rows}
+
     def said(self, place: int) -> str:
         """Name a sample in a message."""
         return f"Row {row_numbers(self.rows, [place])[0]} of the {self.part} split"

@@ -72,8 +72,15 @@ class Strategy(ABC):
         """Return whether all processes have the memory to train on these samples in one forward pass, beside the optimizer."""
 
     @abstractmethod
-    def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
-        """Before the first step of this process: do once whatever only the first one does, and leave no trace of it."""
+    def rehearse(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
+        """Before the first step of this process: do once whatever only the first one does, and leave no trace of it.
+
+        Finds the buffers that a training forward pass changes, as BatchNorm's running statistics. From here on a step averages
+        what its micro-batches make of them; or, where they are to be ``frozen``, their modules only use them.
+
+        Returns:
+            The classes of the modules that have such buffers, equal on all processes.
+        """
 
     @abstractmethod
     def batches(

@@ -20,6 +20,7 @@ from hftune.errors import TrainingError
 from hftune.progress import Progress
 from hftune.strategies.base import LayerSeeds, StepBatch, StepReport, Strategy, seed_forward
 from hftune.strategies.stages import layers_of
+from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, named_buffers, restored_buffers
 from hftune.task import Task
 
 
@@ -42,33 +43,43 @@ class DataParallel(Strategy):
         self._wrapped, self.optimizer = self._wrap(model, optimizer)
         self.model = self._inner = self.accelerator.unwrap_model(self._wrapped)
         self._checked_gradients = False
+        self._statistics = RunningStatistics([], self._exact)
         self._wrapped.train()
 
     def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         return self.accelerator.prepare(model, optimizer)
 
-    def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
+    def rehearse(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
         """Compute a gradient on all processes and throw it away.
 
         DDP lays out its all-reduce anew after the first one, and sums are added up in an order that follows the layout: a run
         that goes on in a new process would otherwise differ in the last bits from one that never stopped (watched with 4
         processes and Gloo, torch 2.13).
         """
-        if self.num_processes == 1:
-            return
-        self._compute_in_vain(self._wrapped, dataset, micro_batch.samples)
+        if self.num_processes == 1 and not named_buffers(self._inner):
+            return self._keep_statistics([], frozen)
+        changed = self._compute_in_vain(self._wrapped, dataset, micro_batch.samples)
+        places = named_buffers(self._inner)
+        return self._keep_statistics([places[name] for name in self.broadcast(changed)], frozen)
 
-    def _compute_in_vain(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> None:
-        buffers = [(buffer, buffer.clone()) for buffer in self._inner.buffers()]
+    def _keep_statistics(self, places: Sequence[tuple[nn.Module, str]], frozen: bool) -> list[str]:
+        """Average these buffers over each step, or freeze their modules; return the classes of the modules."""
+        if frozen:
+            freeze({module: None for module, _ in places})
+        self._statistics = RunningStatistics([] if frozen else places, self._exact)
+        return kinds_of(places)
+
+    def _compute_in_vain(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> list[str]:
+        """Compute a gradient and forget it; return the names of the buffers that changed meanwhile."""
         (loaded,) = self._loader(dataset, [samples.tolist()], num_workers=0)
         inputs = send_to_device(loaded, self.device)
-        try:
-            self.task.loss(model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
-            self._check_gradients()
-        finally:
-            self.optimizer.zero_grad()
-            for buffer, before in buffers:  # running statistics
-                buffer.copy_(before)
+        with restored_buffers(self._inner) as changed:
+            try:
+                self.task.loss(model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
+                self._check_gradients()
+            finally:
+                self.optimizer.zero_grad()
+        return [*changed]
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         parameters = [parameter for parameter in self._inner.parameters() if parameter.requires_grad]
@@ -170,16 +181,21 @@ class DataParallel(Strategy):
         """Accumulate the gradient of the mean loss over ``items``; return the loss of each micro-batch of this process."""
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale, losses = self.num_processes / items, []
+        self._statistics.begin()
         for place, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
             self.progress.on(micro_batch.samples)
             self._seeds.begin(seed, step, micro_batch.index)
             inputs = send_to_device(loaded, self.device, non_blocking=True)
             is_last = place == len(batch.mine) - 1
-            with nullcontext() if is_last else self._between(), self._naming_memory(inputs, step):
-                loss = self.task.loss(self._wrapped(**self.task.inputs(inputs)), self.task.target(inputs))
+            rest = self._statistics.at_rest(weight == 0)
+            with nullcontext() if is_last else self._between(), self._naming_memory(inputs, step), rest:
+                with self._statistics.micro_batch(weight * len(micro_batch.samples)):
+                    outputs = self._wrapped(**self.task.inputs(inputs))
+                loss = self.task.loss(outputs, self.task.target(inputs))
                 self.accelerator.backward(loss * (scale * weight).to(loss.dtype))
             losses.append(loss.detach() * weight)
             self._check_gradients()
+        self._statistics.finish(self._sum)
         return losses
 
     def _between(self) -> AbstractContextManager:

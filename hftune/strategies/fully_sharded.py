@@ -64,10 +64,6 @@ class FullySharded(DataParallel):
         how = f"one {' or '.join(self._blocks)} at a time" if self._blocks else "all at once"
         return [f"FSDP: process {self.process_index} keeps {own:,} of {all_of_them:,} weights; they are gathered {how}."]
 
-    def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
-        """Compute a gradient and throw it away, to refuse parameters without one: a step has gradients only at its end."""
-        self._compute_in_vain(self._wrapped, dataset, micro_batch.samples)
-
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         raise NotImplementedError("a process that fails here leaves the others waiting; check_launcher refuses auto under FSDP")
 

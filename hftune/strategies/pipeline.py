@@ -35,6 +35,7 @@ from hftune.sections import ParallelConfig
 from hftune.strategies.base import LayerSeeds, StepBatch
 from hftune.strategies.data_parallel import DataParallel, refuse_unused, stand_in, start_equal
 from hftune.strategies.stages import cut, layers_of
+from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, restored_buffers
 from hftune.strategies.whole import filled_copy, hollow_copy
 from hftune.task import Task
 
@@ -59,6 +60,8 @@ class Work:
     """Seed, step, and the micro-batch's index: what its dropout is drawn by."""
     weight: Tensor | None = None
     """Of its summed loss in the step's mean; None in evaluations, which keep the outputs."""
+    num_samples: int = 0
+    """That count; 0 for a stand-in."""
 
     @property
     def shape(self) -> torch.Size:
@@ -84,19 +87,30 @@ class Stage(nn.Module):
         """(rows, length) of the buffers."""
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.statistics: RunningStatistics | None = None
 
     def forward(self, carried: Tensor, place: Tensor) -> Tensor:
         work = self.work[int(place)]
         rows, length = work.shape
         self.seeds.begin(*work.key, layer=self.first_layer)
-        with self.accelerator.autocast():
-            outputs = self.stage(None if self.is_first else carried[:rows, :length], **work.inputs)
+        # Contiguous, as on one process: CUDA's dropout gives other elements the same random numbers where the strides differ.
+        hidden = None if self.is_first else carried[:rows, :length].contiguous()
+        with self._statistics_of(work), self.accelerator.autocast():
+            outputs = self.stage(hidden, **work.inputs)
         if self.is_last:
             return self._finish(int(place), work, convert_to_fp32(outputs))
         hidden = outputs.to(self.dtype)
         missing = [0, 0] * len(self.width) + [0, self.buffer[1] - length, 0, self.buffer[0] - rows]
         padded = nn.functional.pad(hidden, missing) if any(missing) else hidden
         return padded.clone() if padded._is_view() else padded  # zero-bubble schedules detach it in place
+
+    @contextmanager
+    def _statistics_of(self, work: Work) -> Iterator[None]:
+        if self.statistics is None or work.weight is None:
+            yield
+            return
+        with self.statistics.at_rest(work.num_samples == 0), self.statistics.micro_batch(work.num_samples):
+            yield
 
     def _finish(self, place: int, work: Work, outputs: Any) -> Tensor:
         if work.weight is None:
@@ -205,21 +219,27 @@ class Pipeline(DataParallel):
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         raise NotImplementedError("stages differ in what they need; check_parallel refuses auto")
 
-    def rehearse(self, dataset: Any, micro_batch: MicroBatch) -> None:
+    def rehearse(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
         """Compute a gradient and throw it away: processes connect, and parameters without a gradient are refused on all."""
         (batch,) = self.batches(dataset, [[micro_batch] * self._num_replicas], 0, 0)
-        buffers = [(buffer, buffer.clone()) for stage in self._stages.values() for buffer in stage.buffers()]
-        try:
-            self._backward(batch, 0, 0, torch.ones((), device=self.device))
-            unused = [
-                name for name, parameter in self._parameters().items() if parameter.requires_grad and parameter.grad is None
-            ]
-            found = self.broadcast(self.gather_to_main(unused))
-        finally:
-            self.optimizer.zero_grad()
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        stages = nn.ModuleDict({str(index): stage for index, stage in self._stages.items()})
+        with restored_buffers(stages) as changed:
+            try:
+                self._backward(batch, 0, 0, torch.ones((), device=self.device))
+                unused = [
+                    name for name, parameter in self._parameters().items() if parameter.requires_grad and parameter.grad is None
+                ]
+                found = self.broadcast(self.gather_to_main(unused))
+            finally:
+                self.optimizer.zero_grad()
         refuse_unused([*dict.fromkeys(found)])
+        for index, stage in self._stages.items():
+            own = [place for name, place in changed.items() if name.startswith(f"{index}.")]
+            if frozen:
+                freeze({module: None for module, _ in own})
+            elif own:
+                stage.statistics = RunningStatistics(own, self._exact)
+        return sorted({*self.broadcast(self.gather_to_main(kinds_of(changed.values())))})
 
     def _deal(self, step: list[MicroBatch]) -> StepBatch:
         mine = self._share(step)
@@ -236,8 +256,14 @@ class Pipeline(DataParallel):
             self.progress.on(micro_batch.samples)
             on_device = send_to_device(loaded, self.device, non_blocking=True)
             work.append(self._work(on_device, (seed, step, micro_batch.index), weight / items))
+            work[-1].num_samples = weight * len(micro_batch.samples)
+        keeping = [stage.statistics for stage in self._stages.values() if stage.statistics is not None]
+        for statistics in keeping:
+            statistics.begin()
         with self._naming_memory(batch.batches[0], step):
             self._run(work, backward=True)
+        for statistics in keeping:
+            statistics.finish(self._sum_of_replicas)
         self._sum_gradients()
         last = self._last
         zero = torch.zeros((), device=self.device)
@@ -318,6 +344,10 @@ class Pipeline(DataParallel):
         source = self._replica * self._num_places
         torch.distributed.broadcast_object_list(told, src=source, group=self._pipeline, device=self.device)
         return told[0]
+
+    def _sum_of_replicas(self, value: Tensor) -> Tensor:
+        torch.distributed.all_reduce(value, group=self._replicas)
+        return value
 
     def _sum_gradients(self) -> None:
         """Sum gradients over the replicas; then those of shared parameters over the stages that have them."""

@@ -61,6 +61,20 @@ def test_auto_is_agreed_by_all_processes(source, tmp_path):
     assert '"world_size": 2, "micro_batch_size": 2' in ledger[0] and len(ledger) == 4
 
 
+def test_auto_searches_again_where_it_did_not_search_before_or_memory_has_changed(source, tmp_path, capsys):
+    def said(step, *words):
+        capsys.readouterr()
+        run(source, tmp_path / "out", "train.epochs=2", f"train.max_steps={step}", *words)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("train.micro_batch_size=auto")]
+
+    auto = "train.micro_batch_size=auto"
+    searched = ["train.micro_batch_size=auto: 4 of the longest samples fit on every process."]
+    assert said(1, "train.micro_batch_size=1") == []
+    assert said(2, auto) == searched
+    assert said(3, auto) == ["train.micro_batch_size=auto: 4, found when the run began."]
+    assert said(4, auto, "train.batch_norm=frozen") == searched
+
+
 def test_auto_says_so_where_nothing_fits(source, tmp_path):
     with pytest.raises(ConfigError) as caught:
         run(source, tmp_path / "out", "train.micro_batch_size=auto", "task.most=0")

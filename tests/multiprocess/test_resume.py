@@ -20,6 +20,7 @@ from hftune.checkpoint import newest, open_checkpoint
 from hftune.ledger import audit
 from hftune.optim import lr_at
 from hftune.resume import note_begun
+from hftune.run import main as run_main
 from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -189,12 +190,25 @@ def test_run_that_was_killed_after_its_last_step_is_only_finished(copy, unbroken
         assert (copy / "model" / "model.safetensors").is_file() and run.result["best"]["value"] is not None
 
 
+def better_model(folder):
+    """As a kill leaves it that comes after an evaluation at step 12 wrote model/ and before its checkpoint was whole."""
+    (folder / "model" / "hftune.json").write_text('{"step": 12, "metric": "accuracy", "value": 0.99}')
+    return (folder / "model" / "model.safetensors").stat().st_ino
+
+
+def test_better_model_that_was_written_after_the_checkpoint_stays_the_best_with_its_score(copy):
+    file = better_model(copy)
+    run = Run(train(recipe(copy, "eval.every=1000", "train.max_steps=11")).output_dir)
+    assert run.result["best"] == {"metric": "accuracy", "value": 0.99, "step": 12}
+    assert (copy / "model" / "model.safetensors").stat().st_ino == file
+
+
 def test_better_model_that_was_written_after_the_checkpoint_is_not_taken_for_the_best_of_another_history(copy):
     """Killed between an evaluation that wrote model/ and its checkpoint, then gone on at another learning rate."""
-    (copy / ".best.json").write_text("[12, 0.99]")
+    better_model(copy)
     run = Run(train(recipe(copy, "train.lr=1e-6")).output_dir)
     assert run.result["best"]["step"] >= 10 and run.result["best"]["value"] < 0.99
-    assert json.loads((copy / ".best.json").read_text()) == [run.result["best"]["step"], run.result["best"]["value"]]
+    assert json.loads((copy / "model" / "hftune.json").read_text()) == run.result["best"]
 
 
 def test_evaluation_that_was_logged_after_the_checkpoint_is_not_logged_twice(copy, unbroken):
@@ -239,6 +253,36 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
         f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To go on, raise train.epochs; to train anew, "
         "set resume=never or another output_dir.\n"
     )
+
+
+def test_finished_run_with_another_rate_is_refused_and_left_as_it_is(copy, capsys):
+    result = train(recipe(copy)).output_dir / "result.json"
+    before = result.read_bytes()
+    expected = (
+        f"{copy} holds a finished run of 14 steps, and this recipe differs from it: train.lr=0.0001 (it was 5e-05), "
+        "train.weight_decay=0.1 (it was 0.0). Nothing would be trained. Set output_dir=... to a new folder; or resume=never, "
+        "which replaces that run."
+    )
+    assert refused(copy, "train.weight_decay=0.1", "train.lr=1e-4", "train.log_every=7") == expected
+    capsys.readouterr()
+    words = [word for word in command(copy, "train.lr=1e-4")[3:] if not word.startswith("output_dir=")]
+    assert run_main([*words, f"output_dir={copy}"]) == 2
+    assert "differs from it: train.lr=0.0001" in capsys.readouterr().err
+    assert result.read_bytes() == before
+
+
+def test_finished_run_asked_again_in_another_way_of_computing_is_still_finished(copy, capsys):
+    first = train(recipe(copy))
+    capsys.readouterr()
+    words = (
+        "train.log_every=3",
+        "checkpoint.keep=7",
+        "train.stall_after_s=99",
+        "eval.batch_size=5",
+        "train.micro_batch_size=2",
+    )
+    assert train(recipe(copy, *words, "track.run_name=again", "train.epochs=5", "train.max_steps=14")) == first
+    assert "Nothing was trained." in capsys.readouterr().out
 
 
 def test_more_epochs_another_rate_and_another_metric_are_applied_and_said(copy, capsys):
@@ -334,6 +378,23 @@ def test_other_data_is_refused(copy, tmp_path):
     assert refused(tmp_path / "run", *files, "train.epochs=3") == (
         f"{tmp_path}/run/checkpoints/step_00000006 was trained on another train data and another eval data. resume=never starts anew."
     )
+
+
+def test_one_flipped_label_of_a_thousand_is_refused(tmp_path):
+    rows = [{"text": f"one two three {n % 3}", "label": n % 2} for n in range(1000)]
+    file = tmp_path / "rows.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    files = (
+        "task.dataset=json",
+        f"task.data_files.train={file}",
+        f"task.data_files.eval={file}",
+        "task.max_train_samples=null",
+    )
+    train(recipe(tmp_path / "run", *files, "train.max_steps=1"))
+    rows[321]["label"] = 1 - rows[321]["label"]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    said = refused(tmp_path / "run", *files, "train.max_steps=2")
+    assert "was trained on another train data" in said
 
 
 def test_named_checkpoint_goes_on_in_another_folder(stopped, tmp_path, unbroken):

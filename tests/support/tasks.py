@@ -140,7 +140,7 @@ class SlowReviews(SequenceClassification):
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self._calls = getattr(self, "_calls", 0) + 1
-        if self._calls > 12:
+        if self._calls > 12 + 4:  # those of the check before training
             time.sleep(30)
         return super().loss(outputs, target)
 
@@ -246,19 +246,52 @@ class Blend(nn.Module):
         return torch.where(mask > 0, self.share * image.mean((2, 3), keepdim=True), image)
 
 
+class NormBlend(nn.Module):
+    """A small convolutional network for ImageRestoration, with a norm in the middle."""
+
+    def __init__(self, norm="batch", checkpointing=False):
+        super().__init__()
+        # No bias: before BatchNorm its gradient is rounding noise, which Adam would make steps of full length of.
+        self.first, self.last = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.Conv2d(8, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8) if norm == "batch" else nn.GroupNorm(2, 8)
+        self.checkpointing = checkpointing
+
+    def forward(self, image, mask):
+        hidden = self.first(torch.cat([image, mask], 1))
+        if self.checkpointing and self.training:
+            hidden = torch.utils.checkpoint.checkpoint(self.norm, hidden, use_reentrant=False)
+        else:
+            hidden = self.norm(hidden)
+        return self.last(hidden.relu())
+
+
 class Chain(nn.Module):
     """A little language model that cuts itself: each token sees the mean of those before it."""
 
-    def __init__(self, num_layers: int, dropout: float):
+    def __init__(self, num_layers: int, dropout: float, norm: bool = False):
         super().__init__()
         self.embed, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout)) for _ in range(num_layers))
+        last = TokenNorm if norm else nn.Identity
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout), last()) for _ in range(num_layers)
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return ChainStage(self, 0, 1)(None, input_ids)
 
     def stage(self, index: int, count: int) -> nn.Module:
         return ChainStage(self, index, count)
+
+
+class TokenNorm(nn.Module):
+    """BatchNorm over all tokens of a micro-batch, padding included."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, hidden_NTD: Tensor) -> Tensor:
+        return self.norm(hidden_NTD.flatten(0, 1)).view_as(hidden_NTD)
 
 
 class ChainStage(nn.Module):
@@ -283,7 +316,7 @@ class NextToken(Task):
     """Predict the next of 30 tokens, in sequences of unequal lengths."""
 
     model: str = "gpt2"
-    """gpt2 (tied), llama, llama_tied, transformer_lm, or chain, which cuts itself."""
+    """gpt2 (tied), llama, llama_tied, transformer_lm, or chain or norm_chain, which cut themselves."""
     dropout: float = 0.0
     num_layers: int = 4
     float64: bool = False
@@ -315,7 +348,10 @@ class NextToken(Task):
             )
         elif self.model == "transformer_lm":
             config = AutoConfig.for_model("transformer_lm", **sizes, dropout=self.dropout)
-        model = Chain(self.num_layers, self.dropout) if self.model == "chain" else AutoModelForCausalLM.from_config(config)
+        if self.model.endswith("chain"):
+            model = Chain(self.num_layers, self.dropout, norm=self.model == "norm_chain")
+        else:
+            model = AutoModelForCausalLM.from_config(config)
         return model.double() if self.float64 else model
 
     def lengths(self, dataset: Any) -> np.ndarray:
@@ -359,7 +395,7 @@ class FailingLoss(NextToken):
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + 1
-        if self.calls > 25:
+        if self.calls > 25 + 4:
             raise ValueError("no such token")
         return super().loss(outputs, target)
 

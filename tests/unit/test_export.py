@@ -1,6 +1,7 @@
 """An export is whole or not there, whatever kills the writer."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from hftune import ConfigError, Task, TrainingError
 from hftune.disk import write_text
-from hftune.export import export, restore_export
+from hftune.export import export, read, readable, restore_export
 from hftune.inference import load_export
 
 
@@ -107,3 +108,46 @@ def test_model_that_needs_more_than_json_keeps_is_refused_with_what_is_missing(t
         "'pair'. Its model is built without the data here: if build_model needs more than the task's fields, give the task "
         "methods save and load that keep it."
     )
+
+
+def test_step_and_score_are_replaced_together_with_the_model(tmp_path, monkeypatch):
+    model, rename, seen = tmp_path / "model", Path.rename, set()
+
+    def watched(self, other):
+        rename(self, other)
+        found = contents(readable(model))
+        seen.add((found["config.json"], found["hftune.json"]))
+
+    monkeypatch.setattr(Path, "rename", watched)
+    for text in ("first", "second"):
+        export(Saver(text), nn.Identity(), model, {"step": text})
+    assert seen == {("first", '{"step": "first"}\n'), ("second", '{"step": "second"}\n')}
+
+
+def test_reader_between_the_two_renames_changes_nothing_and_finds_the_earlier_model(tmp_path, monkeypatch):
+    model, rename, found = tmp_path / "model", Path.rename, []
+    export(Saver("first"), nn.Identity(), model)
+
+    def interrupted(self, other):
+        rename(self, other)
+        if other.name == ".model.replaced":
+            found.append(read(model, lambda folder: (folder / "config.json").read_text()))
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    export(Saver("second"), nn.Identity(), model)
+    assert found == ["first"] and contents(model)["config.json"] == "second"
+
+
+def test_reader_whose_model_is_replaced_meanwhile_reads_the_new_one(tmp_path):
+    model = tmp_path / "model"
+    export(Saver("first"), nn.Identity(), model)
+
+    def load(folder):
+        if (folder / "config.json").read_text() == "first":
+            export(Saver("second"), nn.Identity(), model)
+            raise FileNotFoundError("a shard that the new model lacks")
+        return (folder / "config.json").read_text()
+
+    assert read(model, load) == "second"
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "none", lambda folder: (folder / "config.json").read_text())

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "heartbeat": {"launched", "rendezvous", "signals", "progress", "errors"},
     "strategies": {"batch_plan", "task", "progress", "sections", "errors"},
     "optim": {"sections"},
+    "sum_check": {"task", "strategies", "errors"},
     "checkpoint": {"disk"},
     "export": {"task", "disk"},
     "ledger": {"batch_plan", "strategies", "jsonl", "errors"},
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "training": {
         *("loop", "evaluation", "strategies", "checkpoint", "export", "ledger", "resume", "optim", "tracking", "console"),
         *("signals", "disk", "batch_plan", "config", "sections", "data", "task", "messages", "errors"),
-        *("heartbeat", "progress", "agreement", "joining", "augmentation", "jsonl"),
+        *("heartbeat", "progress", "agreement", "joining", "augmentation", "jsonl", "sum_check"),
     },
     "doctor": {
         *("training", "joining", "strategies", "agreement", "machines", "network", "heartbeat", "progress", "run", "config"),

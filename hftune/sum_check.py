@@ -1,0 +1,121 @@
+"""Finds out before training whether a task of one's own sums up its losses and counts its items. Knows no process and no step.
+
+Everything rests on ``task.loss`` being a sum over the items that ``task.num_items`` counts. A mean, which is what most code
+computes, would train with a wrong scale, and no number would look wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hftune.errors import ConfigError
+from hftune.strategies.statistics import restored_buffers
+from hftune.task import Task
+
+EXACT = 1e-3
+"""Largest relative difference between the loss of two samples and the sum of theirs, in float32."""
+ROUGH = 0.3
+"""The same where padding comes into it, which some models see; a mean is off by a half."""
+LOW_PRECISION = 0.05
+"""The same for weights in bfloat16 or float16."""
+
+
+class Found(NamedTuple):
+    """What a task says of one batch."""
+
+    loss: float
+    num_items: float
+    shapes: list[tuple[int, ...]]
+    """Of a sample in the batch's tensors."""
+    target: Any
+
+
+def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray | None) -> list[str]:
+    """Compare what the loss of two samples together is with what they have alone, in evaluation mode on the CPU.
+
+    Tasks of hftune are left out. So is a model that cannot be computed like this, or that draws at random in evaluation mode.
+
+    Returns:
+        Remarks for the user.
+
+    Raises:
+        ConfigError: the loss is no sum, or ``num_items`` does not count what it sums over.
+    """
+    if type(task).__module__.startswith("hftune.") or len(dataset) < 2:
+        return []
+    order = np.arange(len(dataset)) if lengths is None else np.argsort(lengths, kind="stable")
+    places = order[len(order) // 4 :][:2].tolist()  # rather short ones, which are soon computed
+    try:
+        samples = [dataset[place] for place in places]
+        batches = [task.collate(some) for some in (samples, samples, samples[:1], samples[1:])]
+        together, again, *alone = compute(task, model, batches)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, ImportError):
+        return []  # such as a kernel that only GPUs have; what is really wrong will be said where it is met in training
+    if together.loss != again.loss or not np.isfinite([together.loss, *(one.loss for one in alone)]).all():
+        return []
+    check_loss(task, model, places, together, alone)
+    return check_items(task, places, together, alone)
+
+
+def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Found]:
+    """Return what the task says of each batch; model and random generators stay as they are."""
+    found, modes = [], {module: module.training for module in model.modules()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        try:
+            for batch in batches:
+                target = task.target(batch)
+                loss = float(task.loss(model(**task.inputs(batch)), target))
+                shapes = [tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)]
+                found.append(Found(loss, float(task.num_items(target)), shapes, target))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+    return found
+
+
+def check_loss(task: Task, model: nn.Module, places: list[int], together: Found, alone: list[Found]) -> None:
+    """Refuse a loss that is no sum over samples, or raise ConfigError."""
+    added = sum(one.loss for one in alone)
+    scale = sum(abs(one.loss) for one in alone)
+    is_padded = any(one.shapes != together.shapes for one in alone)
+    is_low = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
+    if abs(together.loss - added) <= max(ROUGH if is_padded else EXACT, LOW_PRECISION if is_low else 0) * scale + 1e-6:
+        return
+    low, high = sorted(one.loss for one in alone)
+    slack = EXACT * scale
+    what = "a mean" if low - slack <= together.loss <= high + slack else "no sum over the samples"
+    raise ConfigError(
+        f"{type(task).__name__}.loss returns {what}, and it must return a sum: samples {places[0]} and {places[1]} have "
+        f"{alone[0].loss:.6g} and {alone[1].loss:.6g} alone, which add up to {added:.6g}, and {together.loss:.6g} together. "
+        'Write reduction="sum", as in cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
+    )
+
+
+def check_items(task: Task, places: list[int], together: Found, alone: list[Found]) -> list[str]:
+    """Refuse numbers of items that do not add up, or samples counted where labels are meant; or raise ConfigError."""
+    name, counts = type(task).__name__, [one.num_items for one in alone]
+    if together.num_items != sum(counts) and together.shapes == alone[0].shapes == alone[1].shapes:
+        raise ConfigError(
+            f"{name}.num_items must add up over samples: it says {counts[0]:g} and {counts[1]:g} of samples {places[0]} and "
+            f"{places[1]} alone, and {together.num_items:g} of both together. Count what loss sums over."
+        )
+    target = together.target
+    if type(task).num_items is not Task.num_items or not isinstance(target, Tensor) or target.numel() == len(target):
+        return []
+    shape = tuple(target.shape)
+    if not target.is_floating_point() and target.dtype != torch.bool:
+        raise ConfigError(
+            f"{name} has no num_items of its own, so each sample counts as one item, but its target has several labels per "
+            f"sample: {shape} for 2 samples. Count the labels: def num_items(self, target): return int((target != "
+            "-100).sum()). If an item is meant to be a sample, say so: return len(target)."
+        )
+    return [
+        f"{name} has no num_items of its own: each sample counts as one item, although its target has "
+        f"{target.numel() // len(target):,} numbers per sample. If the loss is a sum over pixels or other numbers, count these "
+        "in num_items."
+    ]

@@ -1,0 +1,135 @@
+"""A task of one's own whose loss is no sum over its items is refused before it trains with a wrong scale."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from hftune import ConfigError, Recipe, train
+from hftune.sum_check import check_sums
+from hftune.task import Task
+from tests.support.tasks import NextToken, Tagging, Trapped
+
+
+@dataclass
+class Pairs(Trapped):
+    """Two classes of points."""
+
+    reduction: str = "sum"
+
+    def loss(self, outputs, target):
+        return cross_entropy(outputs, target, reduction=self.reduction)
+
+
+@dataclass
+class MeanOfPairs(Pairs):
+    reduction: str = "mean"
+
+
+class MeanOfTokens(NextToken):
+    def loss(self, outputs, target):
+        return cross_entropy(outputs.logits.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+class ForgottenTokens(NextToken):
+    num_items = Task.num_items
+
+
+class SamplesOnPurpose(NextToken):
+    def num_items(self, target):
+        return len(target)
+
+
+class OneItem(Pairs):
+    def num_items(self, target):
+        return 1
+
+
+class Pixels(Task):
+    """A picture in, a picture out."""
+
+    def datasets(self):
+        return {"train": [{"x": torch.randn(3, 4, 4), "labels": torch.randn(3, 4, 4)} for _ in range(4)]}
+
+    def build_model(self):
+        return nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5), nn.BatchNorm2d(3))
+
+    def inputs(self, batch):
+        return {"input": batch["x"]}
+
+    def loss(self, outputs, target):
+        return mse_loss(outputs, target, reduction="sum")
+
+
+class Random(MeanOfPairs):
+    def loss(self, outputs, target):
+        return super().loss(outputs + torch.randn_like(outputs), target)
+
+
+class OnlyOnGPUs(MeanOfPairs):
+    def loss(self, outputs, target):
+        raise RuntimeError("this kernel has no CPU version")
+
+
+def check(task):
+    torch.manual_seed(0)
+    dataset, model = task.datasets()["train"], task.build_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    said = check_sums(task, model, dataset, task.lengths(dataset))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state) and all(module.training for module in model.modules())
+    return said
+
+
+def refusal(task):
+    with pytest.raises(ConfigError) as caught:
+        check(task)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("task", [Pairs(), Tagging(), NextToken(), NextToken(model="chain"), SamplesOnPurpose()], ids=repr)
+def test_sums_are_let_through_padded_or_not(task):
+    assert check(task) == []
+
+
+def test_a_mean_over_samples_is_refused_with_the_line_to_write():
+    said = refusal(MeanOfPairs())
+    assert said.startswith("MeanOfPairs.loss returns a mean, and it must return a sum: samples 12 and 13 have ")
+    assert said.endswith(
+        'Write reduction="sum", as in cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
+    )
+
+
+def test_a_mean_over_tokens_of_padded_samples_is_refused():
+    assert refusal(MeanOfTokens()).startswith("MeanOfTokens.loss returns a mean, ")
+
+
+def test_items_that_do_not_add_up_are_refused():
+    assert refusal(OneItem()) == (
+        "OneItem.num_items must add up over samples: it says 1 and 1 of samples 12 and 13 alone, and 1 of both together. Count "
+        "what loss sums over."
+    )
+
+
+def test_forgotten_num_items_is_refused_for_labels_and_said_for_numbers():
+    assert "ForgottenTokens has no num_items of its own" in refusal(ForgottenTokens())
+    (said,) = check(Pixels())
+    assert said.startswith(
+        "Pixels has no num_items of its own: each sample counts as one item, although its target has 48 numbers "
+    )
+
+
+@pytest.mark.parametrize("task", [Random(), OnlyOnGPUs()])
+def test_what_cannot_be_compared_is_let_through(task):
+    assert check(task) == []
+
+
+def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "mean.yaml").write_text(f"task: {{type: {__name__}.MeanOfPairs}}\n")
+    with pytest.raises(ConfigError, match=r"MeanOfPairs\.loss returns a mean"):
+        train(Recipe.load(tmp_path / "mean.yaml", f"output_dir={tmp_path}/out"))
+    assert not (tmp_path / "out" / "result.json").exists()
