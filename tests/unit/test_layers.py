@@ -63,7 +63,7 @@ MAY_IMPORT = {
         *("augmentation", "pipeline_planning"),
     },
     "plan_text": {"planning", "pipeline_planning", "console"},
-    "inference": {"run_folder", "config", "task", "errors"},
+    "inference": {"export", "run_folder", "config", "task", "errors"},
     "launchers": {"training", "joining", "config", "resources", "errors"},
     "answers": {"errors"},
     "run_folder": {"export", "config", "task", "errors"},
