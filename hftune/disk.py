@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,8 +34,14 @@ def named_where_it_fails(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file's text in one go."""
+    write_lines(path, [text])
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Do the same with a text that comes piece by piece."""
     fresh = path.with_name(f".{path.name}.writing")
-    fresh.write_text(text, encoding="utf-8")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
     flush(fresh)
     fresh.replace(path)
 

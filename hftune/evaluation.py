@@ -13,7 +13,11 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.errors import DataError, TrainingError
+from hftune.pulse import marked_while_moving
 from hftune.strategies.base import Strategy
+
+ROWS = 1000
+"""Of each process that go to the main one together."""
 
 
 @dataclass
@@ -67,7 +71,7 @@ def evaluate(
     ]
     if strategy.any_process(should_stop()):
         return None
-    gathered = strategy.gather_to_main(scored)
+    gathered = strategy.gather_to_main(scored, at_once=max(1, ROWS // batch_size))
     rows: list[dict[str, Any]] = []
 
     def summarise() -> dict[str, Any]:
@@ -77,7 +81,8 @@ def evaluate(
         if num_items == 0:
             raise DataError("The evaluation data have no items: task.num_items is 0 for all samples.")
         loss = math.fsum(part.loss_sum for part in gathered) / num_items
-        return {"loss": loss, **{name: _plain(value) for name, value in task.metrics(rows).items()}}
+        with marked_while_moving(strategy.progress):  # the others wait, however long it takes
+            return {"loss": loss, **{name: _plain(value) for name, value in task.metrics(rows).items()}}
 
     metrics = strategy.on_main(summarise)
     pictures = {sample: picture for part in gathered or [] for sample, picture in part.pictures.items()}

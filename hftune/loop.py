@@ -17,7 +17,7 @@ from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
 from hftune.console import Console, is_number
-from hftune.disk import named_where_it_fails, write_text
+from hftune.disk import named_where_it_fails, write_lines
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.export import export
@@ -26,6 +26,7 @@ from hftune.ledger import Ledger
 from hftune.messages import spell
 from hftune.optim import lr_at
 from hftune.pictures import grid, write_picture
+from hftune.progress import Progress
 from hftune.sections import TrainConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import StepBatch, Strategy
@@ -237,7 +238,7 @@ def evaluate_and_keep(run: Run) -> None:
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
-            write_predictions(output_dir / "predictions.jsonl", evaluation.rows)
+            write_predictions(output_dir / "predictions.jsonl", evaluation.rows, run.strategy.progress)
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
@@ -252,11 +253,19 @@ def numbers_of(metrics: Mapping[str, Any]) -> list[str]:
     return [name for name, value in metrics.items() if is_number(value)]
 
 
-def write_predictions(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_predictions(path: Path, rows: list[dict[str, Any]], progress: Progress) -> None:
     """Write one JSON object a sample, in dataset order; nothing where the task predicts no rows."""
-    if any(rows):
-        with named_where_it_fails(path):
-            write_text(path, "".join(strict_json({"index": i, **row}, ensure_ascii=False) + "\n" for i, row in enumerate(rows)))
+    if not any(rows):
+        return
+
+    def lines() -> Iterator[str]:
+        for index, row in enumerate(rows):
+            if index % 1000 == 0:
+                progress.tick()
+            yield strict_json({"index": index, **row}, ensure_ascii=False) + "\n"
+
+    with named_where_it_fails(path):
+        write_lines(path, lines())
 
 
 def log(run: Run, values: dict[str, Any]) -> None:

@@ -19,6 +19,10 @@ class Progress:
         """Begin to load or to compute these samples, a micro-batch."""
         self.samples, self.marks = samples, self.marks + 1
 
+    def tick(self) -> None:
+        """Go on with the same."""
+        self.marks += 1
+
     def place(self) -> str:
         """Say it in words: ``step 12, samples 3, 17``."""
         samples = [str(int(sample)) for sample in self.samples]

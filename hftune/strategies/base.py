@@ -140,8 +140,11 @@ class Strategy(ABC):
         """Return the plain, whole model with its current weights on the main process; elsewhere it may have none."""
 
     @abstractmethod
-    def gather_to_main(self, rows: list) -> list | None:
-        """Return all processes' rows, in process order, on the main process; None elsewhere."""
+    def gather_to_main(self, rows: list, at_once: int = 1000) -> list | None:
+        """Return all processes' rows, in process order, on the main process; None elsewhere.
+
+        ``at_once`` rows of each process are sent together, from CPU to CPU.
+        """
 
     @abstractmethod
     def broadcast(self, value: Any) -> Any:

@@ -19,6 +19,7 @@ from hftune.batch_plan import MicroBatch, balance, samples_digest, spell_digest
 from hftune.errors import TrainingError
 from hftune.progress import Progress
 from hftune.strategies.base import LayerSeeds, StepBatch, StepReport, Strategy, seed_forward
+from hftune.strategies.gathering import gather_in_slices, host_group
 from hftune.strategies.stages import layers_of
 from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, named_buffers, restored_buffers
 from hftune.task import Task
@@ -36,6 +37,7 @@ class DataParallel(Strategy):
         self._exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self._micro_losses: list[Tensor] = []
         self._host: dict[str, dict[str, Tensor]] = {}
+        self._host_group: Any = False  # made when it is first needed
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
@@ -338,12 +340,12 @@ class DataParallel(Strategy):
     def unwrap(self) -> nn.Module:
         return self._inner
 
-    def gather_to_main(self, rows: list) -> list | None:
+    def gather_to_main(self, rows: list, at_once: int = 1000) -> list | None:
         if self.num_processes == 1:
             return rows
-        parts: list | None = [None] * self.num_processes if self.is_main else None
-        torch.distributed.gather_object(rows, parts)
-        return [row for part in parts for row in part] if parts is not None else None
+        if self._host_group is False:
+            self._host_group = host_group()
+        return gather_in_slices(rows, self._host_group, at_once, self.progress)
 
     def any_process(self, flag: bool) -> bool:
         return bool(self._sum(torch.tensor(float(flag), device=self.device)))

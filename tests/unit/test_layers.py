@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "sections": {"errors", "messages"},
     "config": {"sections", "task", "resources", "importing", "errors", "messages"},
     "progress": set(),
+    "pulse": {"progress"},
     "network": {"messages", "errors"},
     "machines": {"network", "errors"},
     "rendezvous": {"machines"},
@@ -41,10 +42,10 @@ MAY_IMPORT = {
     "mlflow_run": {"config", "console", "mlflow_model", "errors"},
     "mlflow_model": {"inference", "config", "task"},
     "tracking": {"mlflow_run", "config", "console", "jsonl", "errors"},
-    "evaluation": {"strategies", "batch_plan", "task", "errors"},
+    "evaluation": {"strategies", "batch_plan", "task", "pulse", "errors"},
     "loop": {
         *("strategies", "evaluation", "checkpoint", "export", "ledger", "optim", "tracking", "console", "signals", "disk"),
-        *("batch_plan", "config", "sections", "errors", "augmentation", "pictures", "jsonl", "messages"),
+        *("batch_plan", "config", "sections", "errors", "augmentation", "pictures", "jsonl", "messages", "progress"),
     },
     "joining": {"strategies", "tracking", "launched", "network", "rendezvous", "config", "sections", "messages", "errors"},
     "training": {
