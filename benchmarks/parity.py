@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--fsdp", type=int, nargs="*", default=[2], help="numbers of processes under FSDP (default: 2)")
+    parser.add_argument("--fsdp", type=int, nargs="*", default=[], help="numbers of processes under FSDP (default: none)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--dropout", nargs="+", choices=("off", "on"), default=["off", "on"])
     smoke = {"steps": 3, "processes": [2], "fsdp": [], "micro_batch_sizes": [4], "dropout": ["on"]}
