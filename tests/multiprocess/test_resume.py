@@ -579,11 +579,12 @@ class Forked(Group):
         return max(map(abs, super().wait()))
 
 
-def test_ten_seeded_kills_leave_no_trace(monkeypatch, capsys):
+def test_ten_seeded_kills_leave_no_trace(monkeypatch, capsys, tmp_path):
     """Of one and of two processes, and while a checkpoint is written: five runs, each killed twice."""
     monkeypatch.setattr(kill, "start", Forked)
     monkeypatch.setattr(kill, "processes_of", lambda pid: set(Forked.last.pids))
-    monkeypatch.setattr(sys, "argv", ["kill.py", "5", "--kills", "2", "--seed", "7"])
+    words = ["5", "--kills", "2", "--seed", "7", "--output", str(tmp_path / "kill.json")]
+    monkeypatch.setattr(sys, "argv", ["kill.py", *words])
     code, said = kill.main(), capsys.readouterr().out
     assert code == 0, said
     assert said.count(": bit-equal") == 5
