@@ -51,11 +51,12 @@ def test_demo_accuracy_rises_clearly_above_chance(demo):
     assert accuracies[1] > 0.45
 
 
-def test_demo_says_in_its_first_line_what_runs_and_in_its_last_ones_what_came_out(demo):
+def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_out(demo):
     run, said = demo
     # On a busy machine the second process may have waited for the data, and said so.
     lines = [line for line in said.splitlines() if not line.startswith("Another process prepares the same data")]
-    assert lines[0].split("  ") == [
+    assert lines[0] == f"hftune {__version__}: recipe yelp_demo, 2 processes; loading libraries ..."
+    assert lines[1].split("  ") == [
         f"hftune {__version__}",
         "yelp_demo",
         "2 processes on cpu",
