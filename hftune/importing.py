@@ -70,6 +70,7 @@ def _reason(error: BaseException, module: str) -> str:
         what = str(error)
     else:
         what = f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    # wandb puts a function of its own in the place of sys.exit.
+    own = [frame for frame in frames if "importlib" not in frame.filename and "wandb" not in Path(frame.filename).parts]
     return f"{what} ({own[-1].filename}, line {own[-1].lineno})" if own else what

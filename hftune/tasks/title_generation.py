@@ -54,7 +54,7 @@ class TitleGeneration(Task):
     """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
     train_split: str = "train"
     """Split of the Hub's data set to train on."""
-    eval_split: str = "test"
+    eval_split: str = "validation"
     """Split of the Hub's data set to evaluate on."""
     source_column: str | None = None
     """Column of the texts. null: content, text or article, whichever the data have."""

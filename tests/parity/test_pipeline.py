@@ -155,7 +155,14 @@ def launch(size, *words, module="hftune.run", **variables):
 
 def test_evaluating_through_stages_gives_the_numbers_of_the_run(runs, tmp_path):
     run = runs["transformer_lm 2 1f1b", 2]
-    words = ("evaluate", f"recipe={run.folder / 'recipe.yaml'}", "eval.batch_size=2", "--output", str(tmp_path / "out.json"))
+    words = (
+        "evaluate",
+        f"recipe={run.folder / 'recipe.yaml'}",
+        "eval.batch_size=2",
+        "--trust-code",
+        "--output",
+        str(tmp_path / "out.json"),
+    )
     done = launch(4, *words, module="hftune.cli")
     assert done.returncode == 0, done.stderr
     expected = run.result["best"]

@@ -76,7 +76,7 @@ def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeyp
     assert _changes(Checkpoint(tmp_path, 0, {}, {}), recipe) == {}
     changed = Recipe.load("yelp_demo", "track.run_name=mine", "task.text_column=${oc.env:A_TOKEN}")
     assert _changes(Checkpoint(tmp_path, 0, {}, {}), changed) == {
-        "track.run_name": "Changed: track.run_name=mine (it was ${oc.env:A_TOKEN})."
+        "track.run_name": "track.run_name=mine (it was ${oc.env:A_TOKEN})"
     }
 
 
