@@ -440,7 +440,8 @@ def audit(options: argparse.Namespace) -> int:
     print(f"{options.folder}: {found.steps:,} steps, {found.samples:,} samples, {whole}.")
     for problem in found.problems:
         print(f"  {problem}")
-    print("Not proven." if found.problems else "Every step used the samples of its plan, each exactly once an epoch.")
+    proven = "Every step used the samples of its plan, each exactly once an epoch." if found.steps else "No step was taken yet."
+    print("Not proven." if found.problems else proven)
     return 1 if found.problems else 0
 
 

@@ -98,7 +98,9 @@ class Recipe(RunConfig):
         """
         sources = [word.partition("=")[2] for word in argv if word.startswith("recipe=")]
         if len(sources) != 1:
-            raise ConfigError(f"Name one recipe, such as recipe=yelp_demo; {len(sources)} were given.")
+            bare = next((word for word in argv if "=" not in word), None)
+            hint = f" Did you mean recipe={bare}?" if bare is not None and not sources else ""
+            raise ConfigError(f"Name one recipe, such as recipe=yelp_demo; {len(sources)} were given.{hint}")
         overrides = [word for word in argv if not word.startswith("recipe=")]
         return cls.load(sources[0], *overrides, trust_code=trust_code)
 
@@ -177,6 +179,25 @@ SECTIONS: dict[str, type[Section]] = {
     "parallel": ParallelConfig,
     "track": TrackConfig,
 }
+
+
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "train.lr"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
+    **dict.fromkeys(("train_batch_size", "global_batch_size"), "train.batch_size"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "accumulate_grad_batches"), "train.micro_batch_size"
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "train.clip_norm"),
+    **{"lr_scheduler_type": "train.schedule", "optim": "train.optimizer", "logging_steps": "train.log_every"},
+    **{
+        "eval_steps": "eval.every",
+        "save_steps": "checkpoint.every",
+        "report_to": "track.with",
+        "model_name_or_path": "task.model",
+    },
+}
+"""Other toolkits' names of our keys."""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -520,6 +541,8 @@ class _Schema:
     def _nearest(self, full_key: str) -> str:
         """Suggest the key meant: the same name in another section first, then the most alike, else all there are."""
         name = full_key.rpartition(".")[2]
+        if name in ELSEWHERE:
+            return f" Did you mean {ELSEWHERE[name]!r}?"
         same = [known for known in self.known if known.rpartition(".")[2] == name]
         if "." in full_key:
             same = difflib.get_close_matches(full_key, same, n=1) or same

@@ -27,7 +27,7 @@ def import_named(key: str, name: str, module: str, attribute: str) -> Any:
 
 def is_own(name: str) -> bool:
     """Say whether an import path leads to hftune's own code, which is safe to import."""
-    return name.startswith("hftune.")
+    return name.startswith(("hftune.tasks.", "hftune.models.", "hftune.data.demo"))
 
 
 def find_beside(key: str, name: str, folders: Iterable[Path]) -> None:

@@ -174,7 +174,7 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
             f"{checkpoint.path} cannot go on with {', '.join(fixed)}. Set it back; or start anew with resume=never, which "
             "replaces that run, or with another output_dir."
         )
-    return said
+    return {key: text for key, text in said.items() if key not in pins}
 
 
 def _spell(values: Mapping[str, Any], key: str) -> str:

@@ -53,7 +53,7 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
         samples = [dataset[place] for place in places]
         batches = [task.collate(some) for some in (samples, samples, samples[:1], samples[1:])]
         together, again, *alone = compute(task, model, batches)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, ImportError):
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, ImportError, LookupError, AttributeError):
         return []  # such as a kernel that only GPUs have; what is really wrong will be said where it is met in training
     if together.loss != again.loss or not np.isfinite([together.loss, *(one.loss for one in alone)]).all():
         return []
@@ -99,7 +99,10 @@ def check_loss(task: Task, model: nn.Module, places: list[int], together: Found,
 def check_items(task: Task, places: list[int], together: Found, alone: list[Found]) -> list[str]:
     """Refuse numbers of items that do not add up, or samples counted where labels are meant; or raise ConfigError."""
     name, counts = type(task).__name__, [one.num_items for one in alone]
-    if together.num_items != sum(counts) and together.shapes == alone[0].shapes == alone[1].shapes:
+    if (
+        abs(together.num_items - sum(counts)) > EXACT * max(sum(map(abs, counts)), 1e-9)
+        and together.shapes == alone[0].shapes == alone[1].shapes
+    ):
         raise ConfigError(
             f"{name}.num_items must add up over samples: it says {counts[0]:g} and {counts[1]:g} of samples {places[0]} and "
             f"{places[1]} alone, and {together.num_items:g} of both together. Count what loss sums over."

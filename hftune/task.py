@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -158,7 +159,10 @@ class Task(ABC):
 
         save_model(model, str(directory / "model.safetensors"))
         names = {item.name for item in fields(self)}
-        found = {name: value for name, value in vars(self).items() if name not in names and _survives_json(value)}
+        derived = {
+            name for kind in type(self).__mro__ for name, item in vars(kind).items() if isinstance(item, cached_property)
+        }
+        found = {name: value for name, value in vars(self).items() if name not in names | derived and _survives_json(value)}
         if found:
             (directory / FOUND).write_text(json.dumps(found), encoding="utf-8")
 
@@ -167,7 +171,8 @@ class Task(ABC):
         from safetensors.torch import load_model
 
         if (directory / FOUND).is_file():
-            vars(self).update(json.loads((directory / FOUND).read_text(encoding="utf-8")))
+            found, names = json.loads((directory / FOUND).read_text(encoding="utf-8")), {item.name for item in fields(self)}
+            vars(self).update({name: value for name, value in found.items() if name not in names})
         model = self.build_model()
         load_model(model, str(directory / "model.safetensors"))
         return model

@@ -142,7 +142,8 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     commits = recipe.task.commits()
     digests = check_agreement(strategy, recipe, datasets, commits)
     start = confirm_start(strategy, recipe, start)
-    remarks += [*recipe.task.remarks(datasets, model), *start.remarks]
+    # They read all of the data: the main process alone does.
+    remarks += [*strategy.on_main(lambda: recipe.task.remarks(datasets, model)), *start.remarks]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
     remarks += strategy.remarks()
@@ -424,9 +425,10 @@ def earlier_result(recipe: Recipe) -> TrainResult | None:
     if not (output_dir / "result.json").is_file() or not (output_dir / "model").is_dir():
         return None
     result = TrainResult.read(output_dir)
+    limit = "train.epochs" if recipe.train.max_steps is None else "train.max_steps or train.epochs, whichever ends it"
     print(
         f"{output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
-        "Nothing was trained. To go on, raise train.epochs; to train anew, set resume=never or another output_dir.",
+        f"Nothing was trained. To train on, raise {limit}; to train anew, set resume=never or another output_dir.",
         flush=True,
     )
     return result
@@ -569,14 +571,20 @@ def data_digest(task: Task, dataset: Any) -> str:
 
 
 def start_folder(recipe: Recipe) -> None:
-    """Put the recipe into the output folder and an earlier run's results out; its model stays until there is a new one."""
+    """Take an earlier run out of the output folder; its model, too, which would be taken for the new recipe's."""
     output_dir = Path(recipe.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    for name in ("model", "model_last"):
-        restore_export(output_dir / name)
     if (output_dir / "result.json").exists() or steps(output_dir / "checkpoints"):
         print(f"{output_dir} holds an earlier run; this one replaces it.", flush=True)
-    for name in ("tensorboard", "checkpoints", SAMPLES):  # the first would draw both runs into one plot
+    for name in ("model", "model_last"):
+        restore_export(output_dir / name)  # a kill may have left it under its other name
+    for name in (
+        "model",
+        "model_last",
+        "tensorboard",
+        "checkpoints",
+        SAMPLES,
+    ):  # tensorboard would draw both runs into one plot
         shutil.rmtree(output_dir / name, ignore_errors=True)
     for name in ("result.json", "predictions.jsonl", "metrics.jsonl", "ledger.jsonl"):
         (output_dir / name).unlink(missing_ok=True)

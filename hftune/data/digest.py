@@ -7,7 +7,7 @@ no task and no process.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from hashlib import sha256
@@ -76,11 +76,22 @@ def _add(hasher: _Hasher, name: str, value: Any) -> None:
     else:
         for place in range(SPREAD):
             _add_sample(hasher, name, value[place * (len(value) - 1) // (SPREAD - 1)])
-        for key, part in sorted(getattr(value, "__dict__", {}).items()):
+        for key, part in _attributes(value):
             if isinstance(part, datasets.Dataset):
                 _add_rows(hasher, f"{name}.{key}", part)
             elif _length(part) == len(value) and (array := _as_array(part)) is not None:
                 _add_array(hasher, f"{name}.{key}", array)
+            elif isinstance(part, list | tuple) and len(part) == len(value) and not isinstance(part[0], str | Path):
+                # Texts may be paths, which differ between machines; those of the samples above have to do.
+                for sample in part:
+                    _add_sample(hasher, f"{name}.{key}", sample)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    for key, part in sorted(getattr(value, "__dict__", {}).items()):
+        yield key, part
+        if isinstance(part, list | tuple) and len(part) != len(value):  # such as TensorDataset's tensors
+            yield from ((f"{key}.{place}", item) for place, item in enumerate(part))
 
 
 def _length(value: Any) -> int | None:

@@ -72,7 +72,7 @@ def class_names(labels: Sequence[Any], part: str, row_of: Callable[[int], int], 
     if ordinal:
         raise DataError(
             f"task.ordinal=true: the labels are texts ({', '.join(sorted(texts)[:10])}), whose order is not known. Set "
-            "task.label_names to all of them, the lowest grade first."
+            "task.label_names to all of them, the lowest grade first; or task.ordinal=false if they are no grades."
         )
     return sorted(texts)
 
@@ -131,6 +131,6 @@ def class_numbers(
         raise DataError(
             f"Row {row_of(place)} of the {part} split has the label {labels[place]!r}; "
             f"there are {count} labels, 0 to {count - 1} ({', '.join(names[:10])}). "
-            "Correct the row, or set task.label_names."
+            "Correct the row, or set task.label_names; null takes the data's own."
         )
     return found

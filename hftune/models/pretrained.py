@@ -50,7 +50,7 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
         return _fresh_config(overrides)
     folder = folder_of(model, commit, CONFIG)
     try:
-        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **overrides)
+        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, trust_remote_code=False, **overrides)
     except (OSError, ValueError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     _refuse_unknown(unknown, config)
@@ -128,7 +128,7 @@ def load_tokenizer(model: str, key: str = "task.model", commit: str | None = Non
     """
     folder = folder_of(model, commit, TOKENIZER, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token_id is None:

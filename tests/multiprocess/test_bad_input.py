@@ -197,7 +197,7 @@ def test_a_label_out_of_range_names_its_row(tiny, refused, write_rows, label):
     path = write_rows("range.jsonl", [*GOOD[:3], {"text": "a", "label": label}])
     assert refused(tiny(train=path)) == (
         f"hftune: Row 3 of the train split has the label {label!r}; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names.\n"
+        "Correct the row, or set task.label_names; null takes the data's own.\n"
     )
 
 
@@ -212,7 +212,7 @@ def test_a_label_that_is_no_name_names_its_row(tiny, refused, write_rows):
     path = write_rows("names.jsonl", [{"text": "a", "label": "good"}, {"text": "b", "label": "god"}])
     assert refused(tiny(eval=path)) == (
         "hftune: Row 1 of the eval split has the label 'god'; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names.\n"
+        "Correct the row, or set task.label_names; null takes the data's own.\n"
     )
 
 
@@ -224,7 +224,7 @@ def test_the_row_is_that_of_the_file_where_rows_are_drawn_from_it(tiny, refused,
     assert row >= 50
     assert said == (
         f"hftune: Row {row} of the train split has the label {row}; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names.\n"
+        "Correct the row, or set task.label_names; null takes the data's own.\n"
     )
 
 

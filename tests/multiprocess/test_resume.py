@@ -250,7 +250,7 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
     assert again == first and (copy / "metrics.jsonl").read_bytes() == before
     accuracy = f"{first.best['value']:.4g}"
     assert capsys.readouterr().out == (
-        f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To go on, raise train.epochs; to train anew, "
+        f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To train on, raise train.epochs; to train anew, "
         "set resume=never or another output_dir.\n"
     )
 

@@ -1208,3 +1208,24 @@ def test_help_imports_nothing_heavy():
     packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "hftune" in packages
     assert not packages & {"omegaconf", "numpy", *HEAVY}
+
+
+@pytest.mark.parametrize("name", ["hftune.launchers.quietly:main", "hftune.cli:main", "hftune.databases:x"])
+def test_not_everything_of_hftune_is_data_that_a_recipe_may_call(plain, name):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(plain, f"task.dataset={name}").to_yaml()
+        (path := plain.with_name("foreign.yaml")).write_text(plain.read_text().replace("hftune.data.demo:reviews", name))
+        Recipe.load(path, trust_code=False)
+    assert "--trust-code" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [("train.learning_rate=1", "train.lr"), ("num_train_epochs=3", "train.epochs"), ("optim=adam", "train.optimizer")],
+)
+def test_other_toolkits_names_of_a_key_are_understood(word, known):
+    assert refusal("recipe=yelp_demo", word).endswith(f"is not a key of a recipe. Did you mean '{known}'?")
+
+
+def test_a_recipe_without_its_key_is_understood():
+    assert refusal("yelp_demo") == "Name one recipe, such as recipe=yelp_demo; 0 were given. Did you mean recipe=yelp_demo?"

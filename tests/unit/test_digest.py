@@ -147,3 +147,25 @@ def test_a_gigabyte_takes_about_a_second():
     began = time.monotonic()
     content_digest(dataset)
     assert time.monotonic() - began < 2  # 268 MB
+
+
+class Rows(torch.utils.data.Dataset):
+    """A data set as most people write one."""
+
+    def __init__(self, labels):
+        self.rows = [{"x": n % 5, "label": label} for n, label in enumerate(labels)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, place):
+        return self.rows[place]
+
+
+@pytest.mark.parametrize(
+    "made", [Rows, lambda labels: torch.utils.data.TensorDataset(torch.zeros(5000, 2), torch.tensor(labels))]
+)
+def test_labels_inside_of_a_large_data_set_of_ones_own_change_its_digest(made):
+    labels = [n % 2 for n in range(5000)]
+    assert content_digest(made(labels)) == content_digest(made([*labels]))
+    assert content_digest(made(labels)) != content_digest(made(flipped(labels, 2501)))

@@ -1,6 +1,8 @@
 """An export is whole or not there, whatever kills the writer."""
 
+import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,29 @@ def test_reader_whose_model_is_replaced_meanwhile_reads_the_new_one(tmp_path):
     assert read(model, load) == "second"
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none", lambda folder: (folder / "config.json").read_text())
+
+
+def test_what_lies_beside_a_model_does_not_change_the_fields_of_the_task(tmp_path):
+    """The recipe's fields were checked; the folder may have come from anyone."""
+    task = Counted()
+    task.datasets()
+    export(task, task.build_model(), tmp_path / "model")
+    (tmp_path / "model" / "task.json").write_text('{"width": 9, "num_classes": 3}')
+    fresh = Counted()
+    load_export(fresh, tmp_path / "model")
+    assert (fresh.width, fresh.num_classes) == (4, 3)
+
+
+@dataclass
+class Cached(Counted):
+    @cached_property
+    def rows(self):
+        return [1, 2, 3]
+
+
+def test_default_save_leaves_out_what_is_computed_from_the_data(tmp_path):
+    task = Cached()
+    task.datasets()
+    assert task.rows
+    export(task, task.build_model(), tmp_path / "model")
+    assert "rows" not in json.loads((tmp_path / "model" / "task.json").read_text())

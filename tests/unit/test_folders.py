@@ -7,10 +7,12 @@ from pathlib import Path
 import datasets
 import pytest
 
+from hftune.config import Recipe
 from hftune.data.cache import cache_dir
 from hftune.disk import only_writer
 from hftune.errors import ConfigError
 from hftune.joining import check_writable
+from hftune.training import start_folder
 
 
 def refused(call, *arguments):
@@ -58,3 +60,11 @@ def test_cache_that_cannot_be_made_names_what_to_set(tmp_path, monkeypatch):
         f"{tmp_path}/home/datasets/hftune, which is to hold prepared data, cannot be used: Not a directory. Set HF_HOME (for "
         "models and data sets) or HF_DATASETS_CACHE (for data sets alone) to a folder that you can write to."
     )
+
+
+def test_a_run_that_begins_anew_leaves_no_model_of_the_earlier_one(tmp_path):
+    for name in ("model", ".model_last.replaced", "checkpoints/step_00000004"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    start_folder(Recipe.load("yelp_demo", f"output_dir={tmp_path}"))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

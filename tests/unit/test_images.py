@@ -323,7 +323,7 @@ def test_label_out_of_range_names_its_row(tmp_path):
     write_idx(tmp_path, labels=labels)
     assert refused(of_idx(tmp_path)) == (
         "Row 7 of the train split has the label 11; there are 10 labels, 0 to 9 (0, 1, 2, 3, 4, 5, 6, 7, 8, 9). "
-        "Correct the row, or set task.label_names."
+        "Correct the row, or set task.label_names; null takes the data's own."
     )
 
 

@@ -72,7 +72,7 @@ def test_a_class_that_the_train_part_lacks_is_refused_by_name(tmp_path, kind):
     found = task(kind, tmp_path, (["bad", "good"], ["bad", "good"]), (["good", "awful"], ["awful", "good"]))
     assert refused(found) == (
         "Row 1 of the eval split has the label 'awful'; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names."
+        "Correct the row, or set task.label_names; null takes the data's own."
     )
 
 
@@ -120,7 +120,7 @@ def test_grades_that_are_words_need_label_names(tmp_path):
     grades = ["good", "bad", "fair"]
     assert refused(task("texts", tmp_path, (grades,), (grades,), ordinal=True)) == (
         "task.ordinal=true: the labels are texts (bad, fair, good), whose order is not known. Set task.label_names to all of "
-        "them, the lowest grade first."
+        "them, the lowest grade first; or task.ordinal=false if they are no grades."
     )
     found = task("texts", tmp_path, (grades,), (grades,), ordinal=True, label_names=["bad", "fair", "good"])
     assert scored_as(found, "train") == grades
@@ -161,7 +161,7 @@ def test_an_na_among_numbers_is_refused_and_not_made_a_class(tmp_path):
     )
     assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n", label_names=["no", "yes"])) == (
         "Row 2 of the train split has the label 'NA'; there are 2 labels, 0 to 1 (no, yes). "
-        "Correct the row, or set task.label_names."
+        "Correct the row, or set task.label_names; null takes the data's own."
     )
 
 

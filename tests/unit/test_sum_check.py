@@ -133,3 +133,29 @@ def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"MeanOfPairs\.loss returns a mean"):
         train(Recipe.load(tmp_path / "mean.yaml", f"output_dir={tmp_path}/out"))
     assert not (tmp_path / "out" / "result.json").exists()
+
+
+class WeightedPairs(Pairs):
+    """As CrossEntropyLoss(weight=...) has it: an item is a sample's weight."""
+
+    def num_items(self, target):
+        return float(torch.tensor([0.623362, 0.731654])[target].sum())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_items_that_add_up_but_for_rounding_are_right(seed):
+    torch.manual_seed(seed)
+    samples = [{"input": torch.randn(4), "labels": seed % 2}, {"input": torch.randn(4), "labels": 1}]
+    check_sums(WeightedPairs(), nn.Linear(4, 2), samples, None)
+
+
+def test_a_model_that_a_single_sample_breaks_is_left_to_training():
+    class Squeezed(nn.Module):
+        def forward(self, input):
+            return nn.functional.log_softmax(input.squeeze(), dim=1)
+
+    task = Pairs()
+    assert (
+        check_sums(task, Squeezed(), [{"input": torch.randn(4), "labels": 0}, {"input": torch.randn(4), "labels": 1}], None)
+        == []
+    )
