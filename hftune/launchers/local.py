@@ -48,7 +48,8 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
         torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
         command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
         last_word = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
-        code, is_stopped = run_and_show(command, {**environment(), **last_word})
+        threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
+        code, is_stopped = run_and_show(command, {**threads, **environment(), **last_word})
         if code != 0:
             raise failure(Path(folder), code, is_stopped)
     return TrainResult.read(Path(recipe.output_dir))
