@@ -89,11 +89,13 @@ def test_a_missing_rendezvous_backend_is_a_fault(monkeypatch):
 
 def test_an_examination_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     def hub():
-        raise PermissionError(13, "Permission denied", "/nowhere/.cache")
+        raise PermissionError(13, "Permission denied", "/nobody/.cache")
 
     monkeypatch.setattr(doctor, "_hub", hub)
     failed, _ = found("Hub", "W&B")
-    assert failed == Finding("Hub", "cannot be examined: PermissionError: [Errno 13] Permission denied: '/nowhere/.cache'", FAULT)
+    assert failed == Finding(
+        "Hub", "cannot be examined: PermissionError: [Errno 13] Permission denied: '/nobody/.cache'", FAULT
+    )
 
 
 def test_a_home_that_nobody_can_write_to_is_a_fault_of_the_cache(monkeypatch):
