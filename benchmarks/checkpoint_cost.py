@@ -76,12 +76,12 @@ def cost(folder: Path, options: argparse.Namespace) -> tuple[dict, dict[str, str
     parameters = f"{sum(map(_size, tensors.values())) / 1e6:.1f} M parameters"
     title = f"{parameters}, {options.steps} steps, a checkpoint every {options.every}"
     rows = [
-        ("seconds of training between two checkpoints", f"{between:.1f}"),
-        ("seconds on the training thread, each", f"{median(blocked):.3f}"),
-        ("share (goal: at most 2 %)", f"{100 * median(blocked) / between:.2f} %"),
+        ("seconds of training between two checkpoints", f"{between:.3g}"),
+        ("seconds on the training thread, each", f"{median(blocked):.3g}"),
+        ("share (goal: at most 2 %)", f"{100 * median(blocked) / between:.3g} %"),
     ]
     what = f"a checkpoint of {parameters} with AdamW: time that training waits for it"
-    return print_table(title, ("", "figure"), rows), {what: f"{median(blocked):.3f} s"}
+    return print_table(title, ("", "figure"), rows), {what: f"{median(blocked):.3g} s"}
 
 
 def _size(tensor: Any) -> int:
