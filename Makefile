@@ -43,7 +43,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m hftune.reference > docs/recipes.md
+	$(BIN)/python -m hftune.config.reference > docs/recipes.md
 
 clean:
 	rm -rf $(VENV) outputs .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hftune.config import EvalConfig, Recipe, TrainConfig
+from hftune.config.recipe import EvalConfig, Recipe, TrainConfig
 from hftune.data.demo import reviews
 from hftune.tasks import SequenceClassification
 

@@ -31,7 +31,7 @@ _HOME = {
     "ConfigError": "hftune.errors",
     "DataError": "hftune.errors",
     "Interrupted": "hftune.errors",
-    "Recipe": "hftune.config",
+    "Recipe": "hftune.config.recipe",
     "Task": "hftune.task",
     "TrainResult": "hftune.training",
     "TrainedModel": "hftune.inference",

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hftune.config import Recipe, flat
+from hftune.config.recipe import Recipe, flat
 from hftune.errors import ConfigError
 from hftune.messages import spell
 from hftune.task import Task

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hftune import __version__
+from hftune.config.shipped_files import recipe_names
 from hftune.console import print_any_character
 from hftune.errors import ConfigError, DataError
 from hftune.jsonl import strict_json
 from hftune.messages import did_you_mean
-from hftune.resources import recipe_names
 
 CLOSED = 141
 """Exit code where nobody reads the output any more, as in ``hftune configs | head -1``: 128 + SIGPIPE, as other programs."""
@@ -209,8 +209,8 @@ def train(options: argparse.Namespace) -> int:
 
 def recipes(options: argparse.Namespace) -> int:
     """``hftune recipes``: each recipe with the first line of its file."""
+    from hftune.config.shipped_files import recipe_path
     from hftune.console import table
-    from hftune.resources import recipe_path
 
     lines = {name: recipe_path(name).read_text(encoding="utf-8").partition("\n")[0] for name in recipe_names()}
     print(table({name: line.removeprefix("# ") for name, line in lines.items()}))
@@ -399,8 +399,8 @@ def read_text(path: str) -> str:
 
 def configs(options: argparse.Namespace) -> int:
     """``hftune configs``: list the shipped launch configurations, print one, or copy one."""
+    from hftune.config.shipped_files import config_names, config_path, copy_config
     from hftune.console import table
-    from hftune.resources import config_names, config_path, copy_config
 
     if options.name is None:
         if options.copy is not None:

@@ -31,6 +31,7 @@ from packaging.requirements import Requirement
 from hftune import __version__
 from hftune.agreement import facts
 from hftune.config import Recipe
+from hftune.config.sections import TrainConfig
 from hftune.console import hide_progress_bars, print_any_character
 from hftune.errors import ConfigError
 from hftune.heartbeat import Heartbeat
@@ -40,7 +41,6 @@ from hftune.machines import PORT, owner_of
 from hftune.network import outward_interfaces, own_addresses, resolve
 from hftune.progress import Progress
 from hftune.run import fail, leave
-from hftune.sections import TrainConfig
 from hftune.strategies.data_parallel import DataParallel
 from hftune.training import check_facts, data_digest, load_datasets
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hftune.config import Recipe, type_name
+from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError, DataError
 from hftune.export import read
 from hftune.run_folder import check_answers, open_run

@@ -25,12 +25,12 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, T
 from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config import Recipe
+from hftune.config.sections import TrainConfig
 from hftune.errors import ConfigError
 from hftune.launched import check_num_processes
 from hftune.messages import spell
 from hftune.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.rendezvous import init_method
-from hftune.sections import TrainConfig
 from hftune.tracking import check_trackers
 
 

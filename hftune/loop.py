@@ -16,6 +16,7 @@ from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoint import Checkpointer
 from hftune.config import Recipe
+from hftune.config.sections import TrainConfig
 from hftune.console import Console, is_number
 from hftune.disk import named_where_it_fails, write_lines
 from hftune.errors import Interrupted, TrainingError
@@ -27,7 +28,6 @@ from hftune.messages import spell
 from hftune.optim import lr_at
 from hftune.pictures import grid, write_picture
 from hftune.progress import Progress
-from hftune.sections import TrainConfig
 from hftune.signals import StopRequest
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking import Tracker

@@ -19,9 +19,9 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
+from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
 from hftune.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
-from hftune.sections import ParallelConfig
 from hftune.strategies.base import LayerSeeds
 from hftune.strategies.data_parallel import stand_in
 from hftune.strategies.pipeline import Stage, Work

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hftune.checkpoint import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
-from hftune.config import Recipe, flat
+from hftune.config.recipe import Recipe, flat
 from hftune.disk import write_text
 from hftune.errors import ConfigError
 from hftune.launched import launcher

@@ -14,12 +14,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hftune import __version__
+from hftune.config.shipped_files import recipe_names
 from hftune.console import print_any_character
 from hftune.errors import TrainingError
 from hftune.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
 from hftune.launched import check_environment, number
 from hftune.progress import Progress
-from hftune.resources import recipe_names
 
 if TYPE_CHECKING:
     from hftune.config import Recipe
@@ -81,7 +81,7 @@ def help_text(sections: list[str]) -> str:
     """Return the help, or the keys of the sections named after ``--help``."""
     if not sections:
         return HELP
-    from hftune.reference import section_text
+    from hftune.config.reference import section_text
 
     return "\n\n".join(
         section_text(name) or f"{name} is not a section: task, train, eval, checkpoint, parallel, track." for name in sections

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-from hftune.config import Recipe, flat
+from hftune.config.recipe import Recipe, flat
 from hftune.console import is_number
 from hftune.errors import ConfigError
 from hftune.jsonl import LineFile, finite, read_lines

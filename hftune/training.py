@@ -34,6 +34,7 @@ from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoint import Checkpointer, path_of, steps
 from hftune.config import Recipe
+from hftune.config.sections import ParallelConfig
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.data.digest import content_digest
@@ -50,7 +51,6 @@ from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
-from hftune.sections import ParallelConfig
 from hftune.signals import StopRequest
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy

@@ -13,10 +13,10 @@ from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import is_offline_mode
 from huggingface_hub.utils import httpx
 
+from hftune.config.importing import import_named
 from hftune.data.files import FILE_FORMATS, file_format
 from hftune.errors import DataError
 from hftune.hub import failure, fetch
-from hftune.importing import import_named
 from hftune.messages import did_you_mean
 
 if TYPE_CHECKING:

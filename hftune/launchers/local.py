@@ -19,7 +19,7 @@ from types import FrameType
 import psutil
 import torch
 
-from hftune.config import Recipe, type_name
+from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.joining import on_cpu
 from hftune.training import TrainResult

@@ -12,8 +12,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from hftune.config import Recipe
+from hftune.config.shipped_files import config_path
 from hftune.errors import ConfigError
-from hftune.resources import config_path
 
 MARGIN_S = 20
 """Of the grace period, for the launchers to exit and the job to be requeued."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from hftune.config.importing import import_named
 from hftune.errors import ConfigError
-from hftune.importing import import_named
 
 
 def build_network(path: str, arguments: Mapping[str, Any]) -> nn.Module:

@@ -29,9 +29,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from hftune.batch_plan import MicroBatch
+from hftune.config.sections import ParallelConfig
 from hftune.errors import TrainingError
 from hftune.progress import Progress
-from hftune.sections import ParallelConfig
 from hftune.strategies.base import LayerSeeds, StepBatch
 from hftune.strategies.data_parallel import DataParallel, refuse_unused, stand_in, start_equal
 from hftune.strategies.stages import cut, layers_of

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from hftune.sections import ParallelConfig
+from hftune.config.sections import ParallelConfig
 
 
 class Pass(StrEnum):

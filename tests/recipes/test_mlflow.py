@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from hftune import ConfigError, Recipe, TrainingError, load_model, tracking, train
-from hftune.config import flat
+from hftune.config.recipe import flat
 from hftune.mlflow_run import _without_password
 from tests.support.runs import DATA, TINY, Run, train_on
 from tests.support.tasks import Signs, Trapped

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hftune
-from hftune import ConfigError, Recipe, cli, reference, spark
-from hftune.resources import config_names
+from hftune import ConfigError, Recipe, cli, spark
+from hftune.config import reference
+from hftune.config.shipped_files import config_names
 from tests.support.commands import commands, hftune_words, launch_config, prepare
 from tests.support.runs import Run, environment
 

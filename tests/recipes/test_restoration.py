@@ -12,11 +12,11 @@ from PIL import Image
 
 from hftune import Recipe, load_model, train
 from hftune.cli import main
+from hftune.config.sections import TrainConfig
 from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures
 from hftune.errors import ConfigError, DataError, TrainingError
 from hftune.joining import set_float32
-from hftune.sections import TrainConfig
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]

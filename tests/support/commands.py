@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STARTS = ("hftune", "python", "accelerate", "torchrun", "make", "pip", "sbatch")
-MODULES = ("hftune.run", "hftune.cli", "hftune.doctor", "hftune.spark", "hftune.reference")
+MODULES = ("hftune.run", "hftune.cli", "hftune.doctor", "hftune.spark", "hftune.config.reference")
 SYNOPSIS = re.compile(r"\[--|\[section|\[recipe|\b(?!RUN_ID)[A-Z]=|<")
 """What describes a command instead of giving one."""
 

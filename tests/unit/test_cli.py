@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
+from hftune.config.shipped_files import recipe_names
 from hftune.launched import launch_options
 from hftune.launchers.slurm import time_s
-from hftune.resources import recipe_names
 from tests.support.runs import environment
 
 CONFIGS = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))

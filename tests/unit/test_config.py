@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from hftune import run
-from hftune.config import EvalConfig, Recipe, TrackConfig, TrainConfig
+from hftune.config.importing import import_named
+from hftune.config.recipe import EvalConfig, Recipe, TrackConfig, TrainConfig
+from hftune.config.shipped_files import recipe_names
 from hftune.errors import ConfigError
-from hftune.importing import import_named
-from hftune.resources import recipe_names
 
 PLAIN = """
 task:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import ConfigError, Recipe, train
+from hftune.config.sections import TrainConfig
 from hftune.joining import set_deterministic
-from hftune.sections import TrainConfig
 from tests.support.runs import SMALL
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from hftune.config import TrainConfig
+from hftune.config.recipe import TrainConfig
 from hftune.optim import build_optimizer, lr_at, parameter_groups
 
 

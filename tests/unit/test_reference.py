@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hftune import reference
-from hftune.config import SECTIONS
+from hftune.config import reference
+from hftune.config.recipe import SECTIONS
 from hftune.run import main
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from hftune.sections import ParallelConfig
+from hftune.config.sections import ParallelConfig
 from hftune.strategies.schedules import Action, Pass, idle_share, order_of
 
 

@@ -1,6 +1,6 @@
 """The reference of all recipe keys, taken from the dataclasses and the docstring below each field. Imports nothing heavy.
 
-``python -m hftune.reference`` prints it; ``make docs`` writes it to docs/recipes.md; ``--help train`` shows one section.
+``python -m hftune.config.reference`` prints it; ``make docs`` writes it to docs/recipes.md; ``--help train`` shows one section.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import textwrap
 from itertools import pairwise
 
 from hftune import tasks
+from hftune.config.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, TrackConfig, TrainConfig, key_of
 from hftune.messages import spell
-from hftune.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, TrackConfig, TrainConfig, key_of
 
 SECTIONS = {
     "": RunConfig,

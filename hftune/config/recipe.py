@@ -20,11 +20,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from hftune.errors import ConfigError
-from hftune.importing import find_beside, import_named, is_own
-from hftune.messages import did_you_mean, holds, spell, type_problem
-from hftune.resources import recipe_path, resource_dir
-from hftune.sections import (
+from hftune.config.importing import find_beside, import_named, is_own
+from hftune.config.sections import (
     SCHEDULE_KEYS,
     CheckpointConfig,
     EvalConfig,
@@ -35,6 +32,9 @@ from hftune.sections import (
     TrainConfig,
     key_of,
 )
+from hftune.config.shipped_files import recipe_path, resource_dir
+from hftune.errors import ConfigError
+from hftune.messages import did_you_mean, holds, spell, type_problem
 from hftune.task import Direction, Task
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hftune
 from hftune.errors import ConfigError
 from hftune.messages import did_you_mean
+
+PACKAGE = Path(hftune.__file__).resolve().parent
+"""The folder of hftune's own code."""
 
 
 def resource_dir(kind: str) -> Path:
     """Return the folder ``recipes`` or ``accelerate_configs``: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    return package / kind if (package / kind).is_dir() else package.parent / kind
+    return PACKAGE / kind if (PACKAGE / kind).is_dir() else PACKAGE.parent / kind
 
 
 def recipe_names() -> list[str]:
