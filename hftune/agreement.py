@@ -22,8 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hftune.config.recipe import Recipe, flat
-from hftune.errors import ConfigError
-from hftune.messages import spell
+from hftune.errors import ConfigError, spell
 from hftune.task import Task
 
 PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers")

@@ -17,9 +17,8 @@ from typing import Any
 from hftune import __version__
 from hftune.config.shipped_files import recipe_names
 from hftune.console import print_any_character
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.jsonl import strict_json
-from hftune.messages import did_you_mean
 
 CLOSED = 141
 """Exit code where nobody reads the output any more, as in ``hftune configs | head -1``: 128 + SIGPIPE, as other programs."""

@@ -1,8 +1,11 @@
-"""The ways a run can be refused or stopped; each message is meant to be read by a person, alone."""
+"""The ways a run can be refused or stopped, and how their messages spell values, types and the nearest valid name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 class ConfigError(ValueError):
@@ -34,3 +37,52 @@ class Interrupted(RuntimeError):
 
 class ElsewhereError(TrainingError):
     """Another process failed, which reports it; this one has to stop with it. The message is that report."""
+
+
+_KINDS = {
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list such as [a,b]",
+    dict: "a section of keys",
+    types.NoneType: "null",
+}
+
+
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the choice most like ``value``, or nothing where none is alike."""
+    if not isinstance(value, str):
+        return ""
+    near = difflib.get_close_matches(value.lower(), list(choices), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def spell(value: Any) -> str:
+    """Spell a value as recipes do where Python differs: null, true, [a, b]."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(spell, value))}]"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def type_problem(hint: Any, value: Any, default: Any = None) -> str:
+    """Say that ``value`` does not fit the type ``hint``, and what would: "is not a number, such as 5e-05."."""
+    if get_origin(hint) is Literal:
+        return f"is not one of {', '.join(get_args(hint))}.{did_you_mean(value, get_args(hint))}"
+    parts = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+    if isinstance(default, tuple):
+        default = f"[{','.join(map(str, default))}]"
+    example = f", such as {default}" if isinstance(default, (int, float, str)) and hint is not bool else ""
+    return f"is not {' or '.join(map(_kind, parts))}{example}."
+
+
+def holds(kind: type, hint: Any) -> bool:
+    """Say whether a type is ``kind``, or a union or list with it: holds(str, list[str])."""
+    return (get_origin(hint) or hint) is kind or any(
+        holds(kind, part) for part in get_args(hint) if isinstance(part, type) or get_args(part)
+    )
+
+
+def _kind(hint: Any) -> str:
+    origin = get_origin(hint) or hint
+    return f"a list of {len(get_args(hint))} numbers" if origin is tuple else _KINDS.get(origin, str(hint))

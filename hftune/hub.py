@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.errors import ConfigError, DataError
-from hftune.messages import did_you_mean
+from hftune.errors import ConfigError, DataError, did_you_mean
 
 _OWNERS = {
     "google-bert": [

@@ -26,9 +26,8 @@ from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, spell
 from hftune.launched import check_num_processes
-from hftune.messages import spell
 from hftune.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.rendezvous import init_method
 from hftune.tracking import check_trackers

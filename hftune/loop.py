@@ -19,12 +19,11 @@ from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
 from hftune.console import Console, is_number
 from hftune.disk import named_where_it_fails, write_lines
-from hftune.errors import Interrupted, TrainingError
+from hftune.errors import Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
 from hftune.export import export
 from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
-from hftune.messages import spell
 from hftune.optim import lr_at
 from hftune.pictures import grid, write_picture
 from hftune.progress import Progress

@@ -8,8 +8,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from hftune.errors import ConfigError
-from hftune.messages import did_you_mean
+from hftune.errors import ConfigError, did_you_mean
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NCCL_CONF = "/etc/nccl.conf"

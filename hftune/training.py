@@ -39,7 +39,7 @@ from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.data.digest import content_digest
 from hftune.disk import named_where_it_fails, only_writer, write_text
-from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
 from hftune.export import export, read_about, restore_export
 from hftune.heartbeat import Heartbeat
@@ -47,7 +47,6 @@ from hftune.joining import check_launcher, check_machine, leave_group, start_acc
 from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
 from hftune.loop import SAMPLES, Run, TrainState, fit, log, total_steps
-from hftune.messages import spell
 from hftune.optim import build_optimizer
 from hftune.progress import Progress
 from hftune.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun

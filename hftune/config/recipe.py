@@ -33,8 +33,7 @@ from hftune.config.sections import (
     key_of,
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
-from hftune.errors import ConfigError
-from hftune.messages import did_you_mean, holds, spell, type_problem
+from hftune.errors import ConfigError, did_you_mean, holds, spell, type_problem
 from hftune.task import Direction, Task
 
 

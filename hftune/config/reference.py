@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from hftune import tasks
 from hftune.config.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, TrackConfig, TrainConfig, key_of
-from hftune.messages import spell
+from hftune.errors import spell
 
 SECTIONS = {
     "": RunConfig,

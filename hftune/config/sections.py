@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from hftune.errors import ConfigError
-from hftune.messages import did_you_mean, spell, type_problem
+from hftune.errors import ConfigError, did_you_mean, spell, type_problem
 
 
 @dataclass

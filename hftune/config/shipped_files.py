@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hftune
-from hftune.errors import ConfigError
-from hftune.messages import did_you_mean
+from hftune.errors import ConfigError, did_you_mean
 
 PACKAGE = Path(hftune.__file__).resolve().parent
 """The folder of hftune's own code."""

@@ -15,9 +15,8 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data.files import FILE_FORMATS, file_format
-from hftune.errors import DataError
+from hftune.errors import DataError, did_you_mean
 from hftune.hub import failure, fetch
-from hftune.messages import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,8 +32,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCrossAttentions
 from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
 
-from hftune.errors import ConfigError
-from hftune.messages import did_you_mean
+from hftune.errors import ConfigError, did_you_mean
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
 from hftune.models.pretrained import load_model
 

@@ -12,8 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError
-from hftune.messages import did_you_mean, spell
+from hftune.errors import ConfigError, did_you_mean, spell
 from hftune.task import Task
 
 if TYPE_CHECKING:
