@@ -37,7 +37,7 @@ from record import parse_options, print_table, save
 from torch import Tensor
 
 from hftune.config import Recipe
-from hftune.joining import on_cpu, start_accelerator
+from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import SequenceClassification

@@ -33,7 +33,7 @@ from record import parse_options, print_table, save
 from torch import nn
 
 from hftune.config import Recipe
-from hftune.joining import start_accelerator
+from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import LanguageModeling

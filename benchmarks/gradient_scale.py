@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     """Return loss and gradient norm (before clipping) of hftune's first step. Collective."""
-    from hftune.joining import start_accelerator
+    from hftune.distributed.accelerator import start_accelerator
     from hftune.optim import build_optimizer
     from hftune.strategies.data_parallel import DataParallel
     from hftune.training import build_model, plan_batches

@@ -45,7 +45,7 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hftune.config import Recipe
-from hftune.joining import start_accelerator
+from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.training import build_model, load_datasets, plan_batches

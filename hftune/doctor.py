@@ -29,17 +29,17 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from hftune import __version__
-from hftune.agreement import facts
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
 from hftune.console import hide_progress_bars, print_any_character
+from hftune.distributed.accelerator import check_launch, check_launcher, check_machine, leave_group, start_accelerator
+from hftune.distributed.consistency import facts
+from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.network import outward_interfaces, own_addresses, resolve
+from hftune.distributed.preflight import check_environment, number
+from hftune.distributed.progress import Progress
+from hftune.distributed.rendezvous_backend import PORT, owner_of
 from hftune.errors import ConfigError
-from hftune.heartbeat import Heartbeat
-from hftune.joining import check_launch, check_launcher, check_machine, leave_group, start_accelerator
-from hftune.launched import check_environment, number
-from hftune.machines import PORT, owner_of
-from hftune.network import outward_interfaces, own_addresses, resolve
-from hftune.progress import Progress
 from hftune.run import fail, leave
 from hftune.strategies.data_parallel import DataParallel
 from hftune.training import check_facts, data_digest, load_datasets

@@ -12,8 +12,8 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from hftune.batch_plan import BatchPlan, MicroBatch
+from hftune.distributed.pulse import marked_while_moving
 from hftune.errors import DataError, TrainingError
-from hftune.pulse import marked_while_moving
 from hftune.strategies.base import Strategy
 
 ROWS = 1000

@@ -19,6 +19,8 @@ from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
 from hftune.console import Console, is_number
 from hftune.disk import named_where_it_fails, write_lines
+from hftune.distributed.progress import Progress
+from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
 from hftune.export import export
@@ -26,8 +28,6 @@ from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
 from hftune.optim import lr_at
 from hftune.pictures import grid, write_picture
-from hftune.progress import Progress
-from hftune.signals import StopRequest
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking import Tracker
 

@@ -20,8 +20,8 @@ from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
+from hftune.distributed.accelerator import check_parallel, on_cpu
 from hftune.errors import ConfigError
-from hftune.joining import check_parallel, on_cpu
 from hftune.loop import total_steps
 from hftune.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from hftune.checkpoint import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
 from hftune.disk import write_text
+from hftune.distributed.preflight import launcher
 from hftune.errors import ConfigError, did_you_mean, spell
-from hftune.launched import launcher
 
 FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
 """Keys (or their beginnings) that a run cannot change: they decide which samples form a step, or what is learned from them."""

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftune.agreement import EARLY_S, check_early, facts
 from hftune.checkpoint import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.config import Recipe
 from hftune.config.sections import TrackConfig
+from hftune.distributed.accelerator import check_hardware, check_launcher, leave_group, start_accelerator
+from hftune.distributed.consistency import EARLY_S, check_early, facts
+from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
-from hftune.heartbeat import Heartbeat
 from hftune.inference import load_export
-from hftune.joining import check_hardware, check_launcher, leave_group, start_accelerator
 from hftune.optim import build_optimizer
-from hftune.progress import Progress
 from hftune.run_folder import check_checkpoint, check_model
 from hftune.strategies.base import Strategy
 from hftune.training import build_model, check_agreement, choose_strategy, load_datasets

@@ -151,7 +151,7 @@ def check_slots(spark: SparkSession, num_tasks: int) -> None:
 @contextmanager
 def shared_folder(recipe: Recipe) -> Iterator[Path]:
     """Make a folder for this launch alone, with the recipe in it, inside the output folder; remove it at the end."""
-    from hftune.joining import check_writable
+    from hftune.distributed.accelerator import check_writable
 
     check_writable(Path(recipe.output_dir))
     folder = Path(tempfile.mkdtemp(prefix=".spark-", dir=recipe.output_dir))
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         session(options.master or ("local[1]" if options.local else None))
         launch(recipe, options.num_processes, options.local, options.use_gpu)
     except (ConfigError, DataError, TrainingError, Interrupted) as error:
-        from hftune.heartbeat import exit_code
+        from hftune.distributed.heartbeat import exit_code
 
         print(f"hftune: {error}", file=sys.stderr, flush=True)
         return exit_code(error)

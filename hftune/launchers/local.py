@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from hftune.config.recipe import Recipe, type_name
+from hftune.distributed.accelerator import on_cpu
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
-from hftune.joining import on_cpu
 from hftune.training import TrainResult
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hftune.batch_plan import MicroBatch
+from hftune.distributed.progress import Progress
 from hftune.errors import ElsewhereError
-from hftune.progress import Progress
 from hftune.task import Task
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hftune.batch_plan import MicroBatch, balance, samples_digest, spell_digest
+from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
-from hftune.progress import Progress
 from hftune.strategies.base import LayerSeeds, StepBatch, StepReport, Strategy, seed_forward
 from hftune.strategies.gathering import gather_in_slices, host_group
 from hftune.strategies.stages import layers_of

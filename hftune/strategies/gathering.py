@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hftune.progress import Progress
+from hftune.distributed.progress import Progress
 
 
 def host_group() -> Any:

@@ -30,8 +30,8 @@ from torch.distributed.pipelining.schedules import (
 
 from hftune.batch_plan import MicroBatch
 from hftune.config.sections import ParallelConfig
+from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
-from hftune.progress import Progress
 from hftune.strategies.base import LayerSeeds, StepBatch
 from hftune.strategies.data_parallel import DataParallel, refuse_unused, stand_in, start_equal
 from hftune.strategies.stages import cut, layers_of

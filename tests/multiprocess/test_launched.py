@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-from hftune.launched import launch_options
+from hftune.distributed.preflight import launch_options
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]

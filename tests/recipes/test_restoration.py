@@ -15,8 +15,8 @@ from hftune.cli import main
 from hftune.config.sections import TrainConfig
 from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures
+from hftune.distributed.accelerator import set_float32
 from hftune.errors import ConfigError, DataError, TrainingError
-from hftune.joining import set_float32
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@
 
 import hftune
 from hftune import Recipe
-from hftune.agreement import code, differences, disagreement, facts
+from hftune.distributed.consistency import code, differences, disagreement, facts
 
 MAIN = {
     "host": "nodeA",

@@ -9,7 +9,7 @@ import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
 from hftune.config.shipped_files import recipe_names
-from hftune.launched import launch_options
+from hftune.distributed.preflight import launch_options
 from hftune.launchers.slurm import time_s
 from tests.support.runs import environment
 

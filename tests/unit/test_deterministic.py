@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from hftune import ConfigError, Recipe, train
 from hftune.config.sections import TrainConfig
-from hftune.joining import set_deterministic
+from hftune.distributed.accelerator import set_deterministic
 from tests.support.runs import SMALL
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hftune import doctor
+from hftune.distributed.progress import Progress
 from hftune.doctor import FAULT, OK, REMARK, Finding, main
-from hftune.progress import Progress
 from tests.support.runs import environment
 
 

@@ -10,8 +10,8 @@ import pytest
 from hftune.config import Recipe
 from hftune.data.cache import cache_dir
 from hftune.disk import only_writer
+from hftune.distributed.accelerator import check_writable
 from hftune.errors import ConfigError
-from hftune.joining import check_writable
 from hftune.training import start_folder
 
 

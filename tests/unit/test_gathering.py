@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from hftune.distributed.progress import Progress
+from hftune.distributed.pulse import marked_while_moving
 from hftune.loop import write_predictions
-from hftune.progress import Progress
-from hftune.pulse import marked_while_moving
 from hftune.strategies.gathering import gather_in_slices, host_group
 
 

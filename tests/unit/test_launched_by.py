@@ -6,9 +6,9 @@ import pytest
 
 import hftune.run
 from hftune import ConfigError, Recipe
-from hftune.heartbeat import Whereabouts
-from hftune.joining import check_launch, check_launcher
-from hftune.launched import check_environment, launch_options
+from hftune.distributed.accelerator import check_launch, check_launcher
+from hftune.distributed.heartbeat import Whereabouts
+from hftune.distributed.preflight import check_environment, launch_options
 
 GIVEN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -153,7 +153,7 @@ def test_what_accelerate_launch_sets_by_itself_contradicts_no_recipe(monkeypatch
 def test_steps_to_accumulate_are_the_recipes(monkeypatch):
     command = ["python", "/bin/accelerate", "launch", "--gradient_accumulation_steps", "4", "script.py"]
     options = launch_options(command)
-    monkeypatch.setattr("hftune.launched.launch_options", lambda _: options)
+    monkeypatch.setattr("hftune.distributed.preflight.launch_options", lambda _: options)
     assert refused(check_launch) == (
         "accelerate launch was asked for --gradient_accumulation_steps 4, and the recipe decides that: train.batch_size is the "
         "global batch, train.micro_batch_size what a process computes at once."
@@ -165,7 +165,7 @@ def test_only_processes_that_are_all_on_this_machine_are_kept_off_the_network(en
     """Without LOCAL_WORLD_SIZE, as Kubernetes' operator starts them, the others may be anywhere."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr("hftune.network.interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
+    monkeypatch.setattr("hftune.distributed.network.interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
     environment(**GIVEN, **({} if local is None else {"LOCAL_WORLD_SIZE": local}))
     check_launch()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

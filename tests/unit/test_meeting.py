@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from hftune import rendezvous
+from hftune.distributed import rendezvous
+from hftune.distributed.rendezvous_backend import Meeting, create_handler
 from hftune.doctor import FAULT, OK, _open_files
-from hftune.machines import Meeting, create_handler
 
 
 def test_an_open_number_of_machines_is_refused():

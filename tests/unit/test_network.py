@@ -4,8 +4,9 @@ import socket
 
 import pytest
 
-from hftune import ConfigError, network
-from hftune.network import Route, choose_interface, is_own_address, resolve, route_to
+from hftune import ConfigError
+from hftune.distributed import network
+from hftune.distributed.network import Route, choose_interface, is_own_address, resolve, route_to
 
 PRESENT = {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"], "ib0": ["10.2.0.5"]}
 

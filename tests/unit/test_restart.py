@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hftune.launched import launcher
+from hftune.distributed.preflight import launcher
 from hftune.resume import is_restarted, member, note_begun
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hftune import ConfigError, Recipe
-from hftune.joining import check_launcher
+from hftune.distributed.accelerator import check_launcher
 from hftune.strategies.stages import balanced, check_stages, cut, layers_of
 from hftune.training import check_pipeline, plan_batches
 from tests.support.runs import FSDP

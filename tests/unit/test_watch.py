@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hftune import heartbeat as module
+from hftune.distributed import heartbeat as module
+from hftune.distributed.heartbeat import Heartbeat, Report, Whereabouts, _Watch, is_second_hand
+from hftune.distributed.progress import Progress
+from hftune.distributed.rendezvous import Attempt, agree
 from hftune.errors import ConfigError, ElsewhereError, TrainingError
-from hftune.heartbeat import Heartbeat, Report, Whereabouts, _Watch, is_second_hand
-from hftune.progress import Progress
-from hftune.rendezvous import Attempt, agree
 
 FRESH = 0.3
 

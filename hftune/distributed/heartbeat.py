@@ -32,10 +32,11 @@ from typing import Any
 
 import psutil
 
+from hftune.config.shipped_files import PACKAGE
+from hftune.distributed.preflight import check_environment, number
+from hftune.distributed.progress import Progress
+from hftune.distributed.signals import StopRequest
 from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, TrainingError
-from hftune.launched import check_environment, number
-from hftune.progress import Progress
-from hftune.signals import StopRequest
 
 BEAT_S = 1.0
 HURT_S = 10.0  # a process is silent AND a connection is broken: it is gone, and dead_after_s need not pass
@@ -158,7 +159,7 @@ class Heartbeat:
             except dist.DistError as error:
                 where = f"The launcher's store at {address[0]}:{address[1]} does not answer"
                 raise TrainingError(f"{where}: that launcher has ended, or its machine is down or cut off.") from error
-            from hftune.rendezvous import Attempt  # only now: it imports torch
+            from hftune.distributed.rendezvous import Attempt  # only now: it imports torch
 
             self._watch = _Watch(self, Attempt(self._connection, self.here.rank).look, has_group=False)
         return self
@@ -696,7 +697,7 @@ def whereabouts_in_code(frame: FrameType | None) -> str:
     """Name the innermost frame, and the innermost one that is hftune's or the user's, not a library's."""
     if frame is None:
         return "no code"
-    libraries, own = (str(Path(os.__file__).parent), "site-packages", "<frozen"), str(Path(__file__).parent)
+    libraries, own = (str(Path(os.__file__).parent), "site-packages", "<frozen"), str(PACKAGE)
     innermost, said = frame, spot(frame, frame.f_lineno)
     while frame is not None:
         name = frame.f_code.co_filename

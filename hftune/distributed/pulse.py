@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hftune.progress import Progress
+from hftune.distributed.progress import Progress
 
 EVERY_S = 1.0
 """Between two looks."""

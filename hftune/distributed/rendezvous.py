@@ -38,7 +38,7 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
         threading.Thread(target=_remind, args=[is_ours], name="hftune remind", daemon=True).start()
 
     def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-        from hftune.machines import create_handler
+        from hftune.distributed.rendezvous_backend import create_handler
 
         is_ours.set()  # it says who is missing
         return create_handler(params)

@@ -22,6 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hftune.config.recipe import Recipe, flat
+from hftune.config.shipped_files import PACKAGE
 from hftune.errors import ConfigError, spell
 from hftune.task import Task
 
@@ -44,8 +45,7 @@ def facts(recipe: Recipe | None) -> dict[str, Any]:
 @cache
 def code() -> Mapping[str, str]:
     """Hash each file of hftune."""
-    package = Path(__file__).parent
-    return {f"hftune/{path.relative_to(package).as_posix()}": _hash(path) for path in sorted(package.rglob("*.py"))}
+    return {f"hftune/{path.relative_to(PACKAGE).as_posix()}": _hash(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def code_of(task: Task) -> dict[str, str]:

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from hftune.distributed.network import is_own_address, resolve, route_to
 from hftune.errors import ConfigError
-from hftune.network import is_own_address, resolve, route_to
 
 JOIN_TIMEOUT = "HFTUNE_JOIN_TIMEOUT_S"
 MACHINES = "HFTUNE_MACHINES"

@@ -26,10 +26,10 @@ from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
+from hftune.distributed.network import check_interfaces, choose_interface, stay_on_this_machine
+from hftune.distributed.preflight import check_num_processes
+from hftune.distributed.rendezvous import init_method
 from hftune.errors import ConfigError, spell
-from hftune.launched import check_num_processes
-from hftune.network import check_interfaces, choose_interface, stay_on_this_machine
-from hftune.rendezvous import init_method
 from hftune.tracking import check_trackers
 
 
