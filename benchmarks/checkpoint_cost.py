@@ -24,7 +24,7 @@ from contest import take_turns
 from record import parse_options, print_table, save
 
 from hftune import Recipe, train
-from hftune.checkpoint import Checkpointer, newest
+from hftune.checkpoints.checkpointer import Checkpointer, newest
 from hftune.strategies.data_parallel import DataParallel
 
 LARGE = "{model_type: bert, hidden_size: 384, num_hidden_layers: 12, num_attention_heads: 6, intermediate_size: 1536}"

@@ -258,7 +258,7 @@ def predict(options: argparse.Namespace) -> int:
     check_at_least_1(options, "batch_size")
     if options.trust_code:
         find_modules_here()
-    from hftune.run_folder import check_answers, open_run
+    from hftune.checkpoints.run_folder import check_answers, open_run
 
     recipe, _ = open_run(options.folder, options.trust_code)
     check_answers(recipe.task)
@@ -324,8 +324,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.trust_code:
         find_modules_here()
     try:
+        from hftune.checkpoints.run_folder import check_checkpoint, check_model
         from hftune.config import Recipe
-        from hftune.run_folder import check_checkpoint, check_model
 
         words = options.words
         if not any(word.startswith("replace=") for word in words):

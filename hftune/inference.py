@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from hftune.checkpoints.export import read
+from hftune.checkpoints.run_folder import check_answers, open_run
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError, DataError
-from hftune.export import read
-from hftune.run_folder import check_answers, open_run
 from hftune.task import Task
 
 

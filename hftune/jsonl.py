@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hftune.disk import named_where_it_fails, write_text
+from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
 
 
 def strict_json(value: Any, **settings: Any) -> str:

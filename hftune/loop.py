@@ -14,16 +14,16 @@ import numpy as np
 
 from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
-from hftune.checkpoint import Checkpointer
+from hftune.checkpoints.atomic_files import named_where_it_fails, write_lines
+from hftune.checkpoints.checkpointer import Checkpointer
+from hftune.checkpoints.export import export
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
 from hftune.console import Console, is_number
-from hftune.disk import named_where_it_fails, write_lines
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
-from hftune.export import export
 from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
 from hftune.optim import lr_at

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hftune.disk import flush, named_where_it_fails
+from hftune.checkpoints.atomic_files import flush, named_where_it_fails
 
 GAP = 4
 """White pixels between two pictures."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoint import BrokenCheckpoint, Checkpoint, open_checkpoint
+from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
+from hftune.checkpoints.run_folder import check_checkpoint, check_model
 from hftune.config import Recipe
 from hftune.config.sections import TrackConfig
 from hftune.distributed.accelerator import check_hardware, check_launcher, leave_group, start_accelerator
@@ -22,7 +23,6 @@ from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
-from hftune.run_folder import check_checkpoint, check_model
 from hftune.strategies.base import Strategy
 from hftune.training import build_model, check_agreement, choose_strategy, load_datasets
 

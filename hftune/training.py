@@ -31,13 +31,15 @@ from torch import nn
 from hftune import __version__
 from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan
-from hftune.checkpoint import Checkpointer, path_of, steps
+from hftune.checkpoints.atomic_files import named_where_it_fails, only_writer, write_text
+from hftune.checkpoints.checkpointer import Checkpointer, path_of, steps
+from hftune.checkpoints.export import export, read_about, restore_export
+from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.data.digest import content_digest
-from hftune.disk import named_where_it_fails, only_writer, write_text
 from hftune.distributed.accelerator import check_launcher, check_machine, leave_group, start_accelerator
 from hftune.distributed.consistency import EARLY_S, check_early, differences, disagreement, facts
 from hftune.distributed.heartbeat import Heartbeat
@@ -45,12 +47,10 @@ from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
-from hftune.export import export, read_about, restore_export
 from hftune.jsonl import strict_json
 from hftune.ledger import Ledger
 from hftune.loop import SAMPLES, Run, TrainState, fit, log, total_steps
 from hftune.optim import build_optimizer
-from hftune.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hftune import ConfigError, DataError, Recipe, cli, train
-from hftune.checkpoint import newest, open_checkpoint
+from hftune.checkpoints.checkpointer import newest, open_checkpoint
+from hftune.checkpoints.resume import note_begun
 from hftune.ledger import audit
 from hftune.optim import lr_at
-from hftune.resume import note_begun
 from hftune.run import main as run_main
 from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
 
@@ -224,7 +224,7 @@ def test_planted_pickle_is_refused_and_never_executed(copy, tmp_path):
     import hashlib
     import pickle
 
-    from hftune.checkpoint import _digest
+    from hftune.checkpoints.checkpointer import _digest
 
     class Planted:
         def __reduce__(self):
@@ -337,7 +337,7 @@ def test_paths_that_are_no_checkpoints_are_refused(copy, tmp_path):
 
 
 def test_checkpoint_of_a_newer_format_is_refused(copy):
-    from hftune.checkpoint import _digest
+    from hftune.checkpoints.checkpointer import _digest
 
     path = copy / "checkpoints" / "step_00000010" / "manifest.json"
     manifest = {**json.loads(path.read_text()), "format": 99}
@@ -351,7 +351,7 @@ def test_checkpoint_of_a_newer_format_is_refused(copy):
 
 def test_checkpoint_of_another_model_is_refused(copy, tmp_path):
     """Its recipe says the same, so that only the tensors tell."""
-    from hftune.checkpoint import Checkpointer
+    from hftune.checkpoints.checkpointer import Checkpointer
 
     source = open_checkpoint(copy / "checkpoints" / "step_00000010")
     name = "bert.pooler.dense.weight"
@@ -416,7 +416,7 @@ def test_never_starts_anew_and_removes_what_was_there(copy, capsys):
 
 def test_group_that_a_launcher_restarts_goes_on_whatever_resume_said(copy, monkeypatch, capsys):
     note_begun(copy, [("launcher", 1)])
-    monkeypatch.setattr("hftune.resume.member", lambda: [("launcher", 2)])
+    monkeypatch.setattr("hftune.checkpoints.resume.member", lambda: [("launcher", 2)])
     train(recipe(copy, "resume=never"))
     assert "Going on after step 10 of 14" in capsys.readouterr().out
 
@@ -451,7 +451,7 @@ def test_newest_and_best_checkpoints_stay(unbroken):
 
 def test_second_run_in_the_same_folder_is_refused(tmp_path):
     """Both were started by hand; the first is held in its data set until the second has been refused."""
-    code = "import os, sys, time; from hftune.disk import only_writer; from pathlib import Path\n"
+    code = "import os, sys, time; from hftune.checkpoints.atomic_files import only_writer; from pathlib import Path\n"
     code += "with only_writer(Path(sys.argv[1])): print(os.getpid(), flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True)
     try:
@@ -544,7 +544,7 @@ def test_signal_in_an_evaluation_leaves_it_to_the_next_run(tmp_path, unbroken):
 
 
 def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    from hftune import checkpoint
+    from hftune.checkpoints import checkpointer as checkpoint
 
     def full(tensors, path):
         if "step_00000006" in str(path):

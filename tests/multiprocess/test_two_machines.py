@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hftune import cli
-from hftune.checkpoint import newest
+from hftune.checkpoints.checkpointer import newest
 from hftune.ledger import audit
 from tests.support.hub import Hub
 from tests.support.hub_contents import bigbird, xlsum

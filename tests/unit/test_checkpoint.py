@@ -5,11 +5,19 @@ import json
 import pytest
 import torch
 
-from hftune.checkpoint import BrokenCheckpoint, Checkpoint, Checkpointer, _digest, newest, open_checkpoint, path_of
+from hftune.checkpoints.checkpointer import (
+    BrokenCheckpoint,
+    Checkpoint,
+    Checkpointer,
+    _digest,
+    newest,
+    open_checkpoint,
+    path_of,
+)
+from hftune.checkpoints.resume import _changes
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.loop import TrainState
-from hftune.resume import _changes
 from hftune.training import read_state
 
 PROGRESS = {"state": {}, "values": {}, "digests": {}, "run_ids": {}, "micro_batch_size": [1, 8]}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hftune import ConfigError, Task, TrainingError
-from hftune.disk import write_text
-from hftune.export import export, read, readable, restore_export
+from hftune.checkpoints.atomic_files import write_text
+from hftune.checkpoints.export import export, read, readable, restore_export
 from hftune.inference import load_export
 
 

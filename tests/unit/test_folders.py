@@ -7,9 +7,9 @@ from pathlib import Path
 import datasets
 import pytest
 
+from hftune.checkpoints.atomic_files import only_writer
 from hftune.config import Recipe
 from hftune.data.cache import cache_dir
-from hftune.disk import only_writer
 from hftune.distributed.accelerator import check_writable
 from hftune.errors import ConfigError
 from hftune.training import start_folder

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from hftune import ConfigError, Recipe, Task, TrainingError, cli, train
 from hftune.batch_plan import BatchPlan, balance
-from hftune.checkpoint import steps
+from hftune.checkpoints.checkpointer import steps
 from hftune.memory import make_optimizer_state, step_memory
 from hftune.pipeline_planning import PipelinePlan
 from hftune.planning import make_plan, survey

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from hftune.checkpoints.resume import is_restarted, member, note_begun
 from hftune.distributed.preflight import launcher
-from hftune.resume import is_restarted, member, note_begun
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hftune.disk import flush, flush_folder, named_where_it_fails
+from hftune.checkpoints.atomic_files import flush, flush_folder, named_where_it_fails
 from hftune.task import Task
 
 if TYPE_CHECKING:

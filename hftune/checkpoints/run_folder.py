@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hftune.checkpoints.export import readable
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError
-from hftune.export import readable
 from hftune.task import Task
 
 

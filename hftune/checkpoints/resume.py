@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hftune.checkpoint import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
+from hftune.checkpoints.atomic_files import write_text
+from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
-from hftune.disk import write_text
 from hftune.distributed.preflight import launcher
 from hftune.errors import ConfigError, did_you_mean, spell
 

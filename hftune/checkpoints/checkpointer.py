@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hftune.disk import flush, flush_folder, sha256_of
+from hftune.checkpoints.atomic_files import flush, flush_folder, sha256_of
 
 FORMAT = 1
 """Version of the layout. A newer one is refused, older ones are read as long as this says so."""
