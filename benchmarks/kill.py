@@ -26,7 +26,7 @@ import torch
 from record import parse_options, print_table, save
 from safetensors.torch import load_file
 
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 
 SIZES = "{model_type: bert, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 128}"
 RECIPE = (

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader
 
 from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan
-from hftune.console import Console
 from hftune.optim import build_optimizer
+from hftune.tracking.console import Console
 from hftune.training import build_model, load_datasets, plan_batches
 
 WARMUP_STEPS = 5

@@ -32,12 +32,12 @@ from record import parse_options, print_table, save
 
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.config import Recipe
-from hftune.console import hide_progress_bars
 from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.distributed.progress import Progress
 from hftune.optim import build_optimizer
 from hftune.pipeline_planning import survey_pipelines
 from hftune.planning import make_plan, survey
+from hftune.tracking.console import hide_progress_bars
 from hftune.training import build_model, choose_strategy, load_datasets, plan_batches
 
 CONFIG = (

@@ -70,7 +70,7 @@ for name, result in results.items():
 import mlflow
 import numpy as np
 
-from hftune.mlflow_run import tracking_uri
+from hftune.tracking.mlflow_tracker import tracking_uri
 
 task = recipe("executors").task
 digits = [example["image"][:, :, 0] for example in (task.datasets()["eval"][place] for place in range(5))]

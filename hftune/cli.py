@@ -16,9 +16,9 @@ from typing import Any
 
 from hftune import __version__
 from hftune.config.shipped_files import recipe_names
-from hftune.console import print_any_character
 from hftune.errors import ConfigError, DataError, did_you_mean
-from hftune.jsonl import strict_json
+from hftune.tracking.console import print_any_character
+from hftune.tracking.jsonl import strict_json
 
 CLOSED = 141
 """Exit code where nobody reads the output any more, as in ``hftune configs | head -1``: 128 + SIGPIPE, as other programs."""
@@ -209,7 +209,7 @@ def train(options: argparse.Namespace) -> int:
 def recipes(options: argparse.Namespace) -> int:
     """``hftune recipes``: each recipe with the first line of its file."""
     from hftune.config.shipped_files import recipe_path
-    from hftune.console import table
+    from hftune.tracking.console import table
 
     lines = {name: recipe_path(name).read_text(encoding="utf-8").partition("\n")[0] for name in recipe_names()}
     print(table({name: line.removeprefix("# ") for name, line in lines.items()}))
@@ -240,9 +240,9 @@ def plan(options: argparse.Namespace) -> int:
 
     recipe = Recipe.from_argv(options.words)
     recipe.check()
-    from hftune.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
     from hftune.plan_text import plan_text
     from hftune.planning import make_plan
+    from hftune.tracking.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
 
     hide_progress_bars()
     found = make_plan(recipe, options.processes, options.gpus_per_machine, options.device)
@@ -265,8 +265,8 @@ def predict(options: argparse.Namespace) -> int:
     from hftune.answers import keep_pictures, named, output_names
 
     names = output_names(inputs, options.output)
-    from hftune.console import hide_progress_bars
     from hftune.inference import load_model
+    from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
     model = load_model(options.folder, trust_code=options.trust_code)
@@ -339,8 +339,8 @@ def evaluate(options: argparse.Namespace) -> int:
             check_checkpoint(options.checkpoint)
         if options.output is not None and os.environ.get("RANK", "0") == "0":
             check_output(options.output)
-        from hftune.console import hide_progress_bars, is_number, short, table
         from hftune.scoring import score
+        from hftune.tracking.console import hide_progress_bars, is_number, short, table
 
         hide_progress_bars()
         found = score(recipe, model, options.checkpoint, options.part)
@@ -399,7 +399,7 @@ def read_text(path: str) -> str:
 def configs(options: argparse.Namespace) -> int:
     """``hftune configs``: list the shipped launch configurations, print one, or copy one."""
     from hftune.config.shipped_files import config_names, config_path, copy_config
-    from hftune.console import table
+    from hftune.tracking.console import table
 
     if options.name is None:
         if options.copy is not None:
@@ -429,7 +429,7 @@ def slurm(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     """``hftune audit``: exit code 1 where the ledger does not prove it."""
-    from hftune.ledger import audit
+    from hftune.tracking.ledger import audit
 
     found = audit(options.folder)
     for start in found.starts:
@@ -461,8 +461,8 @@ def vocab(options: argparse.Namespace) -> int:
     from hftune.data.files import check_corpus
 
     check_corpus(options.files)
-    from hftune.console import hide_progress_bars
     from hftune.data.vocabulary import write_vocabulary
+    from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
     found = write_vocabulary(options.files, options.columns, options.size, options.output)

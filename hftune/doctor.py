@@ -31,7 +31,6 @@ from packaging.requirements import Requirement
 from hftune import __version__
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
-from hftune.console import hide_progress_bars, print_any_character
 from hftune.distributed.accelerator import check_launch, check_launcher, check_machine, leave_group, start_accelerator
 from hftune.distributed.consistency import facts
 from hftune.distributed.heartbeat import Heartbeat
@@ -42,6 +41,7 @@ from hftune.distributed.rendezvous_backend import PORT, owner_of
 from hftune.errors import ConfigError
 from hftune.run import fail, leave
 from hftune.strategies.data_parallel import DataParallel
+from hftune.tracking.console import hide_progress_bars, print_any_character
 from hftune.training import check_facts, data_digest, load_datasets
 
 GIB = 2**30

@@ -19,17 +19,17 @@ from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
-from hftune.console import Console, is_number
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
-from hftune.jsonl import strict_json
-from hftune.ledger import Ledger
 from hftune.optim import lr_at
-from hftune.pictures import grid, write_picture
 from hftune.strategies.base import StepBatch, Strategy
-from hftune.tracking import Tracker
+from hftune.tracking.console import Console, is_number
+from hftune.tracking.image_grid import grid, write_picture
+from hftune.tracking.jsonl import strict_json
+from hftune.tracking.ledger import Ledger
+from hftune.tracking.tracker import Tracker
 
 SAMPLES = "samples"
 """Folder in the output folder: pictures of some samples, after each evaluation."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
 
-from hftune.console import data_size
 from hftune.pipeline_planning import PipelinePlan
 from hftune.planning import Disk, Plan
+from hftune.tracking.console import data_size
 
 HEADING = 15
 """Columns that the headings take."""

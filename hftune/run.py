@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from hftune import __version__
 from hftune.config.shipped_files import recipe_names
-from hftune.console import print_any_character
 from hftune.distributed.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
 from hftune.distributed.preflight import check_environment, number
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
+from hftune.tracking.console import print_any_character
 
 if TYPE_CHECKING:
     from hftune.config import Recipe

@@ -169,7 +169,7 @@ def environment(recipe: Recipe, use_gpu: bool) -> dict[str, str]:
     if not use_gpu:
         values["ACCELERATE_USE_CPU"] = "true"
     if "mlflow" in recipe.track.with_:
-        from hftune.mlflow_run import prepare_mlflow, tracking_uri
+        from hftune.tracking.mlflow_tracker import prepare_mlflow, tracking_uri
 
         prepare_mlflow()
         values["MLFLOW_TRACKING_URI"] = tracking_uri()  # the default one is relative to the driver's folder
@@ -194,8 +194,8 @@ def train_here(folder: str, start: str, modules: list[str], values: dict[str, st
     sys.path += [path for path in modules if path not in sys.path]
     if Path(start).is_dir():  # relative paths of the recipe are seen from the driver's folder
         os.chdir(start)
-    from hftune.console import print_any_character
     from hftune.run import fail, leave  # only now: libraries read the environment when they are imported
+    from hftune.tracking.console import print_any_character
 
     print_any_character()
     try:

@@ -37,7 +37,6 @@ from hftune.checkpoints.export import export, read_about, restore_export
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
-from hftune.console import Console, hide_progress_bars, is_number, short, table
 from hftune.data.cache import one_at_a_time
 from hftune.data.digest import content_digest
 from hftune.distributed.accelerator import check_launcher, check_machine, leave_group, start_accelerator
@@ -47,8 +46,6 @@ from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError, spell
 from hftune.evaluation import evaluate
-from hftune.jsonl import strict_json
-from hftune.ledger import Ledger
 from hftune.loop import SAMPLES, Run, TrainState, fit, log, total_steps
 from hftune.optim import build_optimizer
 from hftune.strategies import statistics
@@ -57,7 +54,10 @@ from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
 from hftune.sum_check import check_sums
 from hftune.task import Task
-from hftune.tracking import Tracker
+from hftune.tracking.console import Console, hide_progress_bars, is_number, short, table
+from hftune.tracking.jsonl import strict_json
+from hftune.tracking.ledger import Ledger
+from hftune.tracking.tracker import Tracker
 
 DIGEST = "all:"
 """Begins the digests of data; those of hftune 0.2, which saw little of them, have no such beginning."""

@@ -30,7 +30,7 @@ from hftune.distributed.network import check_interfaces, choose_interface, stay_
 from hftune.distributed.preflight import check_num_processes
 from hftune.distributed.rendezvous import init_method
 from hftune.errors import ConfigError, spell
-from hftune.tracking import check_trackers
+from hftune.tracking.tracker import check_trackers
 
 
 def check_launcher(recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.machines import NotAllowed, two_machines
 from tests.support.runs import environment
 

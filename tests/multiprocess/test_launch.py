@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hftune import ConfigError, DataError, Interrupted, Recipe, TrainingError, launch
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.tasks import Faulty
 
 FAULTY = Path(__file__).parents[1] / "support" / "faulty.yaml"

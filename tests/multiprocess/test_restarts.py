@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.runs import environment
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")

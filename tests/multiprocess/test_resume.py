@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from hftune import ConfigError, DataError, Recipe, cli, train
 from hftune.checkpoints.checkpointer import newest, open_checkpoint
 from hftune.checkpoints.resume import note_begun
-from hftune.ledger import audit
 from hftune.optim import lr_at
 from hftune.run import main as run_main
+from hftune.tracking.ledger import audit
 from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

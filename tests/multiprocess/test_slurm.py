@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hftune import cli
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import ConfigError, Recipe, train
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.runs import FSDP, SMALL, Run, environment, train_on
 from tests.support.tasks import few_reviews
 

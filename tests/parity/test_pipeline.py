@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.runs import Run, environment, train_on
 
 SUPPORT = Path(__file__).parents[1] / "support"

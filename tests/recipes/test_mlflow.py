@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hftune import ConfigError, Recipe, TrainingError, load_model, tracking, train
+from hftune import ConfigError, Recipe, TrainingError, load_model, train
 from hftune.config.recipe import flat
-from hftune.mlflow_run import _without_password
+from hftune.tracking import tracker as tracking
+from hftune.tracking.mlflow_tracker import _without_password
 from tests.support.runs import DATA, TINY, Run, train_on
 from tests.support.tasks import Signs, Trapped
 

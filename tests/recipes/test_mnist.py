@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import hftune
 from hftune import Recipe, cli, train
 from hftune.data.demo_digits import digits
-from hftune.ledger import audit
+from hftune.tracking.ledger import audit
 from tests.support.runs import Run, environment, train_on
 
 ROOT = Path(__file__).parents[2]

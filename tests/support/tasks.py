@@ -407,7 +407,7 @@ class SlowUpload(Trapped):
     upload_s: float = 0.0
 
     def build_model(self) -> nn.Module:
-        from hftune.tracking import Tracker
+        from hftune.tracking.tracker import Tracker
 
         def close(tracker: Tracker) -> None:
             print("uploading", flush=True)

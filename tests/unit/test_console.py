@@ -2,7 +2,7 @@
 
 import pytest
 
-from hftune.console import one_line
+from hftune.tracking.console import one_line
 
 
 @pytest.mark.parametrize(

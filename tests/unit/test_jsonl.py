@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hftune.jsonl import LineFile, strict_json
+from hftune.tracking.jsonl import LineFile, strict_json
 
 
 def test_numbers_that_json_does_not_have_become_null_however_deep_they_lie():

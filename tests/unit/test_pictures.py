@@ -12,8 +12,8 @@ from hftune.data.demo_pictures import pictures as demo_pictures
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.restoration import measure, summarise
 from hftune.models.unet import AnySize, UNet, from_around
-from hftune.pictures import grid
 from hftune.tasks.image_restoration import ImageRestoration
+from hftune.tracking.image_grid import grid
 
 
 def image(width=40, height=32, seed=0, mode="RGB"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from hftune.batch_plan import BatchPlan, samples_digest, spell_digest
 from hftune.errors import ConfigError
-from hftune.jsonl import LineFile, read_lines
+from hftune.tracking.jsonl import LineFile, read_lines
 
 if TYPE_CHECKING:  # an audit needs no torch
     from hftune.strategies.base import StepReport

@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl
 from accelerate.tracking import GeneralTracker
 
 from hftune.config import Recipe
-from hftune.console import is_number
 from hftune.errors import ConfigError
+from hftune.tracking.console import is_number
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -253,7 +253,7 @@ class MlflowRun(GeneralTracker):
 
     def _log_model(self) -> None:
         """Send the model. Training is done and saved by now: whatever is wrong with this copy of it is told, and no more."""
-        from hftune.mlflow_model import log_model
+        from hftune.tracking.mlflow_model import log_model
 
         try:
             with self._forgiven(is_brief=False):  # a model takes its time

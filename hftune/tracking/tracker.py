@@ -12,10 +12,10 @@ import numpy as np
 from accelerate import Accelerator
 
 from hftune.config.recipe import Recipe, flat
-from hftune.console import is_number
 from hftune.errors import ConfigError
-from hftune.jsonl import LineFile, finite, read_lines
-from hftune.mlflow_run import MlflowRun, check_mlflow
+from hftune.tracking.console import is_number
+from hftune.tracking.jsonl import LineFile, finite, read_lines
+from hftune.tracking.mlflow_tracker import MlflowRun, check_mlflow
 
 
 def check_trackers(recipe: Recipe) -> None:
