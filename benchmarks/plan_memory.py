@@ -2,7 +2,7 @@
 
     python benchmarks/plan_memory.py [--only bert prefix_lm encoder_decoder gpipe 1f1b interleaved zero_bubble] [--processes 2]
 
-estimate: ``hftune.planning.make_plan``: no weights, no values; the heaviest micro-batches of the first epoch are counted.
+estimate: ``hftune.planning.plan.make_plan``: no weights, no values; the heaviest micro-batches of the first epoch are counted.
 measured: a fresh process (two, talking over Gloo, where --processes says 2) trains the steps with these micro-batches through
 hftune's strategy: forward, backward, clipping, optimizer. The step before them makes the optimizer's state. Of DataParallel's
 processes the one with the most is shown; a pipeline's have unequal parts of the model, and each is shown.
@@ -35,8 +35,8 @@ from hftune.config import Recipe
 from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.distributed.progress import Progress
 from hftune.optim import build_optimizer
-from hftune.pipeline_planning import survey_pipelines
-from hftune.planning import make_plan, survey
+from hftune.planning.pipeline import survey_pipelines
+from hftune.planning.plan import make_plan, survey
 from hftune.tracking.console import hide_progress_bars
 from hftune.training import build_model, choose_strategy, load_datasets, plan_batches
 

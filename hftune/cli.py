@@ -240,8 +240,8 @@ def plan(options: argparse.Namespace) -> int:
 
     recipe = Recipe.from_argv(options.words)
     recipe.check()
-    from hftune.plan_text import plan_text
-    from hftune.planning import make_plan
+    from hftune.planning.plan import make_plan
+    from hftune.planning.report import plan_text
     from hftune.tracking.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
 
     hide_progress_bars()

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import Recipe, train
-from hftune.planning import make_plan
+from hftune.planning.plan import make_plan
 from tests.support.runs import train_on
 
 JOB = (

@@ -3,7 +3,7 @@
 import pytest
 
 from hftune import Recipe
-from hftune.planning import make_plan
+from hftune.planning.plan import make_plan
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hftune import Recipe, cli
 from hftune.batch_plan import BatchPlan
 from hftune.config.sections import ParallelConfig
-from hftune.memory import TensorBytes, make_optimizer_state
 from hftune.optim import build_optimizer
-from hftune.pipeline_planning import PipelineMeter, StagePasses, survey_pipelines, tensors
-from hftune.planning import make_plan
+from hftune.planning.memory import TensorBytes, make_optimizer_state
+from hftune.planning.pipeline import PipelineMeter, StagePasses, survey_pipelines, tensors
+from hftune.planning.plan import make_plan
 from hftune.strategies.pipeline import Pipeline
 from hftune.strategies.schedules import order_of
 from hftune.training import build_model, load_datasets, plan_batches

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from hftune import ConfigError, Recipe, Task, TrainingError, cli, train
 from hftune.batch_plan import BatchPlan, balance
 from hftune.checkpoints.checkpointer import steps
-from hftune.memory import make_optimizer_state, step_memory
-from hftune.pipeline_planning import PipelinePlan
-from hftune.planning import make_plan, survey
+from hftune.planning.memory import make_optimizer_state, step_memory
+from hftune.planning.pipeline import PipelinePlan
+from hftune.planning.plan import make_plan, survey
 from tests.support.runs import DATA, SMALL, TINY
 
 ROOT = Path(__file__).parents[2]

@@ -23,9 +23,9 @@ from hftune.config.sections import CheckpointConfig, EvalConfig
 from hftune.distributed.accelerator import check_parallel, on_cpu
 from hftune.errors import ConfigError
 from hftune.loop import total_steps
-from hftune.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
-from hftune.pipeline_planning import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
+from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
+from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
 from hftune.strategies.statistics import buffer_versions, kinds_of, remark, written_buffers
 from hftune.training import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches

@@ -1,7 +1,7 @@
 """What a run in a pipeline is made of: its stages, the memory of each process, its idle time. Knows no file and no launcher.
 
-As in ``hftune.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``, the order of their
-passes is torch's, and so are the functions that compute backward; only what is sent is left out.
+As in ``hftune.planning.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``, the
+order of their passes is torch's, and so are the functions that compute backward; only what is sent is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
-from hftune.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
+from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
 from hftune.strategies.base import LayerSeeds
 from hftune.strategies.data_parallel import stand_in
 from hftune.strategies.pipeline import Stage, Work

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
 
-from hftune.pipeline_planning import PipelinePlan
-from hftune.planning import Disk, Plan
+from hftune.planning.pipeline import PipelinePlan
+from hftune.planning.plan import Disk, Plan
 from hftune.tracking.console import data_size
 
 HEADING = 15

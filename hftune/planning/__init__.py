@@ -1,0 +1,1 @@
+"""What a run would do and need, worked out without running it."""
