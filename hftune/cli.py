@@ -262,7 +262,7 @@ def predict(options: argparse.Namespace) -> int:
 
     recipe, _ = open_run(options.folder, options.trust_code)
     check_answers(recipe.task)
-    from hftune.answers import keep_pictures, named, output_names
+    from hftune.commands.predict import keep_pictures, named, output_names
 
     names = output_names(inputs, options.output)
     from hftune.inference import load_model
@@ -339,7 +339,7 @@ def evaluate(options: argparse.Namespace) -> int:
             check_checkpoint(options.checkpoint)
         if options.output is not None and os.environ.get("RANK", "0") == "0":
             check_output(options.output)
-        from hftune.scoring import score
+        from hftune.commands.evaluate import score
         from hftune.tracking.console import hide_progress_bars, is_number, short, table
 
         hide_progress_bars()

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 import hftune.data.jieba_tokenizer
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import DataError, Recipe, cli, load_model, train
+from hftune.commands.evaluate import score
 from hftune.data.demo import articles
 from hftune.data.vocabulary import train_vocabulary
 from hftune.errors import ConfigError
 from hftune.run import main
-from hftune.scoring import score
 from hftune.training import plan_batches
 from tests.support.runs import Run, train_on
 

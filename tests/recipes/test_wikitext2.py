@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, training
+from hftune.commands.evaluate import score
 from hftune.data.demo_text import paragraphs
 from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
-from hftune.scoring import score
 from tests.support.runs import Run, environment, train_on
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import torch
 from transformers import pipeline
 
 from hftune import Recipe, TrainingError, __version__, train
+from hftune.commands.evaluate import score
 from hftune.data.demo import reviews
-from hftune.scoring import score
 from tests.support.runs import NO_DROPOUT, TINY, Run, environment
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,1 @@
+"""Bodies of the ``hftune`` command that work on finished runs."""
