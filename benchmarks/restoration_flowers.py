@@ -19,7 +19,7 @@ import torch
 from record import parse_options, print_table, save
 
 from hftune import Recipe, load_model, train
-from hftune.augmentation import augmented
+from hftune.data.augmentation import augmented
 from hftune.metrics.restoration import measure, summarise
 
 SETTINGS = (

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.checkpoints.atomic_files import named_where_it_fails, write_lines
 from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
 from hftune.config import Recipe
 from hftune.config.sections import TrainConfig
+from hftune.data.augmentation import augmented
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, spell

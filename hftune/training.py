@@ -29,7 +29,6 @@ from accelerate import (
 from torch import nn
 
 from hftune import __version__
-from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoints.atomic_files import named_where_it_fails, only_writer, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of, steps
@@ -37,6 +36,7 @@ from hftune.checkpoints.export import export, read_about, restore_export
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
+from hftune.data.augmentation import augmented
 from hftune.data.cache import one_at_a_time
 from hftune.data.digest import content_digest
 from hftune.distributed.accelerator import check_launcher, check_machine, leave_group, start_accelerator

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hftune.data import idx
+from hftune.data.hub import commit_of, name_problems
 from hftune.errors import ConfigError
-from hftune.hub import commit_of, name_problems
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """datasets' builders that read ``task.data_files``."""

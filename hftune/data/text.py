@@ -15,8 +15,8 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data.files import FILE_FORMATS, file_format
+from hftune.data.hub import failure, fetch
 from hftune.errors import DataError, did_you_mean
-from hftune.hub import failure, fetch
 
 if TYPE_CHECKING:
     from torch import Tensor

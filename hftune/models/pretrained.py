@@ -12,8 +12,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from hftune.data.hub import fetch
 from hftune.errors import ConfigError, did_you_mean
-from hftune.hub import fetch
 
 CONFIG = ("config.json", "generation_config.json")
 TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")

@@ -16,10 +16,10 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hftune.augmentation import augmented
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
+from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import check_parallel, on_cpu
 from hftune.errors import ConfigError
 from hftune.loop import total_steps

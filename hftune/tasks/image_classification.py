@@ -121,7 +121,7 @@ class ImageClassification(Task):
         return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
 
     def commits(self) -> dict[str, str]:
-        from hftune.hub import known
+        from hftune.data.hub import known
 
         return known({"task.dataset": self.dataset_commit})
 

@@ -98,7 +98,7 @@ class LanguageModeling(Task):
 
     def _tokenizer_problems(self) -> list[str]:
         from hftune.data.files import is_folder
-        from hftune.hub import name_problems
+        from hftune.data.hub import name_problems
 
         kinds = " or ".join(TRAINED)
         if self.tokenizer is None:
@@ -148,7 +148,7 @@ class LanguageModeling(Task):
         return model_commit(named, self.tokenizer_revision, "task.tokenizer")
 
     def commits(self) -> dict[str, str]:
-        from hftune.hub import known
+        from hftune.data.hub import known
 
         return known(
             {"task.model": self.model_commit, "task.tokenizer": self.tokenizer_commit, "task.dataset": self.dataset_commit}

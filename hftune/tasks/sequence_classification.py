@@ -101,7 +101,7 @@ class SequenceClassification(Task):
         return model_commit(self.model, self.model_revision)
 
     def commits(self) -> dict[str, str]:
-        from hftune.hub import known
+        from hftune.data.hub import known
 
         return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
 

@@ -8,8 +8,8 @@ import pytest
 
 from hftune import ConfigError, DataError, Recipe
 from hftune.data.files import file_format
+from hftune.data.hub import FULL_NAMES, name_problems
 from hftune.data.text import load_split
-from hftune.hub import FULL_NAMES, name_problems
 from hftune.tasks import SequenceClassification, TitleGeneration
 from hftune.training import check_commits
 from tests.support.runs import environment

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from hftune import ConfigError, DataError, Recipe
-from hftune.augmentation import Augmented, augmented
+from hftune.data.augmentation import Augmented, augmented
 from hftune.data.demo_digits import NUM_DIGITS, digits
 from hftune.data.images import move
 from hftune.models.convnet import ConvNet
