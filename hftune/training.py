@@ -52,8 +52,8 @@ from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
 from hftune.strategies.stages import check_stages
-from hftune.sum_check import check_sums
 from hftune.task import Task
+from hftune.tasks.contract import check_sums
 from hftune.tracking.console import Console, hide_progress_bars, is_number, short, table
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.ledger import Ledger

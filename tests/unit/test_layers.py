@@ -13,7 +13,6 @@ MAY_IMPORT = {
     "data": {"errors", "task", "config"},
     "optim": {"config"},
     "models": {"errors", "config", "data"},
-    "tasks": {"errors", "metrics", "task", "data", "models"},
     "checkpoints": {"errors", "task", "config", "distributed"},
     "cli": {
         "errors",
@@ -71,7 +70,7 @@ MAY_IMPORT = {
     "run": {"errors", "config", "distributed", "tracking", "training"},
     "spark": {"errors", "config", "distributed", "launchers", "run", "tracking", "training"},
     "strategies": {"errors", "task", "batch_plan", "config", "distributed"},
-    "sum_check": {"errors", "task", "strategies"},
+    "tasks": {"errors", "metrics", "task", "data", "models", "strategies"},
     "tracking": {"errors", "task", "batch_plan", "config", "checkpoints", "inference", "strategies"},
     "training": {
         "errors",
@@ -85,7 +84,7 @@ MAY_IMPORT = {
         "evaluation",
         "loop",
         "strategies",
-        "sum_check",
+        "tasks",
         "tracking",
     },
 }

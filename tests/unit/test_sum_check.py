@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hftune import ConfigError, Recipe, train
-from hftune.sum_check import check_sums
 from hftune.task import Task
+from hftune.tasks.contract import check_sums
 from tests.support.tasks import NextToken, Tagging, Trapped
 
 
