@@ -139,7 +139,7 @@ class ImageRestoration(Task):
         }
 
     def build_model(self) -> AnySize:
-        from hftune.models.imported import build_network
+        from hftune.models.custom import build_network
         from hftune.models.unet import AnySize, UNet
 
         return AnySize(build_network(self.network, self.network_args) if self.network else UNet(self.width, self.depth))
