@@ -64,14 +64,14 @@ def main() -> None:
 
 def subject(options: argparse.Namespace) -> str:
     """Name what was measured."""
-    fsdp = f", and under FSDP on {spell(options.fsdp)}" if options.fsdp else ""
+    fsdp = f", and under FSDP on {format_value(options.fsdp)}" if options.fsdp else ""
     return (
-        f"largest relative difference of a loss in {options.steps} steps on {spell(options.processes)} processes{fsdp}, "
-        f"in micro-batches of {spell(options.micro_batch_sizes)}"
+        f"largest relative difference of a loss in {options.steps} steps on {format_value(options.processes)} processes{fsdp}, "
+        f"in micro-batches of {format_value(options.micro_batch_sizes)}"
     )
 
 
-def spell(counts: Iterable[int]) -> str:
+def format_value(counts: Iterable[int]) -> str:
     """Join numbers as a sentence does."""
     *first, last = map(str, counts)
     return f"{', '.join(first)} and {last}" if first else last

@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(command=evaluate)
     command.add_argument("words", nargs="+", metavar="recipe=PATH", help="outputs/NAME/recipe.yaml, and section.key=value")
     command.add_argument("--checkpoint", type=Path, help="evaluate this checkpoint instead of the model")
-    command.add_argument("--part", choices=("eval", "test"), default="eval", help="of the data (default %(default)s)")
+    command.add_argument("--split", choices=("eval", "test"), default="eval", help="split to evaluate on (default %(default)s)")
     command.add_argument("--output", type=Path, help="write the metrics into this file, as JSON")
     command.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
 
@@ -196,7 +196,7 @@ def train(options: argparse.Namespace) -> int:
         from hftune.config import Recipe
 
         recipe, count = Recipe.from_argv(options.words), options.processes
-        recipe.check()
+        recipe.validate()
         print(f"hftune {__version__}: recipe {recipe.recipe}; starting {count} process{'es' * (count > 1)} ...", flush=True)
         from hftune.launchers.local import launch
 
@@ -239,7 +239,7 @@ def plan(options: argparse.Namespace) -> int:
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(options.words)
-    recipe.check()
+    recipe.validate()
     from hftune.planning.plan import make_plan
     from hftune.planning.report import plan_text
     from hftune.tracking.console import hide_progress_bars  # only now: a mistyped key should not wait for torch
@@ -331,7 +331,7 @@ def evaluate(options: argparse.Namespace) -> int:
         if not any(word.startswith("replace=") for word in words):
             words = [*words, "replace=[track]"]  # dashboards are of no use here, and may name variables of another machine
         recipe = Recipe.from_argv(words, options.trust_code)
-        recipe.check()
+        recipe.validate()
         model = model_of(options.words, recipe.output_dir)
         if options.checkpoint is None:
             check_model(model)
@@ -343,7 +343,7 @@ def evaluate(options: argparse.Namespace) -> int:
         from hftune.tracking.console import hide_progress_bars, is_number, short, table
 
         hide_progress_bars()
-        found = score(recipe, model, options.checkpoint, options.part)
+        found = score(recipe, model, options.checkpoint, options.split)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     if found.is_main:
@@ -421,8 +421,8 @@ def slurm(options: argparse.Namespace) -> int:
 
     asked = {item.name: getattr(options, item.name) for item in dataclasses.fields(Job)}
     script = batch_script(options.words, Job(**asked))
-    for remark in script.remarks:
-        print(f"hftune: {remark}", file=sys.stderr)
+    for notice in script.notices:
+        print(f"hftune: {notice}", file=sys.stderr)
     print(script.text, end="")
     return 0
 
@@ -450,7 +450,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.words:
         from hftune.config import Recipe
 
-        Recipe.from_argv(options.words).check()
+        Recipe.from_argv(options.words).validate()
     from hftune.doctor import main
 
     return main(options.words)

@@ -2,7 +2,7 @@
 
 Alone it looks at the machine. Under ``accelerate launch`` or ``torchrun`` it joins the group as training would, compares the
 processes and measures the network between them. Every finding says what, where, and what to do.
-Exit codes: 0 fit (there may be remarks); 1 something would fail; 2 the recipe cannot be trained on.
+Exit codes: 0 fit (there may be notices); 1 something would fail; 2 the recipe cannot be trained on.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from hftune.errors import ConfigError
 from hftune.run import fail, leave
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tracking.console import hide_progress_bars, print_any_character
+from hftune.tracking.tracker import check_trackers
 from hftune.training import check_facts, data_digest, load_datasets
 
 GIB = 2**30
-OK, REMARK, FAULT = "ok", "note", "FAULT"
+OK, NOTICE, FAULT = "ok", "note", "FAULT"
 HUB_TIMEOUT_S = 3.0
 SKEW_S = 5.0
 """Clocks that differ by more mislead whoever compares logs and file times."""
@@ -139,7 +140,7 @@ def _gpus() -> Iterator[Finding]:
         properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
         found = f"{index}: {properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, CUDA {torch.version.cuda}"
         busy = free < 0.8 * total
-        yield Finding("GPUs", found, REMARK if busy else OK, "another program holds its memory (nvidia-smi)" if busy else "")
+        yield Finding("GPUs", found, NOTICE if busy else OK, "another program holds its memory (nvidia-smi)" if busy else "")
 
 
 def _backends() -> Finding:
@@ -173,7 +174,7 @@ def _disk(what: str, folder: Path, setting: str) -> Finding:
         return Finding(what, f"{folder} cannot be written ({there})", FAULT, f"set {setting} to another folder")
     free = shutil.disk_usage(there).free / GIB
     todo = "a checkpoint has three times the model's size, and two are kept" if free < 10 else ""
-    return Finding(what, f"{folder}: {free:.0f} GiB free", REMARK if todo else OK, todo)
+    return Finding(what, f"{folder}: {free:.0f} GiB free", NOTICE if todo else OK, todo)
 
 
 def _shared_memory() -> Finding:
@@ -182,7 +183,7 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", "no /dev/shm here")
     size = shutil.disk_usage(folder).total / GIB
     todo = "train.num_workers and NCCL need it; in a container: --shm-size=8g" if size < 1 else ""
-    return Finding("shared memory", f"/dev/shm of {size:.1f} GiB", REMARK if todo else OK, todo)
+    return Finding("shared memory", f"/dev/shm of {size:.1f} GiB", NOTICE if todo else OK, todo)
 
 
 def _open_files() -> Finding:
@@ -194,7 +195,7 @@ def _open_files() -> Finding:
     if soft < (needed := files_needed(number("WORLD_SIZE"))):
         what = f"{found}, and {number('WORLD_SIZE')} processes need {needed:,} in the main machine's launcher"
         return Finding("open files", what, FAULT, "ulimit -n 65536 before the launcher is started")
-    return Finding("open files", found, REMARK if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
+    return Finding("open files", found, NOTICE if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
 
 
 def files_needed(num_processes: int) -> int:
@@ -212,7 +213,7 @@ def _network() -> Finding:
     except ConfigError:
         means = None
     if not outward_interfaces():
-        return Finding("network", addresses, REMARK, "no interface but the loopback: this machine can only train alone")
+        return Finding("network", addresses, NOTICE, "no interface but the loopback: this machine can only train alone")
     said = f"{addresses}; the name {host} means {means or 'nothing'}"
     return Finding("network", said)
 
@@ -224,7 +225,7 @@ def _port() -> Finding:
             probe.bind(("", PORT))
         except OSError as error:
             taken = f"{PORT}: {error.strerror}{owner_of(PORT)}"
-            return Finding("port", taken, REMARK, "it is the configurations' own; give another: --main_process_port")
+            return Finding("port", taken, NOTICE, "it is the configurations' own; give another: --main_process_port")
     return Finding("port", f"{PORT} is free; it has no password: open it, as those above 32768, to the job's machines alone")
 
 
@@ -245,7 +246,7 @@ def _hub() -> Finding:
         return Finding(
             "Hub",
             f"{address.hostname} cannot be reached ({why}); {here}",
-            REMARK,
+            NOTICE,
             "only cached or local models; HF_HUB_OFFLINE=1",
         )
     return Finding("Hub", f"{address.hostname} can be reached; {here}")
@@ -258,7 +259,7 @@ def _wandb() -> Finding:
     netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - Path's raises where there is no HOME
     has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
     todo = "" if has_key else "track.with=[wandb] needs `wandb login`, or WANDB_MODE=offline"
-    return Finding("W&B", "a key is there" if has_key else "no key", OK if has_key else REMARK, todo)
+    return Finding("W&B", "a key is there" if has_key else "no key", OK if has_key else NOTICE, todo)
 
 
 # The group
@@ -301,7 +302,7 @@ def examine_group(strategy: DataParallel, recipe: Recipe | None, datasets: Any, 
     worst = max(rows, key=lambda row: abs(row["skew_s"]))
     skewed = abs(worst["skew_s"]) > SKEW_S
     clock = f"{worst['machine']} differs from {rows[0]['machine']} by {abs(worst['skew_s']):.3f} s"
-    found.append(Finding("clocks", clock, REMARK if skewed else OK, "start chrony or ntpd there" if skewed else ""))
+    found.append(Finding("clocks", clock, NOTICE if skewed else OK, "start chrony or ntpd there" if skewed else ""))
     for row in rows:
         found += [Finding(**{**fault, "what": f"{row['machine']}: {fault['what']}"}) for fault in row["faults"]]
     return list({str(finding): finding for finding in found}.values())  # those of one machine once
@@ -374,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = Recipe.from_argv(argv) if argv else None
         if recipe is not None:
-            recipe.check()
+            recipe.validate()
         check_environment()
         found = [*examine_machine(Path(recipe.output_dir) if recipe else Path("outputs"))]
         if number("WORLD_SIZE") > 1:
@@ -391,6 +392,8 @@ def _check(recipe: Recipe) -> None:
     """Refuse what training would refuse here, or raise ConfigError."""
     check_launcher(recipe)
     check_machine(recipe)
+    if number("RANK") == 0:  # the main process alone talks to dashboards
+        check_trackers(recipe)
 
 
 def _join(recipe: Recipe | None, found: list[Finding]) -> int:
@@ -415,8 +418,8 @@ def _join(recipe: Recipe | None, found: list[Finding]) -> int:
 def _report(found: Sequence[Finding], who: str) -> int:
     print(f"hftune doctor {__version__}", *found, sep="\n")
     num_faults = sum(finding.level == FAULT for finding in found)
-    num_remarks = sum(finding.level == REMARK for finding in found)
-    notes = f" ({num_remarks} note{'s' if num_remarks > 1 else ''})" if num_remarks else ""
+    num_notices = sum(finding.level == NOTICE for finding in found)
+    notes = f" ({num_notices} note{'s' if num_notices > 1 else ''})" if num_notices else ""
     faults = f"{num_faults} fault{'s' if num_faults > 1 else ''}"
     print(f"{who} {f'has {faults}' if num_faults else 'is fit to train'}{notes}.", flush=True)
     return 1 if num_faults else 0

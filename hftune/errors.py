@@ -58,10 +58,10 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def spell(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Spell a value as recipes do where Python differs: null, true, [a, b]."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(spell, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
 
 

@@ -96,8 +96,8 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
         outputs, target = strategy.forward(batch), task.target(batch)
         with torch.no_grad():
             loss_sum = float(task.loss(outputs, target))
-            rows = task.predict(outputs, strategy.model, batch)
-            pictures = task.pictures(outputs, strategy.model, batch, places) if places else []
+            rows = task.predictions(outputs, strategy.model, batch)
+            pictures = task.sample_images(outputs, strategy.model, batch, places) if places else []
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not should_reduce_batch_size(error):
             raise
@@ -106,7 +106,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
             "Lower eval.batch_size: no result depends on it."
         ) from error
     if len(rows) != len(samples):
-        raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(samples)} samples.")
+        raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")
     shown = dict(zip([samples[place] for place in places], pictures, strict=True)) if pictures else {}
     return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows, shown)
 

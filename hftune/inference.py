@@ -27,7 +27,7 @@ class TrainedModel:
     model: nn.Module
 
     def predict(self, inputs: Sequence[Any], batch_size: int = 8) -> list[dict[str, Any]]:
-        """Answer raw inputs in their order: one row each, with the fields that ``Task.answer`` says.
+        """Answer raw inputs in their order: one row each, with the fields that ``Task.predict`` says.
 
         Texts are strings; images are paths, Pillow images or arrays of uint8; what is to be restored are pairs of image and
         mask. ``generated`` comes from titles, ``label`` and ``probability`` from classes, ``image`` from restoring.
@@ -44,7 +44,7 @@ class TrainedModel:
         for start in range(0, len(inputs), batch_size):
             try:
                 with torch.no_grad():
-                    rows = self.recipe.task.answer(self.model, list(inputs[start : start + batch_size]))
+                    rows = self.recipe.task.predict(self.model, list(inputs[start : start + batch_size]))
             except DataError as error:  # which counts from the beginning of the batch
                 raise DataError(count_from(start, str(error))) from error
             yield from rows

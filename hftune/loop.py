@@ -21,7 +21,7 @@ from hftune.config.sections import TrainConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
-from hftune.errors import Interrupted, TrainingError, spell
+from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import evaluate
 from hftune.optim import lr_at
 from hftune.strategies.base import StepBatch, Strategy
@@ -223,8 +223,8 @@ def evaluate_and_keep(run: Run) -> None:
         score = evaluation.metrics[config.metric]
         if not is_number(score):
             raise TrainingError(
-                f"After step {state.step} the evaluation's {config.metric} is {spell(score)}, which picks no best model: it "
-                f"has no value on these data. Set eval.metric to one of: {', '.join(numbers_of(evaluation.metrics))}."
+                f"After step {state.step} the evaluation's {config.metric} is {format_value(score)}, which picks no best "
+                f"model: it has no value on these data. Set eval.metric to one of: {', '.join(numbers_of(evaluation.metrics))}."
             )
         if not (math.isfinite(score) and math.isfinite(evaluation.metrics["loss"])):
             raise TrainingError(
@@ -276,7 +276,7 @@ def log(run: Run, values: dict[str, Any]) -> None:
 
 def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray]) -> None:
     """Show what the task wants to be seen of some predictions: terminal, samples folder, dashboards. Collective."""
-    step, samples = run.state.step, [{name: row[name] for name in run.recipe.task.shown} for row in rows]
+    step, samples = run.state.step, [{name: row[name] for name in run.recipe.task.sample_fields} for row in rows]
 
     def show() -> None:
         run.tracker.log_samples(step, samples)

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         from hftune.config import Recipe
 
         recipe = Recipe.from_argv(argv)
-        recipe.check()
+        recipe.validate()
         check_environment()
         say_start(recipe)
         from hftune.training import train  # only now: a mistyped key should not wait for torch

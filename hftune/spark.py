@@ -63,7 +63,7 @@ def launch(
     """
     from hftune.launchers.local import check_importable
 
-    recipe.check()
+    recipe.validate()
     check_importable(recipe)
     if num_processes < 1:
         raise ConfigError(f"num_processes={num_processes} must be at least 1.")
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     options, words = parser().parse_known_args(argv)
     try:
         recipe = Recipe.from_argv(words)
-        recipe.check()
+        recipe.validate()
         check_installed()
         session(options.master or ("local[1]" if options.local else None))
         launch(recipe, options.num_processes, options.local, options.use_gpu)

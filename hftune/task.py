@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,14 @@ if TYPE_CHECKING:  # a recipe must be readable, and refusable, before torch is i
 
 Direction = Literal["max", "min"]
 
+RENAMED = {
+    "answer": "predict",
+    "pictures": "sample_images",
+    "pipeline": "transformers_pipeline",
+    "problems": "validate",
+    "remarks": "notices",
+}
+"""Methods of a Task by the names that they had before version 0.3."""
 
 FOUND = "task.json"
 """File beside the weights with what ``datasets`` has set on the task."""
@@ -34,12 +43,25 @@ class Task(ABC):
     metric_directions: ClassVar[Mapping[str, Direction | None] | None] = None
     """Names that ``metrics`` returns, each with "max" if more of it is better, "min" if less is, None if neither (a length).
     Lets ``eval.metric`` be checked before training and ``eval.greater_is_better`` be left out. None: not known beforehand."""
-    shown: ClassVar[Sequence[str]] = ()
-    """Fields of ``predict``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
+    sample_fields: ClassVar[Sequence[str]] = ()
+    """Fields of ``predictions``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import, package.module.Class or module:function."""
 
-    def problems(self) -> list[str]:
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse methods under the names that they had before hftune 0.3: they would silently be called for something else.
+
+        Raises:
+            TypeError: naming the method and its new name.
+        """
+        super().__init_subclass__(**options)
+        own = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
+        if "predict" in own and list(inspect.signature(own["predict"]).parameters)[1:2] == ["outputs"]:
+            raise TypeError(f"{cls.__name__}.predict(outputs, model, batch) is called predictions(outputs, model, batch) now")
+        if old := [name for name in own if name in RENAMED]:
+            raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED[old[0]]} now")
+
+    def validate(self) -> list[str]:
         """Say what is wrong with the fields or the files they name, one sentence each; called before torch is imported."""
         return []
 
@@ -58,8 +80,8 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Return a fresh model on the CPU. Called after ``datasets`` and after seeding, on every process.
 
-        For pipelines it is a transformers decoder, or has a method ``stage(index, count)``; hftune.strategies.stages says how
-        that is called.
+        For pipelines it is a transformers decoder, or has a method ``stage(index, count)``, which
+        hftune.strategies.pipeline_stages describes.
         """
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
@@ -85,10 +107,10 @@ class Task(ABC):
         """Whether training samples go through ``augment``: where it is written, unless this says otherwise."""
         return type(self).augment is not Task.augment
 
-    def augment(self, example: Any, draw: np.random.RandomState) -> Any:
+    def augment(self, example: Any, rng: np.random.RandomState) -> Any:
         """Return a training sample with what is random in it drawn anew, such as a shift, a crop or some damage.
 
-        Called for each sample in each epoch, before ``collate``; never for evaluation. ``draw`` is seeded by (seed, epoch,
+        Called for each sample in each epoch, before ``collate``; never for evaluation. ``rng`` is seeded by (seed, epoch,
         sample): take every random number from it, and the samples do not depend on who loads them. Do not change ``example``
         in place, which is the data set's own, nor its length.
         """
@@ -119,7 +141,7 @@ class Task(ABC):
         """Count the items that ``loss`` sums over: samples by default; label tokens or pixels where those are the items."""
         return len(target)
 
-    def predict(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return one JSON-able row a sample, with all that ``metrics`` needs (its reference, too).
 
         ``outputs`` is what the model returned for this batch, no gradient; a task that generates calls ``model`` instead.
@@ -127,10 +149,10 @@ class Task(ABC):
         """
         return [{} for _ in range(len(self.target(batch)))]
 
-    def pictures(self, outputs: Any, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
+    def sample_images(self, outputs: Any, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
         """Return a picture (H, W, 3) uint8 of each sample at these places of the batch; none where there is nothing to see.
 
-        Arguments as for ``predict``. Those of the first ``eval.show_samples`` samples are kept after each evaluation.
+        Arguments as for ``predictions``. Those of the first ``eval.show_samples`` samples are kept after each evaluation.
         """
         return []
 
@@ -145,7 +167,7 @@ class Task(ABC):
         """
         return {}
 
-    def remarks(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
+    def notices(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
         """Return what a user should know before training, such as how many texts are cut; one sentence each, said once."""
         return []
 
@@ -167,7 +189,7 @@ class Task(ABC):
             (directory / FOUND).write_text(json.dumps(found), encoding="utf-8")
 
     def load(self, directory: Path) -> nn.Module:
-        """Return the model that ``save`` wrote, on the CPU, and take from there what ``answer`` needs beside it."""
+        """Return the model that ``save`` wrote, on the CPU, and take from there what ``predict`` needs beside it."""
         from safetensors.torch import load_model
 
         if (directory / FOUND).is_file():
@@ -177,15 +199,15 @@ class Task(ABC):
         load_model(model, str(directory / "model.safetensors"))
         return model
 
-    def pipeline(self) -> dict[str, Any] | None:
+    def transformers_pipeline(self) -> dict[str, Any] | None:
         """Return the arguments of the transformers pipeline that loads what ``save`` wrote, or None."""
         return None
 
     def example_inputs(self) -> list:
-        """Return a few raw inputs as ``answer`` takes them, after ``datasets``; MLflow shows them with the model."""
+        """Return a few raw inputs as ``predict`` takes them, after ``datasets``; MLflow shows them with the model."""
         return []
 
-    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return one row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
 
         Its values are JSON-able, or Pillow images, which ``hftune predict`` writes into its --output folder.

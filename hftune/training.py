@@ -44,20 +44,20 @@ from hftune.distributed.consistency import EARLY_S, check_early, differences, di
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
-from hftune.errors import ConfigError, DataError, Interrupted, TrainingError, spell
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError, format_value
 from hftune.evaluation import evaluate
 from hftune.loop import SAMPLES, Run, TrainState, fit, log, total_steps
 from hftune.optim import build_optimizer
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
+from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel, checkpoint_tensors
-from hftune.strategies.stages import check_stages
+from hftune.strategies.pipeline_stages import check_stages
 from hftune.task import Task
-from hftune.tasks.contract import check_sums
 from hftune.tracking.console import Console, hide_progress_bars, is_number, short, table
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.ledger import Ledger
-from hftune.tracking.tracker import Tracker
+from hftune.tracking.tracker import Tracker, check_trackers
 
 DIGEST = "all:"
 """Begins the digests of data; those of hftune 0.2, which saw little of them, have no such beginning."""
@@ -101,7 +101,7 @@ def train(recipe: Recipe) -> TrainResult:
             process failed. A process that cannot raise it, because it waits for the failed one, ends with exit code 1.
         Interrupted: a signal asked to stop; the step was finished and a checkpoint written.
     """
-    recipe.check()
+    recipe.validate()
     progress = Progress()
     with ExitStack() as held:
         with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat, ExitStack() as watched:
@@ -121,6 +121,8 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     progress.at("preparing the data")
     check_launcher(recipe)
     check_machine(recipe)
+    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone talks to dashboards
+        check_trackers(recipe)
     start = claim_folder(recipe, held)
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
@@ -129,7 +131,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
     seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
-    remarks = check_sums(recipe.task, model, seen, plan.lengths) if int(os.environ.get("RANK", 0)) == 0 else []
+    notices = check_sums(recipe.task, model, seen, plan.lengths) if int(os.environ.get("RANK", 0)) == 0 else []
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
     progress.at("joining the others")
     with heartbeat.waiting():
@@ -142,10 +144,10 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     digests = check_agreement(strategy, recipe, datasets, commits)
     start = confirm_start(strategy, recipe, start)
     # They read all of the data: the main process alone does.
-    remarks += [*strategy.on_main(lambda: recipe.task.remarks(datasets, model)), *start.remarks]
+    notices += [*strategy.on_main(lambda: recipe.task.notices(datasets, model)), *start.notices]
     progress.at("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
-    remarks += strategy.remarks()
+    notices += strategy.notices()
     state, run_ids, found = load_checkpoint(strategy, start, digests, commits)
     num_steps = total_steps(recipe.train, plan)
     check_step(recipe, state, num_steps)
@@ -155,7 +157,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
         known = found["size"] if found == {**memory_facts(recipe, strategy), "size": found.get("size")} else None
         plan = replace(plan, micro_batch_size=known or find_micro_batch_size(strategy, plan, seen))
         how = ", found when the run began" if known else " of the longest samples fit on every process"
-        remarks.append(f"train.micro_batch_size=auto: {plan.micro_batch_size}{how}.")
+        notices.append(f"train.micro_batch_size=auto: {plan.micro_batch_size}{how}.")
 
     progress.at("opening the output folder")
     run = open_run(recipe, accelerator, strategy, plan, datasets, state, watched.enter_context(StopRequest()))
@@ -173,7 +175,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     found = {**memory_facts(recipe, strategy), "size": size}
     run.facts |= {"digests": digests, "run_ids": strategy.on_main(run.tracker.run_ids), "micro_batch_size": found}
     if strategy.is_main:
-        print_start(run, accelerator.device, [*remarks, *([going_on(run, start)] if state.step else [])])
+        print_start(run, accelerator.device, [*notices, *([going_on(run, start)] if state.step else [])])
     result = train_and_save(run)
     if strategy.is_main:
         held.callback(run.tracker.close)  # after all is saved: an upload may fail
@@ -295,7 +297,7 @@ def train_and_save(run: Run) -> TrainResult:
     how = recipe.train.batch_norm
     seen = augmented(run.datasets["train"], recipe.task, recipe.seed, 0)
     kinds = strategy.rehearse(seen, run.plan.epoch(0)[0][0], frozen=how == "frozen")
-    if said := statistics.remark(kinds, how, recipe.train.micro_batch_size):
+    if said := statistics.notice(kinds, how, recipe.train.micro_batch_size):
         run.console.line(said)
     try:
         fit(run)
@@ -414,7 +416,8 @@ def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
     if state.step > num_steps:
         raise ConfigError(
             f"The checkpoint is of step {state.step}, and train.epochs={recipe.train.epochs} with "
-            f"train.max_steps={spell(recipe.train.max_steps)} ends after step {num_steps}. Raise them, or set resume=never."
+            f"train.max_steps={format_value(recipe.train.max_steps)} ends after step {num_steps}. Raise them, "
+            "or set resume=never."
         )
 
 
@@ -657,8 +660,8 @@ def versions() -> dict[str, str]:
     return {"hftune": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def print_start(run: Run, device: torch.device, remarks: list[str]) -> None:
-    """One line that says what is about to happen, and how; then remarks, one a line."""
+def print_start(run: Run, device: torch.device, notices: list[str]) -> None:
+    """One line that says what is about to happen, and how; then notices, one a line."""
     recipe, plan, config = run.recipe, run.plan, run.recipe.train
     count = run.strategy.num_processes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -668,7 +671,7 @@ def print_start(run: Run, device: torch.device, remarks: list[str]) -> None:
         f"hftune {__version__}  {recipe.recipe}  {count} process{'es' if count > 1 else ''} on {name}  "
         f"global batch {config.batch_size} in micro-batches of at most {' and '.join(bounds)}  "
         f"precision {config.mixed_precision}  {plan.num_samples:,} samples",
-        *remarks,
+        *notices,
         sep="\n",
         flush=True,
     )

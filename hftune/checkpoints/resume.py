@@ -18,7 +18,7 @@ from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
 from hftune.distributed.preflight import launcher
-from hftune.errors import ConfigError, did_you_mean, spell
+from hftune.errors import ConfigError, did_you_mean, format_value
 
 FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
 """Keys (or their beginnings) that a run cannot change: they decide which samples form a step, or what is learned from them."""
@@ -46,7 +46,7 @@ class Start:
 
     checkpoint: Checkpoint | None = None
     """None: anew."""
-    remarks: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     """What to tell the user, one sentence each."""
     changed: dict[str, str] = field(default_factory=dict)
     """Keys of the recipe that differ from the checkpoint's, each spelled with both values: "train.lr=0.1 (it was 0.2)"."""
@@ -81,8 +81,8 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
     else:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
-    remarks = [*skipped, *(f"Changed: {text}." for text in changed.values())]
-    return Start(checkpoint, remarks, changed, group)
+    notices = [*skipped, *(f"Changed: {text}." for text in changed.values())]
+    return Start(checkpoint, notices, changed, group)
 
 
 def member() -> list[Member]:
@@ -178,4 +178,4 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
 
 def _spell(values: Mapping[str, Any], key: str) -> str:
     value = values.get(key)
-    return value if isinstance(value, str) else spell(value)
+    return value if isinstance(value, str) else format_value(value)

@@ -44,8 +44,8 @@ def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, P
 
 def check_answers(task: Task) -> None:
     """Refuse a task that answers no inputs, or raise ConfigError."""
-    if type(task).answer is Task.answer:
-        raise ConfigError(f"{type_name(type(task))} does not answer inputs. Give it a method answer(model, inputs).")
+    if type(task).predict is Task.predict:
+        raise ConfigError(f"{type_name(type(task))} cannot predict from raw inputs. Give it a method predict(model, inputs).")
 
 
 def check_model(model: Path) -> None:

@@ -40,20 +40,20 @@ class Score:
     """Whether this process is the one that prints and writes."""
 
 
-def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str = "eval") -> Score:
+def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: str = "eval") -> Score:
     """Evaluate on the recipe's evaluation data, or on its test data. Every process of the job calls it with the same arguments.
 
     Args:
         model: folder of the finished model, on every machine. Not looked at where there is a checkpoint.
         checkpoint: folder of a checkpoint, on the main machine. It is loaded as resuming would: data, model, then its weights.
-        part: "eval" or "test".
+        split: "eval" or "test".
 
     Raises:
-        ConfigError: the recipe cannot be run here, there is no such model, checkpoint or part, or it belongs to something else.
+        ConfigError: the recipe cannot be run here, there is no such model, checkpoint or split, or it does not fit.
         DataError: the data cannot be evaluated on.
     """
     recipe = replace(recipe, track=TrackConfig())  # dashboards are for training
-    recipe.check()
+    recipe.validate()
     progress = Progress()
     with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat:
         check_early(heartbeat.early_store(EARLY_S), heartbeat.here.rank, facts(recipe))
@@ -66,8 +66,8 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         # A finished model first: it brings its tokenizer along, which would otherwise be trained again.
         built = load_export(recipe.task, model) if checkpoint is None else None
         datasets = load_datasets(recipe)
-        if part not in datasets:
-            raise ConfigError(f"--part {part}: this recipe's data have no such part. They have: {', '.join(datasets)}.")
+        if split not in datasets:
+            raise ConfigError(f"--split {split}: this recipe's data has no such split. It has: {', '.join(datasets)}.")
         if built is None:
             built = build_model(recipe)
         elif recipe.train.compile:
@@ -83,9 +83,9 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, part: str
         if checkpoint is not None:
             take_over(strategy, checkpoint, saved, digests)
         progress.at("the evaluation")
-        found = evaluate(strategy, datasets[part], recipe.eval.batch_size, recipe.train.num_workers)
+        found = evaluate(strategy, datasets[split], recipe.eval.batch_size, recipe.train.num_workers)
     where = str(model if checkpoint is None else checkpoint)
-    return Score(found.metrics, where, len(datasets[part]), strategy.num_processes, strategy.is_main)
+    return Score(found.metrics, where, len(datasets[split]), strategy.num_processes, strategy.is_main)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:

@@ -33,7 +33,7 @@ from hftune.config.sections import (
     key_of,
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
-from hftune.errors import ConfigError, did_you_mean, holds, spell, type_problem
+from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
 from hftune.task import Direction, Task
 
 
@@ -103,13 +103,13 @@ class Recipe(RunConfig):
         overrides = [word for word in argv if not word.startswith("recipe=")]
         return cls.load(sources[0], *overrides, trust_code=trust_code)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Look for what can be found wrong without torch: missing files, a metric that the task does not compute.
 
         Raises:
             ConfigError: holding every problem found.
         """
-        problems = [*self.task.problems(), *self._metric_problems()]
+        problems = [*self.task.validate(), *self._metric_problems()]
         if problems:
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
@@ -122,8 +122,8 @@ class Recipe(RunConfig):
         elif (direction := self._direction) is not None and said not in (None, direction == "max"):
             better = "greater" if direction == "max" else "smaller"
             yield (
-                f"eval.greater_is_better={spell(said)} contradicts eval.metric={metric}, which is better the {better} it is. "
-                "Leave eval.greater_is_better out, or set it to null."
+                f"eval.greater_is_better={format_value(said)} contradicts eval.metric={metric}, which is better the {better} "
+                "it is. Leave eval.greater_is_better out, or set it to null."
             )
         elif direction is None and said is None:
             yield (
@@ -246,10 +246,10 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[_Layer]:
     layer = _Layer(raw, path, _replaced(raw, origin))
     if base is None:
         if layer.replaced:
-            raise ConfigError(f"replace={spell(layer.replaced)} is for what a base sets, and there is no base.{origin}")
+            raise ConfigError(f"replace={format_value(layer.replaced)} is for what a base sets, and there is no base.{origin}")
         return [layer]
     if not isinstance(base, str):
-        raise ConfigError(f"base={spell(base)} is not the name or the path of a recipe.{origin}")
+        raise ConfigError(f"base={format_value(base)} is not the name or the path of a recipe.{origin}")
     beside = path.parent / base
     try:
         below = beside if beside.is_file() else recipe_path(base, key="base")
@@ -267,7 +267,7 @@ def _replaced(raw: DictConfig, origin: str) -> list[str]:
     keys = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
     if keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         return keys or []
-    raise ConfigError(f"replace={spell(keys)} is not a list of keys, such as [task.model_config].{origin}")
+    raise ConfigError(f"replace={format_value(keys)} is not a list of keys, such as [task.model_config].{origin}")
 
 
 def _parse(overrides: Sequence[str]) -> _Layer:
@@ -499,7 +499,7 @@ class _Schema:
             return None
         if full_key in self.types:
             example = next(known for known in self.known if known.startswith(f"{full_key}."))
-            return f"{full_key}={spell(value)} must be a section of keys, such as {example}=..."
+            return f"{full_key}={format_value(value)} must be a section of keys, such as {example}=..."
         mapping = key.partition(".")[0]
         if f"{section}.{mapping}" in self.mappings and "." in key:
             if self.values[section][mapping] is None:
@@ -518,13 +518,13 @@ class _Schema:
             return None
         if holds(bool, hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
             # OmegaConf would read every number as true or false.
-            return f"{full_key}={spell(value)} {type_problem(hint, value, default)}"
+            return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
         if holds(str, hint) and any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):
-            return f"{full_key}={spell(value)}: YAML reads a bare yes, no, on or off as true or false. Put texts in quotes."
+            return f"{full_key}={format_value(value)}: YAML reads a bare yes, no, on or off as true or false. Quote texts."
         try:
             OmegaConf.update(self.values[section], field_name, value)
         except OmegaConfBaseException:
-            return f"{full_key}={spell(value)} {type_problem(hint, value, default)}"
+            return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
         return None
 
     def unknown(self, full_key: str) -> str | None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from hftune import tasks
 from hftune.config.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, TrackConfig, TrainConfig, key_of
-from hftune.errors import spell
+from hftune.errors import format_value
 
 SECTIONS = {
     "": RunConfig,
@@ -44,7 +44,7 @@ def fields(type_: type) -> list[tuple[str, str, str]]:
 def _default(item: dataclasses.Field) -> str:
     if item.default_factory is not dataclasses.MISSING:
         return str(item.default_factory())
-    return "required" if item.default is dataclasses.MISSING else spell(item.default).strip("'")
+    return "required" if item.default is dataclasses.MISSING else format_value(item.default).strip("'")
 
 
 def section_text(name: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from hftune.errors import ConfigError, did_you_mean, spell, type_problem
+from hftune.errors import ConfigError, did_you_mean, format_value, type_problem
 
 
 @dataclass
@@ -96,7 +96,7 @@ class TrainConfig(Section):
     def problems(self) -> Iterator[str]:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and (value := getattr(self, name)) not in get_args(hint):
-                yield f"train.{name}={spell(value)} {type_problem(hint, value)}"
+                yield f"train.{name}={format_value(value)} {type_problem(hint, value)}"
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."

@@ -8,50 +8,50 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 
-def draw_mask(height: int, width: int, draw: np.random.RandomState) -> np.ndarray:
+def draw_mask(height: int, width: int, rng: np.random.RandomState) -> np.ndarray:
     """Return which pixels are damaged: (H, W) bool, 2 to 20 in 100 of them (8 on average), never none.
 
-    One or two kinds of damage, in sizes that follow the image's shorter side. All is taken from ``draw``.
+    One or two kinds of damage, in sizes that follow the image's shorter side. All is taken from ``rng``.
     """
     canvas = Image.new("L", (width, height))
     pen, side = ImageDraw.Draw(canvas), min(height, width)
     known = (_strokes, _rectangles, _scribbles)
-    kinds = [known[place] for place in draw.permutation(len(known))[: draw.randint(1, 3)]]
+    kinds = [known[place] for place in rng.permutation(len(known))[: rng.randint(1, 3)]]
     area = height / side * (width / side)  # in squares of the shorter side: a long image gets more
     for kind in kinds:
-        for _ in range(max(1, round(area * draw.randint(3, 8) / len(kinds)))):
-            kind(pen, width, height, side, draw)
+        for _ in range(max(1, round(area * rng.randint(3, 8) / len(kinds)))):
+            kind(pen, width, height, side, rng)
     return np.asarray(canvas) > 0
 
 
-def _strokes(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, draw: np.random.RandomState) -> None:
+def _strokes(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: np.random.RandomState) -> None:
     """A brush that wanders, with round ends."""
-    thickness = max(2, round(side * draw.uniform(0.03, 0.09)))
-    angle, turn = draw.uniform(0, 2 * math.pi), draw.normal(0, 0.5)
-    points = [(draw.uniform(0, width - 1), draw.uniform(0, height - 1))]
-    for _ in range(draw.randint(2, 6)):
+    thickness = max(2, round(side * rng.uniform(0.03, 0.09)))
+    angle, turn = rng.uniform(0, 2 * math.pi), rng.normal(0, 0.5)
+    points = [(rng.uniform(0, width - 1), rng.uniform(0, height - 1))]
+    for _ in range(rng.randint(2, 6)):
         x, y = points[-1]
-        length = side * draw.uniform(0.1, 0.3)
+        length = side * rng.uniform(0.1, 0.3)
         points.append((x + length * math.cos(angle), y + length * math.sin(angle)))
-        angle += turn + draw.normal(0, 0.3)
+        angle += turn + rng.normal(0, 0.3)
     pen.line(points, fill=255, width=thickness, joint="curve")
     for x, y in (points[0], points[-1]):
         pen.ellipse((x - thickness / 2, y - thickness / 2, x + thickness / 2, y + thickness / 2), fill=255)
 
 
-def _rectangles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, draw: np.random.RandomState) -> None:
+def _rectangles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: np.random.RandomState) -> None:
     """A hole with straight edges."""
-    right, down = np.maximum(2, side * draw.uniform(0.08, 0.22, size=2)).round()
-    left, top = draw.uniform(0, width - right), draw.uniform(0, height - down)
+    right, down = np.maximum(2, side * rng.uniform(0.08, 0.22, size=2)).round()
+    left, top = rng.uniform(0, width - right), rng.uniform(0, height - down)
     pen.rectangle((left, top, left + right - 1, top + down - 1), fill=255)
 
 
-def _scribbles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, draw: np.random.RandomState) -> None:
+def _scribbles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: np.random.RandomState) -> None:
     """A line of small letters that nobody can read, as of a watermark or a date."""
-    size = side * draw.uniform(0.06, 0.12)
+    size = side * rng.uniform(0.06, 0.12)
     thickness = max(1, round(size * 0.25))
-    x, y = draw.uniform(0, width / 2), draw.uniform(0, height - size)
-    for _ in range(draw.randint(5, 12)):
-        letter = draw.uniform(0, size, size=(draw.randint(3, 6), 2)) + np.array([x, y])
+    x, y = rng.uniform(0, width / 2), rng.uniform(0, height - size)
+    for _ in range(rng.randint(5, 12)):
+        letter = rng.uniform(0, size, size=(rng.randint(3, 6), 2)) + np.array([x, y])
         pen.line([tuple(point) for point in letter], fill=255, width=thickness, joint="curve")
         x += size * 1.2

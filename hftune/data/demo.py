@@ -57,54 +57,54 @@ def reviews(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict
         part: "train" or "eval".
         count: how many; by default NUM_REVIEWS of the part.
     """
-    draw = random.Random(f"{seed} {part}")
+    rng = random.Random(f"{seed} {part}")
     seen = {row["text"] for row in reviews("train", NUM_REVIEWS["train"], seed)} if part == "eval" else set()
     for _ in range(NUM_REVIEWS[part] if count is None else count):
-        row = _review(draw)
+        row = _review(rng)
         while row["text"] in seen:
-            row = _review(draw)
+            row = _review(rng)
         seen.add(row["text"])
         yield row
 
 
-def _review(draw: random.Random) -> dict[str, Any]:
-    grade = draw.randrange(5)
-    num_words = min(380, max(5, round(draw.lognormvariate(3.2, 0.9))))
+def _review(rng: random.Random) -> dict[str, Any]:
+    grade = rng.randrange(5)
+    num_words = min(380, max(5, round(rng.lognormvariate(3.2, 0.9))))
     opinions: list[int] = []
     sentences: list[str] = []
     while not opinions or sum(len(sentence.split()) for sentence in sentences) < num_words:
-        if opinions and draw.random() < 0.4:
-            sentences.append(_neutral(draw))
+        if opinions and rng.random() < 0.4:
+            sentences.append(_neutral(rng))
         else:
-            opinions.append(_opinion(draw, opinions, grade))
-            sentences.append(_sentence(draw, opinions[-1]))
+            opinions.append(_opinion(rng, opinions, grade))
+            sentences.append(_sentence(rng, opinions[-1]))
     if len(opinions) > 1:
-        draw.shuffle(sentences)
+        rng.shuffle(sentences)
     return {"text": ". ".join(sentences) + ".", "label": _grade(opinions)}
 
 
-def _opinion(draw: random.Random, opinions: list[int], grade: int) -> int:
+def _opinion(rng: random.Random, opinions: list[int], grade: int) -> int:
     """Draw an opinion that keeps the mean near the wanted grade, yet disagrees with it now and then."""
     wanted = (grade - 2) * (len(opinions) + 1) - sum(opinions)
-    near = max(-2, min(2, wanted + draw.choice([-1, 0, 0, 1])))
-    return near or draw.choice([-1, 1])
+    near = max(-2, min(2, wanted + rng.choice([-1, 0, 0, 1])))
+    return near or rng.choice([-1, 1])
 
 
 def _grade(opinions: list[int]) -> int:
     return max(0, min(4, round(sum(opinions) / len(opinions)) + 2))
 
 
-def _sentence(draw: random.Random, opinion: int) -> str:
-    before, kind = draw.choice(STRENGTH[opinion])
-    verb = draw.choice(["was", "is", "seemed", "turned out"])
-    return " ".join(word for word in (draw.choice(ASPECTS), verb, before, draw.choice(WORDS[kind])) if word)
+def _sentence(rng: random.Random, opinion: int) -> str:
+    before, kind = rng.choice(STRENGTH[opinion])
+    verb = rng.choice(["was", "is", "seemed", "turned out"])
+    return " ".join(word for word in (rng.choice(ASPECTS), verb, before, rng.choice(WORDS[kind])) if word)
 
 
-def _neutral(draw: random.Random) -> str:
-    sentence = draw.choice(NEUTRAL)
+def _neutral(rng: random.Random) -> str:
+    sentence = rng.choice(NEUTRAL)
     while "{" in sentence:
         name = sentence[sentence.index("{") + 1 : sentence.index("}")]
-        sentence = sentence.replace(f"{{{name}}}", draw.choice(FILL[name]), 1)
+        sentence = sentence.replace(f"{{{name}}}", rng.choice(FILL[name]), 1)
     return sentence
 
 
@@ -255,33 +255,33 @@ def articles(part: str, count: int | None = None, seed: int = 0) -> Iterator[dic
         part: "train" or "eval".
         count: how many; by default NUM_ARTICLES of the part.
     """
-    draw = random.Random(f"{seed} {part}")
+    rng = random.Random(f"{seed} {part}")
     trained = articles("train", NUM_ARTICLES["train"], seed) if part == "eval" else ()
     seen = {text for row in trained for text in row.values()}
     for _ in range(NUM_ARTICLES[part] if count is None else count):
-        row = _article(draw)
+        row = _article(rng)
         while row["content"] in seen or row["title"] in seen:
-            row = _article(draw)
+            row = _article(rng)
         seen.add(row["content"])
         yield row
 
 
-def _article(draw: random.Random) -> dict[str, Any]:
-    num_characters = min(770, max(60, round(draw.lognormvariate(5.1, 0.6))))
-    title, facts = draw.choice(NEWS)
+def _article(rng: random.Random) -> dict[str, Any]:
+    num_characters = min(770, max(60, round(rng.lognormvariate(5.1, 0.6))))
+    title, facts = rng.choice(NEWS)
     said: dict[str, str] = {}  # gap of the title -> what fills it
     for gap in facts:
-        said[gap] = _other(draw, gap, said)
-    sentences = [draw.choice(ways).format(**said) for ways in facts.values()]
+        said[gap] = _other(rng, gap, said)
+    sentences = [rng.choice(ways).format(**said) for ways in facts.values()]
     filler: list[str] = []
     while sum(len(sentence) + 1 for sentence in sentences) < num_characters:
-        filler = filler or draw.sample(FILLER, len(FILLER))
+        filler = filler or rng.sample(FILLER, len(FILLER))
         sentence = filler.pop()
-        sentences.append(sentence.format(**{gap: _other(draw, gap, said) for gap in WHAT if f"{{{gap}}}" in sentence}))
-    draw.shuffle(sentences)
+        sentences.append(sentence.format(**{gap: _other(rng, gap, said) for gap in WHAT if f"{{{gap}}}" in sentence}))
+    rng.shuffle(sentences)
     return {"content": "。".join(sentences) + "。", "title": title.format(**said)}
 
 
-def _other(draw: random.Random, gap: str, said: dict[str, str]) -> str:
+def _other(rng: random.Random, gap: str, said: dict[str, str]) -> str:
     """Draw what fills a gap, other than what the title says."""
-    return draw.choice([what for what in WHAT[gap] if what not in said.values()])
+    return rng.choice([what for what in WHAT[gap] if what not in said.values()])

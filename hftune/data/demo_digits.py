@@ -60,27 +60,27 @@ def digits(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[
         part: "train" or "eval".
         count: how many; by default NUM_DIGITS of the part.
     """
-    draw = np.random.RandomState([seed, list(NUM_DIGITS).index(part)])
+    rng = np.random.RandomState([seed, list(NUM_DIGITS).index(part)])
     for _ in range(NUM_DIGITS[part] if count is None else count):
-        label = int(draw.randint(10))
-        yield {"image": _write(label, draw), "label": label}
+        label = int(rng.randint(10))
+        yield {"image": _write(label, rng), "label": label}
 
 
-def _write(digit: int, draw: np.random.RandomState) -> Image.Image:
+def _write(digit: int, rng: np.random.RandomState) -> Image.Image:
     ways = [strokes for number, strokes in WAYS if number == digit]
-    strokes = ways[draw.randint(len(ways))]
+    strokes = ways[rng.randint(len(ways))]
     canvas = Image.new("L", (SIZE * SCALE, SIZE * SCALE))
-    pen, thickness = ImageDraw.Draw(canvas), int(draw.randint(6, 15))
-    width, height, angle, slant = draw.uniform([9, 13, -0.25, -0.3], [16, 20, 0.25, 0.3])
+    pen, thickness = ImageDraw.Draw(canvas), int(rng.randint(6, 15))
+    width, height, angle, slant = rng.uniform([9, 13, -0.25, -0.3], [16, 20, 0.25, 0.3])
     cos, sin = math.cos(angle), math.sin(angle)
     turn = np.array([[cos, -sin], [sin, cos]]) @ np.array([[width, slant * height], [0, height]])
-    middle = SIZE / 2 + draw.uniform(-2, 2, size=2)
+    middle = SIZE / 2 + rng.uniform(-2, 2, size=2)
     for stroke in strokes:
-        points = np.array(stroke) - 0.5 + draw.normal(0, 0.015, size=(len(stroke), 2)) + draw.normal(0, 0.02, size=2)
+        points = np.array(stroke) - 0.5 + rng.normal(0, 0.015, size=(len(stroke), 2)) + rng.normal(0, 0.02, size=2)
         path = [tuple(point) for point in (points @ turn.T + middle) * SCALE]
         pen.line(path, fill=255, width=thickness, joint="curve")
         for x, y in (path[0], path[-1]):  # round ends
             pen.ellipse((x - thickness / 2, y - thickness / 2, x + thickness / 2, y + thickness / 2), fill=255)
-    ink = np.asarray(canvas.reduce(SCALE), dtype=np.float32) * draw.uniform(0.6, 1.0)
-    noisy = ink + draw.normal(0, 1, size=ink.shape) * draw.uniform(0, 25)
+    ink = np.asarray(canvas.reduce(SCALE), dtype=np.float32) * rng.uniform(0.6, 1.0)
+    noisy = ink + rng.normal(0, 1, size=ink.shape) * rng.uniform(0, 25)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))

@@ -21,25 +21,25 @@ def pictures(part: str, count: int | None = None, seed: int = 0) -> Iterator[dic
         part: "train" or "eval"; each has a stream of its own.
         count: how many; by default NUM_PICTURES of the part.
     """
-    draw = np.random.RandomState([seed, list(NUM_PICTURES).index(part)])
+    rng = np.random.RandomState([seed, list(NUM_PICTURES).index(part)])
     for _ in range(NUM_PICTURES[part] if count is None else count):
-        width, height = (4 * draw.randint(10, 15, size=2)).tolist()
-        yield {"image": _paint(width, height, draw)}
+        width, height = (4 * rng.randint(10, 15, size=2)).tolist()
+        yield {"image": _paint(width, height, rng)}
 
 
-def _paint(width: int, height: int, draw: np.random.RandomState) -> Image.Image:
-    top, bottom = draw.uniform([60, 90, 130], [200, 220, 256]), draw.uniform([150, 120, 80], [256, 220, 200])
+def _paint(width: int, height: int, rng: np.random.RandomState) -> Image.Image:
+    top, bottom = rng.uniform([60, 90, 130], [200, 220, 256]), rng.uniform([150, 120, 80], [256, 220, 200])
     share_H11 = np.linspace(0, 1, height)[:, None, None]
     sky = np.broadcast_to(top * (1 - share_H11) + bottom * share_H11, (height, width, 3))
     image = Image.fromarray(sky.astype(np.uint8))
     pen = ImageDraw.Draw(image)
-    x, y, radius = draw.uniform(0, width), draw.uniform(0, height / 2), draw.uniform(3, 9)
-    pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 240, int(draw.randint(120, 220))))
+    x, y, radius = rng.uniform(0, width), rng.uniform(0, height / 2), rng.uniform(3, 9)
+    pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 240, int(rng.randint(120, 220))))
     across = np.arange(width + 1)
-    for depth in range(draw.randint(1, 4)):  # hills, one before the other
+    for depth in range(rng.randint(1, 4)):  # hills, one before the other
         base = height * (0.5 + 0.15 * depth)
-        waves = [draw.uniform(1, 5) * np.sin(across / draw.uniform(5, 14) + draw.uniform(0, 6)) for _ in range(2)]
+        waves = [rng.uniform(1, 5) * np.sin(across / rng.uniform(5, 14) + rng.uniform(0, 6)) for _ in range(2)]
         line = base + sum(waves)
-        colour = tuple(int(value) for value in draw.uniform([20, 70, 20], [110, 170, 90]) * (1 - 0.15 * depth))
+        colour = tuple(int(value) for value in rng.uniform([20, 70, 20], [110, 170, 90]) * (1 - 0.15 * depth))
         pen.polygon([*zip(across.tolist(), line.tolist(), strict=True), (width, height), (0, height)], fill=colour)
     return image

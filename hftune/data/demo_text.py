@@ -82,39 +82,39 @@ def paragraphs(part: str, count: int | None = None, seed: int = 0) -> Iterator[d
         part: "train", "eval" or "test".
         count: how many paragraphs; by default NUM_PARAGRAPHS of the part.
     """
-    draw = random.Random(f"{seed} {part}")
+    rng = random.Random(f"{seed} {part}")
     parts = list(NUM_PARAGRAPHS)
     seen = {row["text"] for earlier in parts[: parts.index(part)] for row in paragraphs(earlier, seed=seed)}
     for _ in range(NUM_PARAGRAPHS[part] if count is None else count):
-        topic = draw.choice(list(TOPICS))
-        text = _paragraph(draw, topic)
+        topic = rng.choice(list(TOPICS))
+        text = _paragraph(rng, topic)
         while text in seen:
-            text = _paragraph(draw, topic)
+            text = _paragraph(rng, topic)
         seen.add(text)
         yield from ({"text": f"= {topic} ="}, {"text": ""}, {"text": text})
 
 
-def _paragraph(draw: random.Random, topic: str) -> str:
-    pronoun = draw.choice(list(PEOPLE))
-    name = draw.choice(PEOPLE[pronoun])
-    sentences = [_sentence(draw, topic, name, pronoun) for _ in range(draw.randint(3, 9))]
+def _paragraph(rng: random.Random, topic: str) -> str:
+    pronoun = rng.choice(list(PEOPLE))
+    name = rng.choice(PEOPLE[pronoun])
+    sentences = [_sentence(rng, topic, name, pronoun) for _ in range(rng.randint(3, 9))]
     return " ".join(sentences)
 
 
-def _sentence(draw: random.Random, topic: str, name: str, pronoun: str) -> str:
+def _sentence(rng: random.Random, topic: str, name: str, pronoun: str) -> str:
     """Write a sentence about things of the topic, or about the one person of the paragraph."""
     things, verbs, qualities, places = TOPICS[topic]
-    place, hour = draw.choice(places), draw.choice(HOURS)
-    if draw.random() < 0.35:
-        first, then, what = draw.choice(GLANCES), draw.choice(PATHS), f"{draw.choice(qualities)} {_thing(draw, topic)}"
+    place, hour = rng.choice(places), rng.choice(HOURS)
+    if rng.random() < 0.35:
+        first, then, what = rng.choice(GLANCES), rng.choice(PATHS), f"{rng.choice(qualities)} {_thing(rng, topic)}"
         return f"at {hour} , {name} {first} the {what} and {pronoun} {then} the {place} ."
-    is_plural = draw.random() < 0.5
-    subject, verb = draw.choice(things), draw.choice(verbs)
+    is_plural = rng.random() < 0.5
+    subject, verb = rng.choice(things), rng.choice(verbs)
     subject, verb, they = (f"{subject}s", verb, "they") if is_plural else (subject, f"{verb}s", "it")
-    beside = f"{draw.choice(['near', 'behind', 'beside'])} the {_thing(draw, topic)} of the {place}"  # of either number
-    end = draw.choice(ENDS).format(they=they, hour=hour)
-    return f"the {draw.choice(qualities)} {subject} {beside} {verb} {end} ."
+    beside = f"{rng.choice(['near', 'behind', 'beside'])} the {_thing(rng, topic)} of the {place}"  # of either number
+    end = rng.choice(ENDS).format(they=they, hour=hour)
+    return f"the {rng.choice(qualities)} {subject} {beside} {verb} {end} ."
 
 
-def _thing(draw: random.Random, topic: str) -> str:
-    return draw.choice(TOPICS[topic][0]) + draw.choice(["", "s"])
+def _thing(rng: random.Random, topic: str) -> str:
+    return rng.choice(TOPICS[topic][0]) + rng.choice(["", "s"])

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 from hftune.data import idx
 from hftune.data.cache import cached_bytes, idle_cores
 from hftune.data.labels import read_labels
-from hftune.data.text import check_column, draw, drawn, load_split, row_numbers
+from hftune.data.text import check_column, drawn, load_split, row_numbers, subsample
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -118,7 +118,7 @@ def load_rows(
     Raises:
         DataError: naming part, column and row.
     """
-    rows = draw(load_split(dataset, split, data_files, part, data_dir, INSTEAD, commit=commit), count, seed=42)
+    rows = subsample(load_split(dataset, split, data_files, part, data_dir, INSTEAD, commit=commit), count, seed=42)
     for key, column in columns.items():
         check_column(rows, key, column, part)
     image_column, label_column = columns.values()

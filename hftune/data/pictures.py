@@ -21,7 +21,7 @@ from PIL import ExifTags, Image
 from hftune.data.cache import idle_cores
 from hftune.data.damage import draw_mask
 from hftune.data.images import open_image, read_image
-from hftune.data.text import check_column, draw, load_split, row_numbers
+from hftune.data.text import check_column, load_split, row_numbers, subsample
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -127,7 +127,7 @@ def load_pictures(
         rows = rows.select_columns([*columns.values()]).rename_columns({column: name for name, column in columns.items()})
         for name in columns:
             rows = rows.cast_column(name, datasets.Image(decode=False))
-    return _checked(draw(rows, count, seed=42), part, least)
+    return _checked(subsample(rows, count, seed=42), part, least)
 
 
 def _from_folder(folder: Path, said: str, columns: Mapping[str, str]) -> datasets.Dataset:

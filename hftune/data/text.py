@@ -83,7 +83,7 @@ def load_parts(
     """Load the parts of a text data set, drawn and checked.
 
     Args:
-        splits, counts: of "train", "eval" and, where there is one, "test"; see ``load_split`` and ``draw``.
+        splits, counts: of "train", "eval" and, where there is one, "test"; see ``load_split`` and ``rng``.
         columns: that must be there, by the key that names them: {"task.text_column": "text"}.
         texts: those of ``columns`` that must hold texts, none of them empty, unless they ``may_be_empty``.
 
@@ -93,7 +93,7 @@ def load_parts(
     parts = {}
     for part, split in splits.items():
         rows = load_split(dataset, split, data_files, part, data_dir, config=config, commit=commit)
-        rows = parts[part] = draw(rows, counts[part], seed=42)
+        rows = parts[part] = subsample(rows, counts[part], seed=42)
         for key, column in columns.items():
             check_column(rows, key, column, part)
         for column in texts:
@@ -187,13 +187,13 @@ def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> data
         raise DataError(f"{said} cannot be loaded: {error}") from error
 
 
-def draw(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Dataset:
+def subsample(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Dataset:
     """Keep ``count`` rows drawn at random, in their order; all where there are no more, or ``count`` is None."""
     return rows if count is None or count >= len(rows) else rows.select(drawn(len(rows), count, seed))
 
 
 def drawn(num_rows: int, count: int | None, seed: int) -> np.ndarray:
-    """Return the numbers of the rows that ``draw`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
+    """Return the numbers of the rows that ``rng`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
     if count is None or count >= num_rows:
         return np.arange(num_rows)
     return np.sort(np.random.default_rng(seed).permutation(num_rows)[:count])  # as datasets (5.0) shuffles; a test compares
@@ -279,7 +279,7 @@ def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[
     return ids, cut
 
 
-def cut_remarks(datasets: Mapping[str, datasets.Dataset], column: str, what: str) -> list[str]:
+def cut_notices(datasets: Mapping[str, datasets.Dataset], column: str, what: str) -> list[str]:
     """Say which share of the rows was cut in tokenising, by the flags in ``column``; nothing where none was."""
     shares = {part: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for part, rows in datasets.items()}
     said = " and ".join(f"{share:.1%} of {part}" for part, share in shares.items() if share)

@@ -29,8 +29,7 @@ from hftune.config.sections import TrainConfig
 from hftune.distributed.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.distributed.preflight import check_num_processes
 from hftune.distributed.rendezvous import init_method
-from hftune.errors import ConfigError, spell
-from hftune.tracking.tracker import check_trackers
+from hftune.errors import ConfigError, format_value
 
 
 def check_launcher(recipe: Recipe) -> None:
@@ -100,8 +99,8 @@ def check_options(train: TrainConfig) -> None:
             else "Set train.compile=true, which compiles with inductor."
         )
         raise ConfigError(
-            f"The launcher asks for dynamo_backend {backend}, and the recipe for train.compile={spell(train.compile)}. The "
-            f"recipe decides. {instead} Set dynamo_backend: 'no' in the launcher's config."
+            f"The launcher asks for dynamo_backend {backend}, and the recipe for train.compile={format_value(train.compile)}. "
+            f"The recipe decides. {instead} Set dynamo_backend: 'no' in the launcher's config."
         )
 
 
@@ -146,11 +145,10 @@ def check_machine(recipe: Recipe) -> None:
     """Refuse what this machine cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: as ``check_hardware``; and no dashboard, an output folder that cannot be written.
+        ConfigError: as ``check_hardware``; and an output folder that cannot be written.
     """
     check_hardware(recipe)
-    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes, and talks to dashboards
-        check_trackers(recipe)
+    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes
         check_writable(Path(recipe.output_dir))
 
 

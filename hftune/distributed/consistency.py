@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from hftune.config.recipe import Recipe, flat
 from hftune.config.shipped_files import PACKAGE
-from hftune.errors import ConfigError, spell
+from hftune.errors import ConfigError, format_value
 from hftune.task import Task
 
 PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers")
@@ -100,7 +100,7 @@ def _describe(kind: str, name: str, mine: Mapping[str, Any], theirs: Mapping[str
 
 def _spell(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name, "nothing")
-    return value if isinstance(value, str) else spell(value)
+    return value if isinstance(value, str) else format_value(value)
 
 
 def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str, Any]) -> str | None:

@@ -37,7 +37,7 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
         ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. What
             else a task raises comes as a TrainingError with that process's traceback.
     """
-    recipe.check()
+    recipe.validate()
     check_importable(recipe)
     count = count_processes(num_processes)
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:

@@ -124,7 +124,7 @@ class BatchScript:
     """What goes to sbatch, and what its reader should know."""
 
     text: str
-    remarks: list[str]
+    notices: list[str]
 
 
 def batch_script(words: list[str], job: Job) -> BatchScript:
@@ -134,14 +134,14 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
         ConfigError: a mistyped key, a recipe that would not resume, or a launch configuration that starts one process.
     """
     recipe = Recipe.from_argv(words)
-    recipe.check()
+    recipe.validate()
     if recipe.resume != "auto":
         raise ConfigError(f"resume={recipe.resume} would begin there again each time that the job is requeued. Leave it out.")
     name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
-    cores, remarks = job.cores, []
+    cores, notices = job.cores, []
     if cores is None:
         cores = (2 if job.gpus else 1) + recipe.train.num_workers
-        remarks.append(_remark_on_cores(job, cores, recipe.train.num_workers))
+        notices.append(_notice_on_cores(job, cores, recipe.train.num_workers))
     options = {
         "gpus-per-node": job.gpus,
         "cpus-per-task": cores * job.processes_a_node,
@@ -177,7 +177,7 @@ srun --export=ALL --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --k
     "${{launch[@]}}" -m hftune.run "${{words[@]}}" &
 training=$!
 {_END}"""
-    return BatchScript(text, remarks)
+    return BatchScript(text, notices)
 
 
 _END = """
@@ -205,7 +205,7 @@ exit "$code"
 """
 
 
-def _remark_on_cores(job: Job, cores: int, num_workers: int) -> str:
+def _notice_on_cores(job: Job, cores: int, num_workers: int) -> str:
     option = "--cpus-per-gpu" if job.gpus else "--cpus-per-process"
     each = "GPU" if job.gpus else "process"
     workers = f", {num_workers} of them for train.num_workers={num_workers}" if num_workers else ""

@@ -25,8 +25,8 @@ from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorB
 from hftune.strategies.base import LayerSeeds
 from hftune.strategies.data_parallel import stand_in
 from hftune.strategies.pipeline import Stage, Work
-from hftune.strategies.schedules import Action, Pass, idle_share, order_of
-from hftune.strategies.stages import check_stages, cut, layers_of
+from hftune.strategies.pipeline_schedules import Action, Pass, idle_share, order_of
+from hftune.strategies.pipeline_stages import check_stages, cut, layers_of
 
 
 @dataclass

@@ -27,7 +27,7 @@ from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
-from hftune.strategies.statistics import buffer_versions, kinds_of, remark, written_buffers
+from hftune.strategies.statistics import buffer_versions, kinds_of, notice, written_buffers
 from hftune.training import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches
 
 
@@ -147,7 +147,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     """null where each process has the whole model."""
     disk: Disk | None = None
-    remarks: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     """What a user should know, one sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         ConfigError, DataError: as ``train`` does, and for numbers of processes that do not fit together.
     """
     num_machines = count_machines(num_processes, gpus_per_machine)
-    recipe.check()
+    recipe.validate()
     parallel = recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
@@ -190,12 +190,12 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
     if is_auto:
-        plan.remarks.append(
+        plan.notices.append(
             f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the most that training would try."
         )
     if found.work.idle_steps:
         one, many = ("pipeline", "pipelines") if parallel.pipeline_stages > 1 else ("process", "processes")
-        plan.remarks.append(
+        plan.notices.append(
             f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some {one} has nothing to do: "
             f"there are fewer micro-batches than {many}. Lower train.micro_batch_size or train.micro_batch_tokens, or "
             "raise train.batch_size."
@@ -211,7 +211,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         count_memory = partial(
             count_in_process, plan, recipe, [(item, load(recipe, seen, item.micro_batch)) for item in found.heaviest]
         )
-    add_model(plan, recipe, datasets, count_memory, target_device(device, plan.remarks))
+    add_model(plan, recipe, datasets, count_memory, target_device(device, plan.notices))
     return plan
 
 
@@ -314,12 +314,12 @@ def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_ep
     return [step for step in range(1, num_steps + 1) if config.falls_on(step, num_steps, steps_per_epoch)]
 
 
-def target_device(wanted: str | None, remarks: list[str]) -> torch.device:
+def target_device(wanted: str | None, notices: list[str]) -> torch.device:
     """Return the device to estimate memory for; say so where it is not the one that is wanted."""
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() and not on_cpu() else "cpu"
     if wanted == "cuda" and not torch.backends.cuda.is_built():
-        remarks.append(
+        notices.append(
             "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot follow a step there. Weights, "
             "gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
         )
@@ -340,12 +340,12 @@ def add_model(
     device: torch.device,
 ) -> None:
     """Build the model without weights, and add to the plan what it says."""
-    model = build_on_meta(recipe, plan.remarks)
+    model = build_on_meta(recipe, plan.notices)
     if model is None:
         return
     plan.parameters = sum(parameter.numel() for parameter in model.parameters())
     plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    plan.remarks += recipe.task.remarks(datasets, model)
+    plan.notices += recipe.task.notices(datasets, model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         as_fake(model, device)
         optimizer = build_optimizer(model.train(), recipe.train)
@@ -358,10 +358,10 @@ def add_model(
         try:
             count_memory(model, optimizer)
         except NEEDS_VALUES as error:
-            plan.remarks.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
+            plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
         kinds = kinds_of(written_buffers(model, before))
-        if said := remark(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
-            plan.remarks.append(said)
+        if said := notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
+            plan.notices.append(said)
 
 
 def count_in_process(
@@ -440,15 +440,15 @@ def candidate_memory(
     )
 
 
-def build_on_meta(recipe: Recipe, remarks: list[str]) -> nn.Module | None:
-    """Build the model on the meta device; None, and a remark, where that needs values."""
+def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
+    """Build the model on the meta device; None, and a notice, where that needs values."""
     try:
         with torch.device("meta"):
             return build_model(replace(recipe, train=replace(recipe.train, compile=False)))
     except (RuntimeError, TypeError) as error:  # torch has no kind of its own for this
         if "meta" not in str(error):
             raise
-        remarks.append(f"The model cannot be planned: build_model() {needs_values(error)}")
+        notices.append(f"The model cannot be planned: build_model() {needs_values(error)}")
         return None
 
 

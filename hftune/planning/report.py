@@ -33,7 +33,7 @@ def plan_text(plan: Plan) -> str:
         "pipeline": pipeline(plan.pipeline) if plan.pipeline else [],
         "memory": memory(plan) if plan.memory else [],
         "disk": disk(plan.disk) if plan.disk else [],
-        "remarks": [line for remark in plan.remarks for line in wrap(remark, LINE)],
+        "notices": [line for notice in plan.notices for line in wrap(notice, LINE)],
     }
     blocks = [f"{plan.recipe} on {where}, as planned; nothing is trained."]
     for heading, said in parts.items():

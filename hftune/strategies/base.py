@@ -57,13 +57,13 @@ class Strategy(ABC):
     progress: Progress
     """Told of each micro-batch before it is loaded, and before it is computed."""
     model: nn.Module
-    """For ``task.predict`` to call while ``evaluation_batches`` are taken: whole, and its forward waits for no process."""
+    """For ``task.predictions`` to call while ``evaluation_batches`` are taken: whole, and its forward waits for no process."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
 
-    def remarks(self) -> list[str]:
+    def notices(self) -> list[str]:
         """Return what a user should know of how the work is spread; one sentence each, said once. Not collective."""
         return []
 

@@ -20,7 +20,7 @@ from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.base import LayerSeeds, StepBatch, StepReport, Strategy, seed_forward
 from hftune.strategies.gathering import gather_in_slices, host_group
-from hftune.strategies.stages import layers_of
+from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, named_buffers, restored_buffers
 from hftune.task import Task
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hftune.batch_plan import MicroBatch
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.strategies.data_parallel import DataParallel, stand_in, start_equal
-from hftune.strategies.stages import outermost_lists
-from hftune.strategies.whole import filled_copy, hollow_copy, shared_weights
+from hftune.strategies.meta_model import filled_copy, hollow_copy, shared_weights
+from hftune.strategies.pipeline_stages import outermost_lists
 
 
 class FullySharded(DataParallel):
@@ -58,7 +58,7 @@ class FullySharded(DataParallel):
         with tied_weights_together(model):
             return super()._wrap(model, optimizer)
 
-    def remarks(self) -> list[str]:
+    def notices(self) -> list[str]:
         parameters = list(self._inner.parameters())
         own, all_of_them = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
         how = f"one {' or '.join(self._blocks)} at a time" if self._blocks else "all at once"

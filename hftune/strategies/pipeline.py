@@ -34,9 +34,9 @@ from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.base import LayerSeeds, StepBatch
 from hftune.strategies.data_parallel import DataParallel, refuse_unused, stand_in, start_equal
-from hftune.strategies.stages import cut, layers_of
+from hftune.strategies.meta_model import filled_copy, hollow_copy
+from hftune.strategies.pipeline_stages import cut, layers_of
 from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, restored_buffers
-from hftune.strategies.whole import filled_copy, hollow_copy
 from hftune.task import Task
 
 SCHEDULES: dict[str, type[_PipelineSchedule]] = {
@@ -127,7 +127,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(DataParallel):
-    """Compute what DataParallel computes, with the model cut into stages; see ``hftune.strategies.stages``.
+    """Compute what DataParallel computes, with the model cut into stages; see ``hftune.strategies.pipeline_stages``.
 
     - No process has the whole model, nor its gradient or its optimizer: each has its stages'.
     - Gradients are summed over the replicas once a step, and parameters that several stages have, such as tied embeddings, over
@@ -207,7 +207,7 @@ class Pipeline(DataParallel):
         shared = {name: groups.get(tuple(owners)) for name, owners in sorted(self._owners.items()) if len(owners) > 1}
         return {name: group for name, group in shared.items() if group is not None and name in self._parameters()}
 
-    def remarks(self) -> list[str]:
+    def notices(self) -> list[str]:
         sizes, whole = self._sizes, sum(parameter.numel() for parameter in self._hollow.parameters())
         stages = ", ".join(f"{size:,}" for size in sizes)
         beside = f", {self._num_replicas} pipelines beside each other" if self._num_replicas > 1 else ""
@@ -482,14 +482,14 @@ class NotHere(nn.Module):
         if name.startswith("_") or name == "training":
             return super().__getattr__(name)
         raise TrainingError(
-            f"task.predict asks for the model's {name}, and in a pipeline no process has the whole model: only what it "
+            f"task.predictions asks for the model's {name}, and in a pipeline no process has the whole model: only what it "
             "returned, the outputs. Set parallel.pipeline_stages=1, or leave the model alone in predict."
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TrainingError(
-            "task.predict calls the model, and in a pipeline no process has the whole one: only what it returned, the outputs. "
-            "Set parallel.pipeline_stages=1, or leave the model alone in predict."
+            "task.predictions calls the model, and in a pipeline no process has the whole one: only what it returned, the "
+            "outputs. Set parallel.pipeline_stages=1, or do not use the model in predictions."
         )
 
 

@@ -143,7 +143,7 @@ def kinds_of(places: Iterable[tuple[nn.Module, str]]) -> list[str]:
     return sorted({type(module).__name__ for module, _ in places})
 
 
-def remark(kinds: Sequence[str], how: str, micro_batch_size: int | str | None) -> str | None:
+def notice(kinds: Sequence[str], how: str, micro_batch_size: int | str | None) -> str | None:
     """Say what running statistics mean for the results.
 
     Args:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError, did_you_mean, spell
+from hftune.errors import ConfigError, did_you_mean, format_value
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ImageClassification(Task):
 
     metric_directions = {"accuracy": "max"}
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems
 
         splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
@@ -103,7 +103,7 @@ class ImageClassification(Task):
                 continue
             most = MOST[name] or self.image_size
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
-                yield f"task.augmentation.{name}={spell(value)} must be a number from 0 to {most}."
+                yield f"task.augmentation.{name}={format_value(value)} must be a number from 0 to {most}."
 
     @property
     def layout(self) -> Layout:
@@ -175,27 +175,27 @@ class ImageClassification(Task):
         sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
         return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
 
-    def remarks(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
-        from hftune.data import remarks
+    def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
+        from hftune.data import notices
 
-        said = remarks.ignored_splits(self)
-        said += remarks.left_out(
+        said = notices.ignored_splits(self)
+        said += notices.left_out(
             {part: (len(datasets[part]), source.total) for part, source in self._sources.items()}, "images"
         )
         pixels = {part: images.pixels_NHWC for part, images in datasets.items()}
-        if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > remarks.MOST_BYTES:
+        if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
             return said
-        return [*said, *remarks.shared(remarks.shared_arrays(pixels), "images")]
+        return [*said, *notices.shared(notices.shared_arrays(pixels), "images")]
 
     @property
     def augments(self) -> bool:
         return bool(self.augmentation)
 
-    def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
+    def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
         """Turn the image by up to ``rotate`` degrees to either side, and shift it by up to ``shift`` pixels each way."""
         from hftune.data.images import move
 
-        angle, right, down = draw.uniform(-1, 1, size=3).tolist()
+        angle, right, down = rng.uniform(-1, 1, size=3).tolist()
         rotate, shift = self.augmentation.get("rotate", 0), self.augmentation.get("shift", 0)
         return {**example, "image": move(example["image"], angle * rotate, right * shift, down * shift)}
 
@@ -216,7 +216,7 @@ class ImageClassification(Task):
 
         return cross_entropy(outputs.float(), target, reduction="sum")
 
-    def predict(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Rows of label and prediction (class numbers) and the prediction's probability."""
         probability_N, prediction_N = outputs.float().softmax(-1).max(-1)
         return [
@@ -258,7 +258,7 @@ class ImageClassification(Task):
         pixels_NHWC = self._sources["eval"].images.pixels_NHWC[:2]
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
-    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return the most probable label, by name, and its probability for each path, Pillow image or array of bytes."""
         from hftune.data.images import read_input
 

@@ -80,7 +80,7 @@ class ImageRestoration(Task):
         for metric, direction in (("l1", "min"), ("psnr", "max"), ("ssim", "max"))
     }
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems
 
         least = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
@@ -157,18 +157,18 @@ class ImageRestoration(Task):
     def padded_length(self, sizes: Sequence[int]) -> int:
         return sizes[0] * sizes[1]
 
-    def augment(self, example: dict[str, Any], draw: np.random.RandomState) -> dict[str, Any]:
+    def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
         """Draw a crop, whether it is mirrored, and, where the data have none, the mask: the same for image, mask and target."""
         from hftune.data.damage import draw_mask
         from hftune.data.pictures import crop, flip
 
         height, width = example["mask"].shape
         if self.mask_column is None:
-            example = {**example, "mask": draw_mask(height, width, draw)}
+            example = {**example, "mask": draw_mask(height, width, rng)}
         if self.crop is not None:
-            top, left = draw.randint(height - self.crop + 1), draw.randint(width - self.crop + 1)
+            top, left = rng.randint(height - self.crop + 1), rng.randint(width - self.crop + 1)
             example = crop(example, top, left, self.crop)
-        return flip(example) if self.flip and draw.rand() < 0.5 else example
+        return flip(example) if self.flip and rng.rand() < 0.5 else example
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Stack samples, padded at the right and at the bottom where their sizes differ.
@@ -210,7 +210,7 @@ class ImageRestoration(Task):
         """Count pixels, not padding."""
         return int(target[:, 3].count_nonzero())
 
-    def predict(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Rows of numbers: pixels, l1, mse and ssim of the whole image, and inside and outside of the mask."""
         from hftune.metrics.restoration import measure
 
@@ -219,7 +219,7 @@ class ImageRestoration(Task):
             for _, mask_1HW, output_3HW, target_3HW in self._one_by_one(outputs, batch)
         ]
 
-    def pictures(self, outputs: Tensor, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
+    def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
         """Show the damaged image, its mask, the restored image and the target, side by side."""
         import torch
 
@@ -244,17 +244,17 @@ class ImageRestoration(Task):
 
         return summarise(rows)
 
-    def remarks(self, datasets: Mapping[str, Any], model: AnySize) -> list[str]:
-        from hftune.data import remarks
+    def notices(self, datasets: Mapping[str, Any], model: AnySize) -> list[str]:
+        from hftune.data import notices
 
         crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         said = [f"Training on {crops}; evaluation on whole images{padded}."]
-        said += remarks.ignored_splits(self)
-        said += remarks.left_out({part: remarks.num_rows(pictures.rows) for part, pictures in datasets.items()}, "images")
+        said += notices.ignored_splits(self)
+        said += notices.left_out({part: notices.num_rows(pictures.rows) for part, pictures in datasets.items()}, "images")
         files = {part: pictures.rows["image"][:] for part, pictures in datasets.items()}
-        said += remarks.shared(remarks.shared_files(files), "images")
+        said += notices.shared(notices.shared_files(files), "images")
         if shares := {part: sum(found.marked) / len(found.marked) for part, found in datasets.items() if found.marked}:
             marked = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items())
             doubt = " Are the masks inverted? White is what is damaged." if max(shares.values()) > MANY else ""
@@ -282,7 +282,7 @@ class ImageRestoration(Task):
             raise ConfigError(f"{directory} has a network with {saved}, and the recipe says {self._network()}.")
         return super().load(directory)
 
-    def answer(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
+    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Restore pairs of image and mask, each a path, a Pillow image or an array of bytes: a row has an ``image``, of Pillow.
 
         Grey and transparent images become RGB, with a warning.

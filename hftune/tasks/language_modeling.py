@@ -79,9 +79,9 @@ class LanguageModeling(Task):
     """How texts are continued, such as max_new_tokens, do_sample, temperature: fields of GenerationConfig."""
 
     metric_directions = {"perplexity": "min"}
-    shown = ("text", "perplexity")
+    sample_fields = ("text", "perplexity")
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems
 
         least = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
@@ -224,13 +224,13 @@ class LanguageModeling(Task):
                 "Set task.tokenizer=null, which takes the model's own."
             )
 
-    def remarks(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:
-        from hftune.data import remarks
+    def notices(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:
+        from hftune.data import notices
 
-        said = remarks.ignored_splits(self)
-        said += remarks.left_out({part: (len(blocks), blocks.total) for part, blocks in datasets.items()}, "blocks")
+        said = notices.ignored_splits(self)
+        said += notices.left_out({part: (len(blocks), blocks.total) for part, blocks in datasets.items()}, "blocks")
         inputs = {part: (block["input_ids"] for block in blocks) for part, blocks in datasets.items()}
-        return [*said, *remarks.shared(remarks.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
+        return [*said, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
 
     def _unknown_words(self, datasets: Mapping[str, Blocks]) -> list[str]:
         unknown = self.text_tokenizer.unk_token_id
@@ -268,7 +268,7 @@ class LanguageModeling(Task):
     def num_items(self, target: Tensor) -> int:
         return int((target != -100).sum())
 
-    def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Rows of text (a block's first words), tokens (that were predicted), loss (their sum) and perplexity (a token's)."""
         labels_NT = batch["labels"]
         losses_N = token_losses(outputs.logits, labels_NT).sum(1).tolist()
@@ -306,7 +306,7 @@ class LanguageModeling(Task):
         texts = (text.strip() for text in self._rows["eval"][self.text_column])
         return [" ".join(text.split()[:8]) for text in texts if len(text.split()) > 8][:2]
 
-    def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Continue each text, as ``generated``; ``perplexity`` is the text's own, null for one of a single token."""
         from hftune.data.text import check_inputs
 

@@ -72,7 +72,7 @@ class SequenceClassification(Task):
     def metric_directions(self) -> dict[str, Direction]:
         return {"accuracy": "max", "macro_f1": "max", **({"mae": "min"} if self.ordinal else {})}
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems
 
         return [
@@ -175,14 +175,14 @@ class SequenceClassification(Task):
         numbers = class_numbers(self._raw_labels(part), self.labels, self._own_label_names, part, self._row_of(part))
         return encoded.add_column("label", numbers).with_format("numpy")
 
-    def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
-        from hftune.data import remarks
-        from hftune.data.text import cut_remarks
+    def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data import notices
+        from hftune.data.text import cut_notices
 
-        said = remarks.ignored_splits(self)
-        said += remarks.left_out({part: remarks.num_rows(rows) for part, rows in self._rows.items()})
-        said += remarks.shared(remarks.shared_texts(self._rows, self.text_column))
-        said += cut_remarks(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
+        said = notices.ignored_splits(self)
+        said += notices.left_out({part: notices.num_rows(rows) for part, rows in self._rows.items()})
+        said += notices.shared(notices.shared_texts(self._rows, self.text_column))
+        said += cut_notices(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
         if self.ordinal and not self.label_names:
             said.append(f"task.ordinal=true: the grades are, lowest first, {', '.join(self.labels)}.")
         return said
@@ -225,7 +225,7 @@ class SequenceClassification(Task):
 
         return cross_entropy(outputs.logits.float(), target, reduction="sum")
 
-    def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Rows of label and prediction (class numbers) and the prediction's probability."""
         probability_N, prediction_N = outputs.logits.float().softmax(-1).max(-1)
         return [
@@ -260,13 +260,13 @@ class SequenceClassification(Task):
         self.tokenizer = load_tokenizer(str(directory))
         return load_model(AutoModelForSequenceClassification, str(directory), load_config(str(directory), {}))
 
-    def pipeline(self) -> dict[str, Any]:
+    def transformers_pipeline(self) -> dict[str, Any]:
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length}
 
     def example_inputs(self) -> list[str]:
         return self._rows["eval"][:2][self.text_column]
 
-    def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return each text's most probable label, by name, and its probability."""
         from hftune.data.text import check_inputs, pad, to_ids
 

@@ -75,9 +75,9 @@ class TitleGeneration(Task):
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
         **{"exact_match": "max", "mean_length": None, "empty_share": "min"},
     }
-    shown = ("source", "title", "generated")
+    sample_fields = ("source", "title", "generated")
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems, vocabulary_problems
 
         least = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
@@ -254,18 +254,18 @@ class TitleGeneration(Task):
                 f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}."
             )
 
-    def remarks(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
-        from hftune.data import remarks
-        from hftune.data.text import cut_remarks
+    def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+        from hftune.data import notices
+        from hftune.data.text import cut_notices
 
         said = [] if self.source_column else [f"task.source_column is not set: the texts are those of column {self._source!r}."]
-        said += remarks.ignored_splits(self)
-        said += remarks.left_out({part: remarks.num_rows(rows) for part, rows in self._rows.items()})
-        said += remarks.shared(remarks.shared_texts(self._rows, self._source))
-        said += cut_remarks(
+        said += notices.ignored_splits(self)
+        said += notices.left_out({part: notices.num_rows(rows) for part, rows in self._rows.items()})
+        said += notices.shared(notices.shared_texts(self._rows, self._source))
+        said += cut_notices(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
-        said += cut_remarks(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
+        said += cut_notices(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
         if self.architecture == "encoder_decoder":
             padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
             if padded > self.max_source_length:
@@ -328,7 +328,7 @@ class TitleGeneration(Task):
     def num_items(self, target: Tensor) -> int:
         return int((target != -100).sum())
 
-    def predict(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
         rows = self._rows["eval"][batch["index"].tolist()]
         columns = zip(rows[self.target_column], self._write(model, batch), rows[self._source], strict=True)
@@ -375,7 +375,7 @@ class TitleGeneration(Task):
     def example_inputs(self) -> list[str]:
         return self._rows["eval"][:2][self._source]
 
-    def answer(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Write each text's title, as ``generated``."""
         from hftune.data.text import check_inputs, to_ids
 

@@ -29,11 +29,11 @@ def log_model(recipe: Recipe, run_id: str, uri: str) -> None:
     """
     task, folder = recipe.task, Path(recipe.output_dir) / "model"
     examples = task.example_inputs()
-    if type(task).answer is Task.answer or not examples:
+    if type(task).predict is Task.predict or not examples:
         mlflow.MlflowClient(uri).log_artifacts(run_id, str(folder), NAME)
         return
     with active(run_id, uri):
-        if (options := task.pipeline()) is not None:
+        if (options := task.transformers_pipeline()) is not None:
             _log_pipeline(folder, options, examples)
         else:
             _log_answers(recipe, folder, examples)

@@ -82,7 +82,7 @@ def test_resumed_run_ends_bit_equal(runs, tmp_path):
     assert run.logged("eval/psnr_inside") == expected.logged("eval/psnr_inside")
 
 
-REMARK = (
+NOTICE = (
     "BatchNorm2d normalises each micro-batch by itself: results depend on train.micro_batch_size but not on the number of "
     "processes. Use GroupNorm or train.batch_norm=frozen if they should depend on neither."
 )
@@ -94,10 +94,10 @@ def test_run_and_plan_say_what_batch_norm_depends_on(tmp_path, capsys):
     def said(name, *words):
         recipe = Recipe.load("restoration_demo", *short, *words, f"output_dir={tmp_path}/{name}")
         train(recipe)
-        return capsys.readouterr().out.splitlines(), make_plan(recipe).remarks
+        return capsys.readouterr().out.splitlines(), make_plan(recipe).notices
 
     for lines in said("batch"):
-        assert REMARK in lines
+        assert NOTICE in lines
     for lines in said("group", "task.network_args={norm: group}"):
         assert not any("micro_batch_size" in line for line in lines)
     for lines in said("frozen", "train.batch_norm=frozen"):

@@ -69,7 +69,7 @@ def check_own_model(run, folder, monkeypatch, capsys):
     assert cli.main(["evaluate", "recipe=out0/recipe.yaml", "--trust-code", "--output", "again.json"]) == 0
     assert json.loads(Path("again.json").read_text())["metrics"]["accuracy"] == run.result["best"]["value"]
     assert cli.main(["predict", "out0", "--text", "x", "--trust-code"]) == 2
-    wanting = "moons.Moons does not answer inputs. Give it a method answer(model, inputs)."
+    wanting = "moons.Moons cannot predict from raw inputs. Give it a method predict(model, inputs)."
     assert wanting in capsys.readouterr().err
     loaded = hftune.load_model("out0", "cpu", trust_code=True)
     assert loaded.model(torch.zeros(1, 2)).shape == (1, 2)
@@ -144,7 +144,7 @@ def test_command_is_understood_and_its_recipe_is_accepted(command, tmp_path, mon
         options = cli.parse([name, *words])
         words = getattr(options, "words", [])
     if words:
-        Recipe.from_argv(words).check()
+        Recipe.from_argv(words).validate()
     return None
 
 

@@ -61,7 +61,7 @@ def test_demo_restores_better_than_without_training(demo):
     for place in range(len(samples)):
         batch = task.collate([samples[place]])
         with torch.no_grad():
-            rows += task.predict(untrained(**task.inputs(batch)), untrained, batch)
+            rows += task.predictions(untrained(**task.inputs(batch)), untrained, batch)
     assert demo[0].result["best"]["value"] > task.metrics(rows)["psnr_inside"] + 0.2
 
 
@@ -129,7 +129,7 @@ def test_the_export_restores_as_the_evaluation_did(demo):
     (answer,) = model.predict([(sample["image"], Image.fromarray(sample["mask"]))])
     batch = model.recipe.task.collate([sample])
     with torch.no_grad():
-        (row,) = model.recipe.task.predict(model.model(**model.recipe.task.inputs(batch)), model.model, batch)
+        (row,) = model.recipe.task.predictions(model.model(**model.recipe.task.inputs(batch)), model.model, batch)
     assert row["l1"] == pytest.approx(demo[0].predictions[0]["l1"], rel=1e-4)
     restored_HWC = np.asarray(answer["image"]) / 255
     assert np.abs(restored_HWC - sample["image"] / 255).mean() == pytest.approx(row["l1"], abs=1 / 255)  # of bytes

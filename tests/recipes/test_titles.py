@@ -356,7 +356,7 @@ def test_vocabulary_made_beforehand_is_used(tmp_path, capsys):
     count = len((tmp_path / "words" / "vocab.txt").read_text(encoding="utf-8").splitlines())
     assert capsys.readouterr().out.startswith(f"{tmp_path}/words: {count} tokens, ")
     recipe = fresh(tmp_path, rows, f"task.vocabulary={tmp_path}/words", "train.max_steps=1")
-    recipe.check()
+    recipe.validate()
     result = train(recipe)
     kept = AutoTokenizer.from_pretrained(result.model_dir)
     assert kept.get_vocab() == AutoTokenizer.from_pretrained(tmp_path / "words").get_vocab()
@@ -364,13 +364,13 @@ def test_vocabulary_made_beforehand_is_used(tmp_path, capsys):
 
 def test_vocabulary_that_is_none_or_has_no_use_is_refused_before_torch(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}/words", f"task.model={tmp_path}").check()
+        Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}/words", f"task.model={tmp_path}").validate()
     assert caught.value.problems[1:] == [
         f"task.vocabulary={tmp_path}/words is for fresh models: task.model={tmp_path} brings its own. Set task.model=null.",
         f"task.vocabulary={tmp_path}/words: there is no such folder.",
     ]
     with pytest.raises(ConfigError) as caught:
-        Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}").check()
+        Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}").validate()
     assert str(caught.value) == (f"task.vocabulary={tmp_path} holds no vocab.txt: name the folder that `hftune vocab` wrote.")
 
 

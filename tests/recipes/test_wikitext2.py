@@ -85,10 +85,10 @@ def test_predictions_have_a_row_a_block_whose_losses_are_the_evaluations(demo):
 def test_evaluate_scores_the_test_part_again_and_says_where_there_is_none(demo, tmp_path, capsys):
     run, _ = demo
     recipe, model = Recipe.load(run.folder / "recipe.yaml"), run.folder / "model"
-    assert score(recipe, model, part="test").metrics == pytest.approx(run.result["test"], rel=1e-6)  # it was on two processes
-    assert cli.main(["evaluate", f"recipe={run.folder}/recipe.yaml", "task.test_split=null", "--part", "test"]) == 2
+    assert score(recipe, model, split="test").metrics == pytest.approx(run.result["test"], rel=1e-6)  # it was on two processes
+    assert cli.main(["evaluate", f"recipe={run.folder}/recipe.yaml", "task.test_split=null", "--split", "test"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == "hftune: --part test: this recipe's data have no such part. They have: train, eval."
+    assert said == "hftune: --split test: this recipe's data has no such split. It has: train, eval."
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def test_the_best_model_is_tested_and_not_the_last_one(tmp_path, monkeypatch):
     run = Run(train(tiny(tmp_path)).output_dir)
     assert run.result["best"]["step"] == 4 and run.result["steps"] == 8
     recipe = Recipe.load(run.folder / "recipe.yaml")
-    assert run.result["test"] == score(recipe, run.folder / "model", part="test").metrics
-    assert run.result["test"] != score(recipe, run.folder / "model_last", part="test").metrics
+    assert run.result["test"] == score(recipe, run.folder / "model", split="test").metrics
+    assert run.result["test"] != score(recipe, run.folder / "model_last", split="test").metrics
 
 
 def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(tmp_path, monkeypatch, on_processes):

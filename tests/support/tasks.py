@@ -62,10 +62,9 @@ class Tagging(Task):
     dropout: float = 0.0
 
     def datasets(self) -> dict[str, Any]:
-        draw = np.random.RandomState(0)
+        rng = np.random.RandomState(0)
         return {
-            part: [draw.randint(1, 30, draw.randint(1, 20)) for _ in range(size)]
-            for part, size in (("train", 50), ("eval", 23))
+            part: [rng.randint(1, 30, rng.randint(1, 20)) for _ in range(size)] for part, size in (("train", 50), ("eval", 23))
         }
 
     def build_model(self) -> nn.Module:
@@ -106,9 +105,9 @@ class Trapped(Task):
     trap: str = "none"
 
     def datasets(self) -> dict[str, Any]:
-        draw = np.random.RandomState(0)
+        rng = np.random.RandomState(0)
         sizes = {"train": 48, "eval": 21}
-        points = {part: draw.randn(size, 4) for part, size in sizes.items()}
+        points = {part: rng.randn(size, 4) for part, size in sizes.items()}
         if self.trap == "other evaluation data" and os.environ.get("RANK") == "1":
             points["eval"] = points["eval"] + 1
         return {part: [{"x": row, "labels": int(row.sum() > 0)} for row in rows] for part, rows in points.items()}
@@ -122,7 +121,7 @@ class Trapped(Task):
     def num_items(self, target: Tensor) -> int:
         return 0 if self.trap == "no items" else len(target)
 
-    def predict(self, outputs: Tensor, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Tensor, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What the model itself says, what was given, and a random draw, as sampling makes it."""
         again, draws = model(batch["x"]), torch.rand(len(outputs))
         return [
@@ -149,12 +148,12 @@ class SlowReviews(SequenceClassification):
 class Signs(Trapped):
     """Two classes of points, by the sign of their sum; answers arrays of four numbers."""
 
-    shown = ("given",)
+    sample_fields = ("given",)
 
     def example_inputs(self) -> list[np.ndarray]:
         return [row["x"] for row in self.datasets()["eval"][:2]]
 
-    def answer(self, model: nn.Module, inputs: list[np.ndarray]) -> list[dict[str, Any]]:
+    def predict(self, model: nn.Module, inputs: list[np.ndarray]) -> list[dict[str, Any]]:
         logits = model(torch.tensor(np.stack(inputs)))
         return [{"label": ("negative", "positive")[number]} for number in logits.argmax(-1).tolist()]
 
@@ -325,9 +324,9 @@ class NextToken(Task):
     metric_directions = {"mean_tokens": None}
 
     def datasets(self) -> dict[str, Any]:
-        draw = np.random.RandomState(0)
+        rng = np.random.RandomState(0)
         return {
-            part: [draw.randint(1, 30, draw.randint(2, 20)) for _ in range(size)]
+            part: [rng.randint(1, 30, rng.randint(2, 20)) for _ in range(size)]
             for part, size in (("train", self.num_samples), ("eval", 23))
         }
 
@@ -369,7 +368,7 @@ class NextToken(Task):
     def num_items(self, target: Tensor) -> int:
         return int((target != -100).sum())
 
-    def predict(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
         best = getattr(outputs, "logits", outputs).argmax(-1)
         return [{"tokens": row[known != -100].tolist()} for row, known in zip(best, batch["labels"], strict=True)]
 
@@ -381,12 +380,12 @@ class NextToken(Task):
 class StoppedWhileEvaluated(NextToken):
     """The process that scores gets SIGTERM in the first evaluation of a folder's first run."""
 
-    def predict(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def predictions(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
         marker = Path(sys.argv[-1].removeprefix("output_dir=")) / "stopped"
         if not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().predict(outputs, model, batch)
+        return super().predictions(outputs, model, batch)
 
 
 @dataclass

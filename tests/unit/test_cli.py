@@ -72,7 +72,7 @@ def test_task_that_answers_nothing(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: {type: tests.support.tasks.Tagging}\n")
     (tmp_path / "model").mkdir()
     assert refused(capsys, "predict", tmp_path, "--text", "x", "--trust-code") == (
-        "tests.support.tasks.Tagging does not answer inputs. Give it a method answer(model, inputs)."
+        "tests.support.tasks.Tagging cannot predict from raw inputs. Give it a method predict(model, inputs)."
     )
 
 
@@ -405,18 +405,18 @@ def test_job_on_cpus_asks_for_no_gpu_and_trains_on_none(capsys):
 
 
 @pytest.mark.parametrize(
-    ("asked", "cores", "remark"),
+    ("asked", "cores", "notice"),
     [
         (("--gpus", "4"), 8, "The script asks for 2 CPU cores for each GPU. --cpus-per-gpu N asks for more."),
         (("--gpus", "1", "train.num_workers=3"), 5, "5 CPU cores for each GPU, 3 of them for train.num_workers=3. --cpus"),
         (("--cpu", "--processes", "3"), 3, "The script asks for 1 CPU core for each process. --cpus-per-process N asks"),
     ],
 )
-def test_each_process_gets_a_core_and_the_user_is_told_how_many(capsys, asked, cores, remark):
+def test_each_process_gets_a_core_and_the_user_is_told_how_many(capsys, asked, cores, notice):
     """SLURM's own default is one core for all processes of a node together."""
     assert cli.main(["slurm", "recipe=yelp", "--nodes", "2", *asked]) == 0
     said = capsys.readouterr()
-    assert f"#SBATCH --cpus-per-task={cores}" in said.out and remark in said.err
+    assert f"#SBATCH --cpus-per-task={cores}" in said.out and notice in said.err
     assert cli.main([*SLURM, "--cpus-per-gpu", "8"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -102,7 +102,7 @@ def own_tasks(write, tmp_path, monkeypatch) -> None:
 def refusal(*argv: str) -> str:
     """Return the whole message with which a recipe is refused, by reading it or by looking at what it names."""
     with pytest.raises(ConfigError) as caught:
-        Recipe.from_argv(list(argv)).check()
+        Recipe.from_argv(list(argv)).validate()
     return str(caught.value)
 
 
@@ -256,7 +256,7 @@ def test_a_value_may_refer_to_a_key_at_the_top(plain):
 def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
     path = write("mine.yaml", "task: {type: own_tasks.Tuned, path: here, options: {a: 1}}")
     recipe = Recipe.load(path, "task.size=[4,5]", "task.options.b.c=2")
-    recipe.check()
+    recipe.validate()
     assert vars(recipe.task) == {"path": "here", "size": (4, 5), "options": {"a": 1, "b": {"c": 2}}}
 
 
@@ -268,7 +268,7 @@ def test_every_shipped_recipe_is_accepted(name, write, tmp_path):
     files = [f"task.data_files.{part}={write('rows.jsonl', '{}')}" for part in ("train", "eval")]
     missing = {"bigbird": files, "restoration": [f"task.data_dir={tmp_path}"]}  # they have no data of their own
     recipe = Recipe.from_argv([f"recipe={name}", *missing.get(name, [])])
-    recipe.check()
+    recipe.validate()
     assert (recipe.recipe, recipe.output_dir) == (name, f"outputs/{name}")
 
 
@@ -528,7 +528,7 @@ def test_a_value_of_a_wrong_type_says_what_would_fit(plain, word, message):
     ],
 )
 def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_text(plain, word, message):
-    reason = "YAML reads a bare yes, no, on or off as true or false. Put texts in quotes."
+    reason = "YAML reads a bare yes, no, on or off as true or false. Quote texts."
     assert refusal(f"recipe={plain}", word) == f"{message}: {reason}"
 
 
@@ -764,7 +764,7 @@ def test_a_direction_that_contradicts_the_metric_is_refused(metric, said, better
 )
 def test_the_task_says_whether_more_of_a_metric_is_better(recipe, metric, expected):
     loaded = Recipe.load(recipe, f"eval.metric={metric}")
-    loaded.check()
+    loaded.validate()
     assert loaded.greater_is_better is expected
 
 
@@ -778,7 +778,7 @@ def test_a_metric_without_a_direction_needs_it_said(write, own_tasks, type_, met
     )
     for said in (True, False):
         loaded = Recipe.load(path, f"eval.greater_is_better={str(said).lower()}")
-        loaded.check()
+        loaded.validate()
         assert loaded.greater_is_better is said
 
 
@@ -796,7 +796,7 @@ def with_files(plain: Path, train: object, eval: object) -> list[str]:
 
 def test_files_that_exist_are_accepted(plain, files, tmp_path):
     for train in (files.train, f"[{files.train},{files.eval}]", f"{tmp_path}/*.jsonl"):
-        Recipe.from_argv(with_files(plain, train, files.eval)).check()
+        Recipe.from_argv(with_files(plain, train, files.eval)).validate()
 
 
 def test_a_missing_file_suggests_the_nearest_name(plain, files, tmp_path):
@@ -864,7 +864,7 @@ def test_a_missing_model_folder_is_refused(plain, folder):
 
 def test_a_model_folder_with_a_config_is_accepted(plain, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    Recipe.from_argv([f"recipe={plain}", f"task.model={tmp_path}"]).check()
+    Recipe.from_argv([f"recipe={plain}", f"task.model={tmp_path}"]).validate()
 
 
 def test_a_fresh_model_without_a_type_asks_for_it(write):
@@ -1183,7 +1183,7 @@ def imported(code: str) -> set[str]:
 
 
 def test_a_recipe_is_read_and_checked_before_torch_is_imported(plain):
-    packages = imported(f"from hftune import Recipe; Recipe.from_argv(['recipe={plain}', 'train.lr=1']).check()")
+    packages = imported(f"from hftune import Recipe; Recipe.from_argv(['recipe={plain}', 'train.lr=1']).validate()")
     assert "omegaconf" in packages
     assert not packages & set(HEAVY)
 

@@ -11,7 +11,7 @@ import torch
 
 from hftune import doctor
 from hftune.distributed.progress import Progress
-from hftune.doctor import FAULT, OK, REMARK, Finding, main
+from hftune.doctor import FAULT, NOTICE, OK, Finding, main
 from tests.support.runs import environment
 
 
@@ -64,13 +64,13 @@ def test_a_taken_port_names_who_has_it():
             (finding,) = found("port")
         finally:
             doctor.PORT = old
-    assert finding.level == REMARK and finding.found.startswith(f"{port}: Address already in use (")
+    assert finding.level == NOTICE and finding.found.startswith(f"{port}: Address already in use (")
     assert finding.todo == "it is the configurations' own; give another: --main_process_port"
 
 
-def test_a_small_disk_and_little_shared_memory_are_remarks(monkeypatch):
+def test_a_small_disk_and_little_shared_memory_are_notices(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(2**29, 0, 2**29))
-    assert {finding.level for finding in found("disk, outputs", "disk, cache", "shared memory")} == {REMARK}
+    assert {finding.level for finding in found("disk, outputs", "disk, cache", "shared memory")} == {NOTICE}
 
 
 def test_a_gpu_build_without_a_driver_is_a_fault(monkeypatch):

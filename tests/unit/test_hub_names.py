@@ -17,7 +17,7 @@ from tests.support.runs import environment
 
 def problems(*words):
     with pytest.raises(ConfigError) as refused:
-        Recipe.load("yelp", *words).check()
+        Recipe.load("yelp", *words).validate()
     return refused.value.problems
 
 
@@ -56,7 +56,7 @@ def test_a_name_without_its_owner_is_refused_before_torch_is_imported():
 def test_a_folder_may_be_called_like_a_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "imdb").mkdir()
-    Recipe.load("yelp", "task.dataset=imdb").check()
+    Recipe.load("yelp", "task.dataset=imdb").validate()
 
 
 def test_full_names_have_owners_and_no_name_stands_twice():
@@ -67,7 +67,7 @@ def test_full_names_have_owners_and_no_name_stands_twice():
 
 def test_a_tokenizer_has_an_owner_too():
     with pytest.raises(ConfigError, match=r"task.tokenizer=gpt2 has no owner.*task.tokenizer=openai-community/gpt2\.$"):
-        Recipe.load("wikitext2", "task.tokenizer=gpt2").check()
+        Recipe.load("wikitext2", "task.tokenizer=gpt2").validate()
 
 
 def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_other_words(tmp_path):
@@ -81,7 +81,7 @@ def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_
     for part in ("train", "eval"):
         (tmp_path / f"{part}.jsonl").write_text(json.dumps({"content": "甲" * 9, "title": "乙"}) + "\n")
     recipe = Recipe.load("bigbird", *files)
-    recipe.check()
+    recipe.validate()
     assert recipe.task.dataset_commit is None
     assert recipe.task._rows["eval"][0] == {"content": "甲" * 9, "title": "乙"}
 
@@ -119,7 +119,9 @@ def test_what_names_do_not_tell_is_asked_for(tmp_path):
     assert said(f"[{tmp_path}/a.jsonl, {tmp_path}/b.csv]") == [
         "task.data_files.train has files of several formats: csv, json. Give them one."
     ]
-    Recipe.load("yelp", "task.dataset=json", f"task.data_files={{train: {tmp_path}/c.log, eval: {tmp_path}/a.jsonl}}").check()
+    Recipe.load(
+        "yelp", "task.dataset=json", f"task.data_files={{train: {tmp_path}/c.log, eval: {tmp_path}/a.jsonl}}"
+    ).validate()
 
 
 def test_titles_find_the_column_of_their_texts_or_list_those_that_there_are(write_rows):

@@ -61,7 +61,7 @@ def of_folder(folder: Path, **fields: Any) -> ImageClassification:
 
 
 def refused(task: ImageClassification) -> str:
-    assert task.problems() == []
+    assert task.validate() == []
     with pytest.raises(DataError) as caught:
         task.datasets()
     return str(caught.value)
@@ -89,7 +89,7 @@ def test_network_takes_images_of_its_size_in_grey_and_colour(size):
 
 
 def test_smallest_image_is_the_one_that_the_task_accepts():
-    said = ImageClassification(image_size=SMALLEST_IMAGE - 1).problems()
+    said = ImageClassification(image_size=SMALLEST_IMAGE - 1).validate()
     assert said == [f"task.image_size={SMALLEST_IMAGE - 1} must be at least {SMALLEST_IMAGE}."]
     too_small = SMALLEST_IMAGE - 1
     assert ((too_small - 4) // 2 - 4) // 2 == 0  # nothing would be left of it
@@ -160,7 +160,7 @@ def test_task_that_varies_nothing_gets_its_own_data_set_back():
     ],
 )
 def test_wrong_augmentation_is_refused(augmentation, message):
-    assert ImageClassification(augmentation=augmentation).problems() == [message]
+    assert ImageClassification(augmentation=augmentation).validate() == [message]
 
 
 # Where images come from
@@ -182,7 +182,7 @@ def test_idx_files_with_a_dot_in_their_names_and_the_train_split_for_evaluation(
     for path in list(tmp_path.iterdir()):
         path.rename(path.with_name(path.name.replace("-idx", ".idx")))
     task = of_idx(tmp_path, eval_split="train", max_eval_samples=5)
-    assert task.problems() == [] and len(task.datasets()["eval"]) == 5
+    assert task.validate() == [] and len(task.datasets()["eval"]) == 5
 
 
 def test_folder_of_images_gives_its_folders_as_classes(tmp_path):
@@ -235,7 +235,7 @@ def test_demo_function_and_its_cached_pixels_give_the_digits_as_drawn():
 
 
 def problems(**fields: Any) -> list[str]:
-    return ImageClassification(**fields).problems()
+    return ImageClassification(**fields).validate()
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
@@ -409,7 +409,7 @@ def test_model_answers_paths_images_and_arrays_alike_with_the_names_that_were_sa
     task, folder = finished
     model = task.load(folder).eval()
     path = tmp_path / "images" / "test" / "dog" / "0.png"
-    rows = task.answer(model, [path, str(path), Image.open(path), IMAGES[2]])
+    rows = task.predict(model, [path, str(path), Image.open(path), IMAGES[2]])
     assert rows[0]["label"] in ("cat", "dog", "emu") and 1 / 3 <= rows[0]["probability"] <= 1
     assert rows[0] == rows[1] == rows[2] == rows[3]
     assert "_sources" not in vars(task)  # no data was loaded for it
@@ -426,7 +426,7 @@ def test_model_answers_paths_images_and_arrays_alike_with_the_names_that_were_sa
 def test_what_is_no_image_is_not_answered(finished, value, message):
     task, folder = finished
     with pytest.raises(DataError) as caught:
-        task.answer(task.load(folder), [value])
+        task.predict(task.load(folder), [value])
     assert str(caught.value) == message
 
 

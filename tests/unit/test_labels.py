@@ -129,7 +129,7 @@ def test_grades_that_are_words_need_label_names(tmp_path):
 def test_the_order_of_grades_is_said_where_the_data_set_gives_it(tmp_path):
     names = ["awful", "good", "fair"]
     found = task("texts", tmp_path, (names, names), (names, names), ordinal=True)
-    assert "task.ordinal=true: the grades are, lowest first, awful, good, fair." in found.remarks(found.datasets(), None)
+    assert "task.ordinal=true: the grades are, lowest first, awful, good, fair." in found.notices(found.datasets(), None)
 
 
 def of_csv(tmp_path: Path, text: str, **fields: Any) -> SequenceClassification:

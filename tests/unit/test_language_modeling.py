@@ -92,7 +92,7 @@ def subwords(tmp_path):
 def test_a_row_of_subwords_is_its_text_and_a_newline(task, subwords):
     made = task(tokenizer=subwords)
     assert made.text_tokenizer.decode(made.datasets()["train"].stream) == "".join(f"{line}\n" for line in LINES)
-    assert not any("stands for" in line for line in made.remarks(made.datasets(), None))  # nothing is unknown to it
+    assert not any("stands for" in line for line in made.notices(made.datasets(), None))  # nothing is unknown to it
 
 
 @pytest.mark.parametrize("length", [1, 2, 35, 99, 100])
@@ -115,7 +115,7 @@ def test_fewer_blocks_are_drawn_once_and_stay_in_order():
 
 def test_unknown_words_are_told_by_their_share(task):
     made = task(vocab_size=4)
-    assert made.remarks(made.datasets(), None)[-1] == "<unk> stands for 53.3% of train, 53.3% of eval."
+    assert made.notices(made.datasets(), None)[-1] == "<unk> stands for 53.3% of train, 53.3% of eval."
 
 
 @pytest.mark.parametrize("config", [OWN, GPT2, LLAMA], ids=["transformer_lm", "gpt2", "llama"])
@@ -137,7 +137,7 @@ def test_no_token_sees_a_later_one_and_padding_changes_no_loss(task, config):
     alone = [made.collate([blocks[place]]) for place in (0, len(blocks) - 1)]
     apart = sum(made.loss(model(**made.inputs(one)), made.target(one)) for one in alone)
     torch.testing.assert_close(made.loss(model(**made.inputs(batch)), made.target(batch)), apart)
-    rows = made.predict(model(**made.inputs(batch)), model, batch)
+    rows = made.predictions(model(**made.inputs(batch)), model, batch)
     assert [row["tokens"] for row in rows] == [6, 2] and sum(row["loss"] for row in rows) == pytest.approx(apart.item())
 
 
@@ -153,7 +153,7 @@ def test_text_is_continued_and_its_own_perplexity_said(task):
     made.datasets()
     model = made.build_model().eval()
     text = "The cat saw the dog ."
-    answers = made.answer(model, [text, "cat", " ".join([text] * 9)])  # the last has more words than the model positions
+    answers = made.predict(model, [text, "cat", " ".join([text] * 9)])  # the last has more words than the model positions
     ids = torch.tensor(made.text_tokenizer(text)["input_ids"])[None]
     loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:])
     assert answers[0]["perplexity"] == round(math.exp(loss), 2) and answers[1]["perplexity"] is None
@@ -161,7 +161,7 @@ def test_text_is_continued_and_its_own_perplexity_said(task):
     assert answers[0]["generated"] == made.text_tokenizer.decode(written, skip_special_tokens=True)
     assert all(len(answer["generated"].split()) <= 3 for answer in answers)
     with pytest.raises(DataError, match=r"^Input 1 is an empty text\.$"):
-        made.answer(model, [text, " "])
+        made.predict(model, [text, " "])
 
 
 FILES = "task.data_files={train: x.txt, eval: x.txt}"
@@ -207,7 +207,7 @@ def test_what_cannot_work_is_refused_before_torch(words, message, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("a b\n")
     with pytest.raises(ConfigError) as refused:
-        Recipe.load("wikitext2", *words).check()
+        Recipe.load("wikitext2", *words).validate()
     assert refused.value.problems == [message]
 
 

@@ -119,7 +119,7 @@ def test_images_that_are_not_rgb_are_converted_and_that_is_said_once(folder, mod
     recipe = task(folder)
     datasets = recipe.datasets()
     assert datasets["train"][0]["image"].shape == (32, 40, 3)
-    assert recipe.remarks(datasets, recipe.build_model()) == [
+    assert recipe.notices(datasets, recipe.build_model()) == [
         "Training on random squares of 16 x 16 pixels; evaluation on whole images, padded to multiples of 8.",
         "2 of the 2 images in the eval split are also in the train split: scores will look better than they are.",
         "The masks mark, on average, 8.8% of train, 8.8% of eval.",
@@ -177,7 +177,7 @@ def test_the_share_that_masks_mark_is_said_and_doubted_where_it_is_large(folder,
     datasets = recipe.datasets()
     share = "91.2%" if inverted else "8.8%"
     expected = f"The masks mark, on average, {share} of train, 8.8% of eval.{doubt}"
-    assert expected in recipe.remarks(datasets, recipe.build_model())
+    assert expected in recipe.notices(datasets, recipe.build_model())
 
 
 def turned(path, size=(40, 32)):
@@ -331,7 +331,7 @@ def test_a_grid_holds_pictures_of_several_sizes():
 )
 def test_a_wrong_value_is_named(words, message):
     with pytest.raises(ConfigError) as caught:
-        Recipe.load("restoration_demo", *words).check()
+        Recipe.load("restoration_demo", *words).validate()
     assert str(caught.value) == message
 
 

@@ -18,7 +18,7 @@ from hftune.planning.memory import TensorBytes, make_optimizer_state
 from hftune.planning.pipeline import PipelineMeter, StagePasses, survey_pipelines, tensors
 from hftune.planning.plan import make_plan
 from hftune.strategies.pipeline import Pipeline
-from hftune.strategies.schedules import order_of
+from hftune.strategies.pipeline_schedules import order_of
 from hftune.training import build_model, load_datasets, plan_batches
 from tests.support.tasks import Chain, NextToken
 
@@ -184,7 +184,7 @@ def test_the_text_can_be_read(capsys):
     assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}
     assert memory[0].endswith(" (cpu), in a step with micro-batches of 2 samples of at most 18 tokens")
     assert said.endswith(
-        "  remarks        In 1 of 3 steps some pipeline has nothing to do: there are fewer micro-batches than pipelines.\n"
+        "  notices        In 1 of 3 steps some pipeline has nothing to do: there are fewer micro-batches than pipelines.\n"
         "                 Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
     )
     assert memory[-3].endswith(" buffers for what other stages send")

@@ -147,7 +147,7 @@ def test_parameters_without_a_gradient_are_named_as_training_names_them(tmp_path
 class Repeated(Terabyte):
     """Its samples are a hundred times as long once they are augmented, and the model takes none that are not."""
 
-    def augment(self, example, draw):
+    def augment(self, example, rng):
         return {"input": np.tile(example["input"], 100), "labels": example["labels"]}
 
     def build_model(self):
@@ -217,14 +217,14 @@ def test_what_needs_values_is_not_planned_and_the_rest_is(tmp_path):
     recipe = own(tmp_path, "tests.unit.test_planning.Curious")
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.unused_parameters) == (38, None, None) and plan.disk.model_bytes == 152
-    assert plan.remarks == [
+    assert plan.notices == [
         "The memory cannot be estimated: the forward pass or the loss needs values, and a plan has none "
         "(DataDependentOutputException: aten._local_scalar_dense.default)."
     ]
     recipe.task.where = "build_model"
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.disk) == (None, None, None) and plan.steps.total == 3
-    assert plan.remarks == [
+    assert plan.notices == [
         "The model cannot be planned: build_model() needs values, and a plan has none "
         "(RuntimeError: Tensor.item() cannot be called on meta tensors)."
     ]
@@ -233,7 +233,7 @@ def test_what_needs_values_is_not_planned_and_the_rest_is(tmp_path):
 def test_processes_without_work_are_told(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=20, micro_batch_size=5), num_processes=8)
     assert plan.work.idle_steps == 3 and plan.work.evenness < 0.5
-    assert plan.remarks == [
+    assert plan.notices == [
         "In 3 of 3 steps some process has nothing to do: there are fewer micro-batches than processes. "
         "Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size."
     ]
@@ -242,14 +242,14 @@ def test_processes_without_work_are_told(tmp_path):
 def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=25, micro_batch_size="auto"), num_processes=2)
     assert plan.work.most_per_step == 2
-    assert plan.remarks == ["train.micro_batch_size=auto: planned with 13, the most that training would try."]
+    assert plan.notices == ["train.micro_batch_size=auto: planned with 13, the most that training would try."]
 
 
 def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging"), device="cuda")
     assert plan.memory.device == "cpu"
-    assert plan.remarks == [
+    assert plan.notices == [
         "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot follow a step there. Weights, "
         "gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
     ]
@@ -339,7 +339,7 @@ own on 2 machines x 1 process, as planned; nothing is trained.
                    N KiB  4 checkpoints of N KiB
                    N KiB  3 models of N KiB
 
-  remarks        In 1 of 4 steps some process has nothing to do: there are fewer micro-batches than processes.
+  notices        In 1 of 4 steps some process has nothing to do: there are fewer micro-batches than processes.
                  Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.
 """
 

@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from hftune.config.sections import ParallelConfig
-from hftune.strategies.schedules import Action, Pass, idle_share, order_of
+from hftune.strategies.pipeline_schedules import Action, Pass, idle_share, order_of
 
 
 def config(schedule, places, virtual=None):

@@ -38,7 +38,7 @@ def write(rows, path):
 def test_all_file_formats_give_the_same_samples(tmp_path, kind):
     files = {part: write(ROWS, tmp_path / f"{part}.{kind}") for part in ("train", "eval")}
     loaded = task(dataset=kind, data_files=files)
-    assert loaded.problems() == []
+    assert loaded.validate() == []
     train = loaded.datasets()["train"]
     assert list(train["label"]) == [row["label"] for row in ROWS]
     assert loaded.tokenizer.decode(train[0]["input_ids"], skip_special_tokens=True) == "the food was a on day 0"
@@ -52,15 +52,15 @@ def test_rows_may_come_from_a_python_function():
 
 def test_a_drawn_subset_keeps_the_order_and_is_the_same_every_time():
     rows = datasets.Dataset.from_list([{"n": n} for n in range(100)])
-    drawn = text.draw(rows, 10, seed=42)["n"]
+    drawn = text.subsample(rows, 10, seed=42)["n"]
     assert list(drawn) == sorted(set(drawn)) and len(drawn) == 10
-    assert list(text.draw(rows, 10, seed=42)["n"]) == list(drawn) != list(text.draw(rows, 10, seed=43)["n"])
+    assert list(text.subsample(rows, 10, seed=42)["n"]) == list(drawn) != list(text.subsample(rows, 10, seed=43)["n"])
 
 
 def test_a_drawn_subset_has_the_rows_that_shuffle_and_select_would_take():
     rows = datasets.Dataset.from_list([{"n": n} for n in range(1000)])
     taken = rows.shuffle(seed=42).select(range(50))["n"]
-    assert list(text.draw(rows, 50, seed=42)["n"]) == sorted(taken)
+    assert list(text.subsample(rows, 50, seed=42)["n"]) == sorted(taken)
 
 
 def test_long_texts_are_cut_and_counted_with_their_special_tokens(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hftune import Recipe
-from hftune.data.remarks import shared_arrays
+from hftune.data.notices import shared_arrays
 
 REVIEWS = [{"text": f"the food was {word} on day {day}", "label": day % 2} for day in range(40) for word in ("good", "bad")]
 TINY_BERT = (
@@ -28,7 +28,7 @@ def texts(tmp_path):
             (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         files = f"task.data_files={{train: {tmp_path}/train.jsonl, eval: {tmp_path}/eval.jsonl}}"
         task = Recipe.load(recipe, "task.dataset=json", files, *words).task
-        return task.remarks(task.datasets(), None)
+        return task.notices(task.datasets(), None)
 
     return said
 
@@ -64,7 +64,7 @@ def test_a_split_that_files_do_not_have_is_said_to_be_unused(texts):
 
 def test_a_split_that_a_function_does_not_have_is_said_to_be_unused():
     task = Recipe.load("mnist_demo", "task.train_split=training", "task.dataset=tests.support.tasks:few_digits").task
-    said = task.remarks(task.datasets(), None)
+    said = task.notices(task.datasets(), None)
     assert said[0] == (
         "Not used: task.train_split=training. task.dataset=tests.support.tasks:few_digits has parts and no splits."
     )
@@ -98,5 +98,5 @@ def write_pictures(folder: Path, seeds: dict[str, list[int]]) -> None:
 def test_pictures_of_both_parts_are_counted_whatever_their_names(tmp_path):
     write_pictures(tmp_path, {"train": [0, 1, 2, 3], "test": [3, 9, 0]})
     task = Recipe.load("restoration_demo", "task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.crop=16").task
-    said = task.remarks(task.datasets(), task.build_model())
+    said = task.notices(task.datasets(), task.build_model())
     assert "2 of the 3 images in the eval split are also in the train split: scores will look better than they are." in said

@@ -47,7 +47,7 @@ def left_out(parts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[s
 
 
 def num_rows(rows: datasets.Dataset) -> tuple[int, int]:
-    """Return how many rows ``draw`` kept of a data set, and how many there were."""
+    """Return how many rows ``rng`` kept of a data set, and how many there were."""
     return len(rows), rows.data.num_rows
 
 

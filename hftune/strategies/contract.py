@@ -40,7 +40,7 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
     Tasks of hftune are left out. So is a model that cannot be computed like this, or that draws at random in evaluation mode.
 
     Returns:
-        Remarks for the user.
+        Notices for the user.
 
     Raises:
         ConfigError: the loss is no sum, or ``num_items`` does not count what it sums over.

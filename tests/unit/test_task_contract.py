@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hftune import ConfigError, Recipe, train
+from hftune.strategies.contract import check_sums
 from hftune.task import Task
-from hftune.tasks.contract import check_sums
 from tests.support.tasks import NextToken, Tagging, Trapped
 
 
@@ -159,3 +159,20 @@ def test_a_model_that_a_single_sample_breaks_is_left_to_training():
         check_sums(task, Squeezed(), [{"input": torch.randn(4), "labels": 0}, {"input": torch.randn(4), "labels": 1}], None)
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    {
+        "answer": "Old.answer is called predict now",
+        "remarks": "Old.remarks is called notices now",
+        "predict": "Old.predict(outputs, model, batch) is called predictions(outputs, model, batch) now",
+    }.items(),
+)
+def test_method_under_its_former_name_is_refused(name, said):
+    def method(self, outputs, model, batch):
+        return []
+
+    with pytest.raises(TypeError) as refused:
+        type("Old", (Task,), {name: method})
+    assert str(refused.value) == said
