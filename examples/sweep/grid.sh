@@ -4,14 +4,15 @@
 # Interrupt it and start it again: finished runs are skipped, and the interrupted one resumes. Words are passed on to each run.
 set -euo pipefail
 recipe=${RECIPE:-yelp_demo}
+grid=outputs/grid_$(basename "$recipe" .yaml)
 for lr in ${RATES:-3e-4 1e-3 3e-3}; do
     for seed in ${SEEDS:-1 2}; do
-        folder=outputs/grid_$recipe/lr_${lr}_seed_$seed
+        folder=$grid/lr_${lr}_seed_$seed
         echo "== $folder"
         hftune train recipe="$recipe" train.lr="$lr" seed="$seed" output_dir="$folder" "$@"
     done
 done
-python - "outputs/grid_$recipe" <<'PYTHON'
+python - "$grid" <<'PYTHON'
 import json, pathlib, sys
 
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*/result.json")):

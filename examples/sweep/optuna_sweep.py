@@ -3,7 +3,7 @@
     pip install optuna
     python examples/sweep/optuna_sweep.py yelp_demo 20 train.epochs=1
 
-Start it again to continue: the study is kept in a database, and an interrupted trial's checkpoints stay in its folder.
+Start it again to continue the study, which is kept in a database. Finished trials count; an interrupted one counts as failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BAD_RECIPE, STOPPED = 2, 75
 
 def objective(trial: optuna.Trial, recipe: str, words: list[str]) -> float:
     """Train once and return the best value of ``eval.metric``."""
-    folder = Path(f"outputs/optuna_{recipe}/trial_{trial.number:04d}")  # never shared: results would be mixed up
+    folder = Path(f"outputs/optuna_{Path(recipe).stem}/trial_{trial.number:04d}")  # never shared: results would be mixed up
     keys = {
         "train.lr": trial.suggest_float("train.lr", 1e-5, 1e-2, log=True),
         "train.weight_decay": trial.suggest_float("train.weight_decay", 0.0, 0.1),
@@ -43,9 +43,10 @@ def objective(trial: optuna.Trial, recipe: str, words: list[str]) -> float:
 
 def main() -> None:
     recipe, num_trials, *words = sys.argv[1:]
+    name = Path(recipe).stem
     study = optuna.create_study(
-        study_name=recipe,
-        storage=f"sqlite:///optuna_{recipe}.db",
+        study_name=name,
+        storage=f"sqlite:///optuna_{name}.db",
         load_if_exists=True,
         direction="maximize",  # accuracy; "minimize" for a recipe whose eval.metric is a loss
     )
