@@ -1,7 +1,7 @@
 # An image to train in, on GPUs or CPUs. From a checkout:
 #   docker build --tag hftune .
 #   docker run --rm hftune hftune doctor
-#   docker run --rm --gpus all --ipc=host --volume "$PWD/outputs:/work/outputs" hftune hftune train recipe=yelp
+#   docker run --rm --gpus all --ipc=host --volume "$PWD/outputs:/home/hftune/outputs" hftune hftune train recipe=yelp
 # For CPUs only, let pip find PyTorch's CPU wheels: --build-arg PIP_EXTRA_INDEX_URL=...
 FROM python:3.11-slim-bookworm
 
@@ -20,9 +20,9 @@ COPY accelerate_configs ./accelerate_configs
 RUN python -m pip install --constraint constraints.txt ".[mlflow,tensorboard]"
 
 # Training needs no root. A mounted outputs folder has to be writable for this user; or give --user "$(id -u):$(id -g)".
-RUN useradd --create-home --uid 1000 hftune && mkdir -p /work/outputs && chown -R hftune /work
+RUN useradd --create-home --uid 1000 hftune && install --directory --owner hftune /home/hftune/outputs
 USER 1000
-WORKDIR /work
+WORKDIR /home/hftune
 
 # No ENTRYPOINT: hftune, torchrun and accelerate are on the PATH. Without a shell in between, they receive SIGTERM themselves.
 CMD ["hftune", "recipes"]
