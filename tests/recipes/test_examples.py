@@ -1,0 +1,211 @@
+"""The examples do what examples/README.md says: they are run, or held to what hftune and torchrun accept."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+import hftune
+from hftune import Recipe, cli, train
+from tests.support.commands import hftune_words
+from tests.support.runs import Run, environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIGKILL_MARGIN_S = 10
+"""Between the launcher's last word and the end of a pod."""
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Copies an example's folder, so that its outputs lie elsewhere, and makes it the current one."""
+
+    def enter(name: str) -> Path:
+        shutil.copytree(EXAMPLES / name, folder := tmp_path / name)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.delitem(sys.modules, "moons", raising=False)
+        return folder
+
+    return enter
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that finds the commands of this interpreter, such as hftune."""
+    return environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def files_of_examples() -> list[Path]:
+    return [path for path in EXAMPLES.rglob("*") if path.is_file() and not {"outputs", "__pycache__"} & {*path.parts}]
+
+
+def test_the_table_names_every_example_and_every_name_exists():
+    links = {EXAMPLES / link for link in re.findall(r"\]\(([\w./]+)\)", (EXAMPLES / "README.md").read_text())}
+    assert all(link.exists() for link in links)
+    assert [path for path in files_of_examples() if path.name != "README.md" and not {path, *path.parents} & links] == []
+
+
+def test_the_commands_in_the_table_are_accepted(example):
+    commands = re.findall(r"`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(commands) == 9
+    trained = [command.split(" && ") for command in commands if "hftune train" in command]
+    for place, command in trained:
+        example(place.removeprefix("cd examples/"))
+        name, words = hftune_words(command.split())
+        Recipe.from_argv(cli.parse([name, *words]).words)
+    named = {word for command in commands for word in command.split() if word.startswith("examples/")}
+    assert len(trained) == 2 and all(
+        (EXAMPLES.parent / word).is_file() for word in named - {"examples/own_task"} if "." in word
+    )
+
+
+def test_own_csv_files_train_a_classifier_of_their_own_labels(example):
+    example("own_csv")
+    result = train(Recipe.load("tickets.yaml", "train.epochs=3", "eval.every=3 epochs", "train.log_every=1"))
+    run = Run(Path(result.output_dir))
+    assert run.logged("train/loss")[-1] < run.logged("train/loss")[0]
+    config = json.loads((run.folder / "model" / "config.json").read_text())
+    assert {*config["id2label"].values()} == {"billing", "returns", "shipping", "technical"}
+    assert hftune.load_model(run.folder).predict(["My invoice is wrong."])[0]["label"] in config["id2label"].values()
+
+
+def test_notebook_trains_the_same_on_one_and_two_processes(example):
+    folder = example("own_task")
+    cells = json.loads((folder / "moons.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert not any(isinstance(node, ast.ClassDef) for node in ast.walk(ast.parse(code))), "launch refuses a task of a cell"
+    *_, last = ast.parse(code).body
+    shown = code.replace(ast.unparse(last), f"print({ast.unparse(last)})")
+    assert shown != code
+    done = subprocess.run([sys.executable, "-c", shown], env=child_environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = Run(folder / "outputs" / "one_process"), Run(folder / "outputs" / "two_processes")
+    assert two.result["world_size"] == 2 and two.result["metrics"]["accuracy"] > 0.9
+    assert two.logged("train/loss") == pytest.approx(one.logged("train/loss"), rel=1e-5)
+    assert [row["label"] for row in ast.literal_eval(done.stdout.splitlines()[-1])] == [0, 1]  # the upper moon, the lower one
+
+
+def test_notebook_is_kept_without_outputs():
+    cells = json.loads((EXAMPLES / "own_task" / "moons.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
+
+
+def test_grid_trains_each_point_in_a_folder_of_its_own(example):
+    folder = example("own_task")
+    grid = ["bash", EXAMPLES / "sweep" / "grid.sh", "train.max_steps=2", "eval.every=2"]
+    env = {**child_environment(), "RECIPE": "moons.yaml", "RATES": "1e-2 1e-3", "SEEDS": "1"}
+    done = subprocess.run(grid, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    recipes = [yaml.safe_load(path.read_text()) for path in (folder / "outputs").glob("*/*/recipe.yaml")]
+    assert sorted(float(recipe["train"]["lr"]) for recipe in recipes) == [1e-3, 1e-2]
+    table = [line.split()[:2] for line in done.stdout.splitlines()[-2:]]
+    assert table == [["lr_1e-2_seed_1", "accuracy"], ["lr_1e-3_seed_1", "accuracy"]]
+
+
+@pytest.fixture
+def optuna_sweep(monkeypatch, tmp_path):
+    """The Optuna script as a module, whose trainings are replaced by an exit code and a result."""
+    pytest.importorskip("optuna", reason='not installed: pip install "hftune[dev]"')
+    spec = importlib.util.spec_from_file_location("optuna_sweep", EXAMPLES / "sweep" / "optuna_sweep.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    monkeypatch.chdir(tmp_path)
+    started = SimpleNamespace(codes=[], recipes=[])
+
+    def run(command):
+        recipe = Recipe.from_argv(hftune_words(["python", *command[1:]])[1])
+        Path(recipe.output_dir).mkdir(parents=True)
+        best = {"metric": "accuracy", "value": recipe.train.lr, "step": 7}
+        (Path(recipe.output_dir) / "result.json").write_text(json.dumps({"best": best}))
+        started.recipes.append(recipe)
+        return SimpleNamespace(returncode=started.codes.pop(0))
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    module.optuna.logging.set_verbosity(module.optuna.logging.ERROR)
+    return module, started
+
+
+def test_optuna_keeps_the_best_trial_and_drops_a_failed_one(optuna_sweep, monkeypatch, capsys):
+    module, started = optuna_sweep
+    started.codes = [0, 1, 0]
+    monkeypatch.setattr(sys, "argv", ["optuna_sweep.py", "yelp_demo", "3", "train.epochs=1"])
+    module.main()
+    assert len({recipe.output_dir for recipe in started.recipes}) == 3
+    assert all(recipe.train.epochs == 1 for recipe in started.recipes)
+    finished = [recipe.train.lr for recipe in (started.recipes[0], started.recipes[2])]
+    assert f"best {max(finished):.4f} with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, SystemExit), (75, KeyboardInterrupt)])
+def test_optuna_ends_the_search_at_a_bad_recipe_and_when_it_is_stopped(optuna_sweep, monkeypatch, code, kind):
+    module, started = optuna_sweep
+    started.codes = [code, 0]
+    monkeypatch.setattr(sys, "argv", ["optuna_sweep.py", "yelp_demo", "2"])
+    with pytest.raises(kind):
+        module.main()
+    assert len(started.recipes) == 1
+
+
+def test_wandb_sweep_starts_runs_that_hftune_accepts_and_optimizes_a_metric_of_theirs():
+    sweep = yaml.safe_load((EXAMPLES / "sweep" / "wandb_sweep.yaml").read_text())
+    first = {key: values.get("min", values.get("values", [None])[0]) for key, values in sweep["parameters"].items()}
+    words = [word for word in sweep["command"] if word not in ("${env}", "${args_no_hyphens}")]
+    words += [f"{key}={value}" for key, value in first.items()]
+    name, words = hftune_words([word.replace("${envvar:WANDB_RUN_ID}", "run1") for word in words])
+    recipe = Recipe.from_argv(cli.parse([name, *words]).words)
+    assert recipe.track.with_ == ["wandb"] and recipe.output_dir.endswith("/run1")
+    assert {key.rpartition(".")[2] for key in first} == {"lr", "weight_decay", "seed"}
+    metric = sweep["metric"]["name"].removeprefix("eval/")
+    assert sweep["metric"]["goal"] == {"max": "maximize", "min": "minimize"}[recipe.task.metric_directions[metric]]
+
+
+def manifests(name: str) -> dict[str, dict]:
+    return {part["kind"]: part for part in yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text())}
+
+
+@pytest.mark.parametrize("name", ["one_machine.yaml", "two_machines.yaml"])
+def test_pods_start_a_process_for_each_of_their_gpus_with_a_recipe_that_hftune_accepts(name):
+    job = manifests(name)["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"][0] == "torchrun", "a shell would not pass SIGTERM on"
+    options = get_args_parser().parse_args(container["command"][1:])
+    assert options.module and options.training_script == "hftune.run" and options.rdzv_backend == "hftune"
+    assert options.nnodes == str(job.get("completions", 1)) == str(job.get("parallelism", 1))
+    assert options.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    recipe = Recipe.from_argv(options.training_script_args)
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(Path(recipe.output_dir).parent) in mounts, "checkpoints have to outlive the pod"
+    assert recipe.resume == "auto"
+
+
+@pytest.mark.parametrize("name", ["one_machine.yaml", "two_machines.yaml"])
+def test_pods_have_time_to_write_a_checkpoint(name):
+    pod = manifests(name)["Job"]["spec"]["template"]["spec"]
+    variables = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    launcher_waits = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert launcher_waits > 30, "as long as torchrun waits without the variable"
+    assert pod["terminationGracePeriodSeconds"] >= launcher_waits + SIGKILL_MARGIN_S
+
+
+def test_pods_of_two_machines_find_the_first_one_by_name():
+    found = manifests("two_machines.yaml")
+    job, service, policy = found["Job"], found["Service"], found["NetworkPolicy"]
+    pod = job["spec"]["template"]
+    endpoint = next(word for word in pod["spec"]["containers"][0]["command"] if word.startswith("--rdzv-endpoint="))
+    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert endpoint == f"--rdzv-endpoint={host}:29500"
+    assert host in pod["spec"]["initContainers"][0]["command"][-1]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    peers = [*policy["spec"]["ingress"][0]["from"], {"podSelector": policy["spec"]["podSelector"]}]
+    selectors = [service["spec"]["selector"], *(peer["podSelector"]["matchLabels"] for peer in peers)]
+    assert all(selector.items() <= pod["metadata"]["labels"].items() for selector in selectors)
