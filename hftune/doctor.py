@@ -344,7 +344,7 @@ def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
     for rank in strategy.broadcast(strategy.gather_to_main(first)):
         if rank == 0:
             continue
-        strategy.progress.at(f"comparing the clocks with process {rank}")
+        strategy.progress.stage(f"comparing the clocks with process {rank}")
         for _ in range(num_rounds):
             if strategy.process_index not in (0, rank):
                 continue
@@ -399,16 +399,16 @@ def _check(recipe: Recipe) -> None:
 def _join(recipe: Recipe | None, found: list[Finding]) -> int:
     progress = Progress()
     with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat:
-        progress.at("the examination of this machine")
+        progress.stage("the examination of this machine")
         check_launch() if recipe is None else _check(recipe)
         datasets = None if recipe is None else load_datasets(recipe)
-        progress.at("joining the others")
+        progress.stage("joining the others")
         with heartbeat.waiting():
             accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
         strategy = DataParallel(accelerator, recipe and recipe.task, progress)
         heartbeat.join()
         atexit.register(leave_group)
-        progress.at("comparing with the others")
+        progress.stage("comparing with the others")
         faults = [finding for finding in found if finding.level == FAULT]
         group = examine_group(strategy, recipe, datasets, faults)
         code = _report(group, "This group") if strategy.is_main else 0

@@ -115,7 +115,7 @@ def fit(run: Run) -> None:
     if state.step and evaluation_is_due(run):  # the run was stopped in the middle of it
         evaluate_and_keep(run)
     while state.step < run.num_steps:
-        strategy.progress.at(f"step {state.step + 1}")
+        strategy.progress.stage(f"step {state.step + 1}")
         steps = run.plan.epoch(state.epoch)
         dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
         for batch in strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers):
@@ -144,7 +144,7 @@ def fit(run: Run) -> None:
                 save_checkpoint(run)
             if is_last:
                 return
-            strategy.progress.at(f"step {state.step + 1}")
+            strategy.progress.stage(f"step {state.step + 1}")
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
 
 
@@ -208,7 +208,7 @@ def evaluate_and_keep(run: Run) -> None:
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.speed.paused():
-        run.strategy.progress.at(f"the evaluation after step {state.step}")
+        run.strategy.progress.stage(f"the evaluation after step {state.step}")
         workers = run.recipe.train.num_workers
         evaluation = evaluate(
             run.strategy, run.datasets["eval"], config.batch_size, workers, lambda: bool(run.stop), config.show_samples
@@ -242,7 +242,7 @@ def evaluate_and_keep(run: Run) -> None:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
 
-        run.strategy.progress.at(f"the saving after step {state.step}")
+        run.strategy.progress.stage(f"the saving after step {state.step}")
         run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
 

@@ -105,7 +105,7 @@ def train(recipe: Recipe) -> TrainResult:
     progress = Progress()
     with ExitStack() as held:
         with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat, ExitStack() as watched:
-            progress.at("comparing code and recipe with the others")
+            progress.stage("comparing code and recipe with the others")
             check_early(heartbeat.early_store(EARLY_S), heartbeat.here.rank, facts(recipe))
             return run_recipe(recipe, progress, heartbeat, watched, held)
 
@@ -118,7 +118,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
         held: what is given back after that, when nobody watches any more: dashboards may upload for hours, and the output
             folder is theirs until they are done.
     """
-    progress.at("preparing the data")
+    progress.stage("preparing the data")
     check_launcher(recipe)
     check_machine(recipe)
     if int(os.environ.get("RANK", 0)) == 0:  # the main process alone talks to dashboards
@@ -127,25 +127,25 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
     check_finished(start, recipe, total_steps(recipe.train, plan))
-    progress.at("building the model")
+    progress.stage("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
     seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
     notices = check_sums(recipe.task, model, seen, plan.lengths) if int(os.environ.get("RANK", 0)) == 0 else []
     # The process group comes last: until here every process works by itself, so a slow download times nothing out.
-    progress.at("joining the others")
+    progress.stage("joining the others")
     with heartbeat.waiting():
         accelerator = start_accelerator(recipe.train, recipe.track.with_, recipe.output_dir)
     heartbeat.join()
     atexit.register(leave_group)
     strategy = choose_strategy(accelerator, recipe, progress)
-    progress.at("comparing recipe and data with the others")
+    progress.stage("comparing recipe and data with the others")
     commits = recipe.task.commits()
     digests = check_agreement(strategy, recipe, datasets, commits)
     start = confirm_start(strategy, recipe, start)
     # They read all of the data: the main process alone does.
     notices += [*strategy.on_main(lambda: recipe.task.notices(datasets, model)), *start.notices]
-    progress.at("preparing model and optimizer")
+    progress.stage("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe.train))
     notices += strategy.notices()
     state, run_ids, found = load_checkpoint(strategy, start, digests, commits)
@@ -159,7 +159,7 @@ def run_recipe(recipe: Recipe, progress: Progress, heartbeat: Heartbeat, watched
         how = ", found when the run began" if known else " of the longest samples fit on every process"
         notices.append(f"train.micro_batch_size=auto: {plan.micro_batch_size}{how}.")
 
-    progress.at("opening the output folder")
+    progress.stage("opening the output folder")
     run = open_run(recipe, accelerator, strategy, plan, datasets, state, watched.enter_context(StopRequest()))
     heartbeat.leave_sigterm()
     if strategy.is_main:
@@ -292,7 +292,7 @@ def train_and_save(run: Run) -> TrainResult:
     """
     strategy, progress = run.strategy, run.strategy.progress
     hide_progress_bars()  # downloads are over; there would be one for each export
-    progress.at("the first gradient, a rehearsal")
+    progress.stage("the first gradient, a rehearsal")
     recipe = run.recipe
     how = recipe.train.batch_norm
     seen = augmented(run.datasets["train"], recipe.task, recipe.seed, 0)
@@ -600,7 +600,7 @@ def finish(run: Run) -> TrainResult:
         TrainingError: the last checkpoint could not be written; everything else is saved.
     """
     recipe, strategy, output_dir = run.recipe, run.strategy, Path(run.recipe.output_dir)
-    strategy.progress.at("the saving of the last model")
+    strategy.progress.stage("the saving of the last model")
     model = strategy.unwrap()
     strategy.on_main(lambda: export(recipe.task, model, output_dir / "model_last"))
     test = test_best(run) if "test" in run.datasets else {}
@@ -637,7 +637,7 @@ def test_best(run: Run) -> dict[str, Any]:
         Interrupted: a signal asked to stop. Nothing is written: the checkpoint of the last step is what to go on from.
     """
     recipe, strategy = run.recipe, run.strategy
-    strategy.progress.at("the evaluation on the test part")
+    strategy.progress.stage("the evaluation on the test part")
     tensors: dict[str, torch.Tensor] = {}
 
     def read_best_model() -> None:

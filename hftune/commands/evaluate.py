@@ -59,7 +59,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: st
         check_early(heartbeat.early_store(EARLY_S), heartbeat.here.rank, facts(recipe))
         check_launcher(recipe)
         check_hardware(recipe)
-        progress.at("loading data and model")
+        progress.stage("loading data and model")
         if checkpoint is None:
             check_model(model)
         saved = None if checkpoint is None else read_checkpoint(checkpoint)
@@ -72,7 +72,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: st
             built = build_model(recipe)
         elif recipe.train.compile:
             built.compile(dynamic=True)
-        progress.at("joining the others")
+        progress.stage("joining the others")
         with heartbeat.waiting():
             accelerator = start_accelerator(recipe.train)
         heartbeat.join()
@@ -82,7 +82,7 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: st
         strategy.prepare(built, build_optimizer(built, recipe.train))
         if checkpoint is not None:
             take_over(strategy, checkpoint, saved, digests)
-        progress.at("the evaluation")
+        progress.stage("the evaluation")
         found = evaluate(strategy, datasets[split], recipe.eval.batch_size, recipe.train.num_workers)
     where = str(model if checkpoint is None else checkpoint)
     return Score(found.metrics, where, len(datasets[split]), strategy.num_processes, strategy.is_main)

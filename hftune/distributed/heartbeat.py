@@ -263,8 +263,8 @@ class Heartbeat:
                 raise _with_report(ElsewhereError(report.text), report) from None
         if isinstance(error, SystemExit):
             place = spot(*list(traceback.walk_tb(error.__traceback__))[-1])
-            what = f"{self.here.name()} called sys.exit({error.code!r}) in {self.progress.doing}, before training was over"
-            raise self._settled(TrainingError(f"{what}: {place}.")) from None
+            what = f"{self.here.name()} called sys.exit({error.code!r}) in {self.progress.current_stage}"
+            raise self._settled(TrainingError(f"{what}, before training was over: {place}.")) from None
         self._settled(error)
 
     def _settled(self, error: BaseException) -> BaseException:
@@ -274,12 +274,12 @@ class Heartbeat:
     def _describe(self, error: BaseException) -> Report:
         if isinstance(error, KeyboardInterrupt):
             who = self.here.name() if self.here.num_processes > 1 else "Training"
-            text = f"hftune: {who} was interrupted from the keyboard in {self.progress.doing}."
+            text = f"hftune: {who} was interrupted from the keyboard in {self.progress.current_stage}."
             return Report(text, INTERRUPTED, self.here.rank, kind="KeyboardInterrupt")
         if is_known(error):
             return Report(f"hftune: {error}", exit_code(error), self.here.rank, kind=type(error).__name__)
         who = f"process {self.here.rank} of {self.here.num_processes} on host {self.here.host}, "
-        where = f"[{who if self.here.num_processes > 1 else ''}{self.progress.place()}]"
+        where = f"[{who if self.here.num_processes > 1 else ''}{self.progress.describe()}]"
         return Report(f"{where}\n{''.join(traceback.format_exception(error)).rstrip()}", 1, self.here.rank)
 
 
@@ -339,7 +339,7 @@ class _Watch:
         self._wake.set()
         if not self._decided.wait(RETURN_S):
             if self.here.rank == self.here.machine[0]:
-                lost = f"hftune: A connection to another process broke in {self.progress.doing}. Waiting up to"
+                lost = f"hftune: A connection to another process broke in {self.progress.current_stage}. Waiting up to"
                 print(f"{lost} {self.dead_after_s:.0f} s to learn which one and why.", file=sys.stderr, flush=True)
             self._decided.wait(self.dead_after_s + 2 * BEAT_S)
         report = self.report or (self._describe_loss() if self._is_lost else None)
@@ -433,8 +433,8 @@ class _Watch:
             "pid": os.getpid(),
             "machine": [self.here.machine.start, self.here.machine.stop],
             "living": self._living,
-            "doing": self.progress.doing,
-            "place": self.progress.place(),
+            "doing": self.progress.current_stage,
+            "place": self.progress.describe(),
             "code": whereabouts_in_code(frame),
             "still_s": self._still_s,
             "hurt": self._is_hurt,
@@ -472,10 +472,8 @@ class _Watch:
             if (report := self._judge_silence(rank, is_hurt, passed_s)) is not None:
                 return report
         if self._is_terminated and self.reports_sigterm:
-            text = (
-                f"hftune: {self.here.name()} was told to end (SIGTERM) in {self.progress.doing}: by its launcher, a scheduler"
-            )
-            return Report(f"{text} or a person.", rank=self.here.rank)
+            text = f"hftune: {self.here.name()} was told to end (SIGTERM) in {self.progress.current_stage}"
+            return Report(f"{text}: by its launcher, a scheduler or a person.", rank=self.here.rank)
         return self._judge_stall() if self.here.rank == 0 and self.has_group and self.stall_after_s is not None else None
 
     def _judge_silence(self, rank: int, is_hurt: bool, passed_s: float) -> Report | None:
@@ -515,7 +513,7 @@ class _Watch:
 
     def missing(self) -> str | None:
         """On process 0, before there is a group: say who has not come as far as this process. None if all have."""
-        others, doing = range(1, self.here.num_processes), self.progress.doing
+        others, doing = range(1, self.here.num_processes), self.progress.current_stage
         absent = [f"process {rank}, which has not begun" for rank in others if rank not in self.beats]
         behind = [
             f"process{beat['who'].removeprefix('Process')}, in {beat['place']}"
@@ -560,14 +558,15 @@ class _Watch:
         beat = self.beats.get(rank)
         if beat is None:
             return Report(f"hftune: Process {rank} {what}, since the processes joined. {why}", rank=rank, can_speak=False)
-        text = f"hftune: {beat['who']} {what} and is missing in {self.progress.doing}. {why} {seen} in {beat['place']}."
+        text = f"hftune: {beat['who']} {what} and is missing in {self.progress.current_stage}. {why} {seen} in {beat['place']}."
         return Report(text, rank=rank, can_speak=False)
 
     def _describe_loss(self) -> Report:
         address, beat = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", self.beats.get(0)
         seen = "" if beat is None else f" {beat['who']} was last seen in {beat['place']}."
-        text = f"hftune: The launcher's store at {address} does not answer in {self.progress.doing}: that launcher has ended,"
-        return Report(f"{text} or its machine is down or cut off.{seen}", rank=0, can_speak=False)
+        text = f"hftune: The launcher's store at {address} does not answer in {self.progress.current_stage}"
+        why = "that launcher has ended, or its machine is down or cut off."
+        return Report(f"{text}: {why}{seen}", rank=0, can_speak=False)
 
     # The thread that acts
 

@@ -1,32 +1,35 @@
-"""What this process is working on: written by loop and strategy, read when something goes wrong. Knows no one who reads it."""
+"""What this process is working on: set by the loop and the strategy, read when something goes wrong. Independent of readers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+SHOWN = 16
+"""Samples to list; the rest are counted."""
+
 
 class Progress:
-    """Two marks that cost nothing to set. Each one is also a sign that the process moves on."""
+    """The current stage and samples. Setting them costs nothing; each change is also a sign that the process is alive."""
 
     def __init__(self):
-        self.doing, self.samples, self.marks = "the start", (), 0
+        self.current_stage, self.current_samples, self.marks = "the start", (), 0
 
-    def at(self, doing: str) -> None:
-        """Begin something else, such as ``step 12``."""
-        self.doing, self.samples, self.marks = doing, (), self.marks + 1
+    def stage(self, name: str) -> None:
+        """Enter a stage, such as ``step 12``."""
+        self.current_stage, self.current_samples, self.marks = name, (), self.marks + 1
 
-    def on(self, samples: Sequence[int]) -> None:
-        """Begin to load or to compute these samples, a micro-batch."""
-        self.samples, self.marks = samples, self.marks + 1
+    def samples(self, indices: Sequence[int]) -> None:
+        """Start to load or compute these samples, a micro-batch of the current stage."""
+        self.current_samples, self.marks = indices, self.marks + 1
 
     def tick(self) -> None:
-        """Go on with the same."""
+        """Report progress within the current stage."""
         self.marks += 1
 
-    def place(self) -> str:
-        """Say it in words: ``step 12, samples 3, 17``."""
-        samples = [str(int(sample)) for sample in self.samples]
+    def describe(self) -> str:
+        """Return the stage and its samples in words: ``step 12, samples 3, 17``."""
+        samples = [str(int(sample)) for sample in self.current_samples]
         if not samples:
-            return self.doing
-        more = f" and {len(samples) - 16} more" if len(samples) > 16 else ""
-        return f"{self.doing}, {'samples' if len(samples) > 1 else 'sample'} {', '.join(samples[:16])}{more}"
+            return self.current_stage
+        more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
+        return f"{self.current_stage}, {'samples' if len(samples) > 1 else 'sample'} {', '.join(samples[:SHOWN])}{more}"

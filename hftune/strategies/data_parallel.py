@@ -108,7 +108,7 @@ class DataParallel(Strategy):
         loaded = iter(self._loader(dataset, samples, num_workers))
         for batch in dealt:
             for micro_batch in batch.mine:
-                self.progress.on(micro_batch.samples)
+                self.progress.samples(micro_batch.samples)
                 batch.batches.append(next(loaded))
             yield batch
 
@@ -129,7 +129,7 @@ class DataParallel(Strategy):
         loaded = iter(self._loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
         with self._evaluating():
             for micro_batch in takewhile(lambda _: not should_stop(), mine):
-                self.progress.on(micro_batch.samples)
+                self.progress.samples(micro_batch.samples)
                 batch = send_to_device(next(loaded), self.device, non_blocking=True)
                 seed_forward(0, 0, micro_batch.index, self.device)
                 yield micro_batch, batch
@@ -185,7 +185,7 @@ class DataParallel(Strategy):
         scale, losses = self.num_processes / items, []
         self._statistics.begin()
         for place, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
-            self.progress.on(micro_batch.samples)
+            self.progress.samples(micro_batch.samples)
             self._seeds.begin(seed, step, micro_batch.index)
             inputs = send_to_device(loaded, self.device, non_blocking=True)
             is_last = place == len(batch.mine) - 1

@@ -253,7 +253,7 @@ class Pipeline(DataParallel):
     def _backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
         work = []
         for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
-            self.progress.on(micro_batch.samples)
+            self.progress.samples(micro_batch.samples)
             on_device = send_to_device(loaded, self.device, non_blocking=True)
             work.append(self._work(on_device, (seed, step, micro_batch.index), weight / items))
             work[-1].num_samples = weight * len(micro_batch.samples)
@@ -392,7 +392,7 @@ class Pipeline(DataParallel):
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         batches, work = [], []
         for micro_batch in micro_batches:
-            self.progress.on(micro_batch.samples)
+            self.progress.samples(micro_batch.samples)
             batches.append(send_to_device(next(loaded), self.device))
             work.append(self._work(batches[-1], (0, 0, micro_batch.index)))
         self._run(work + work[-1:] * (size - len(work)), backward=False)

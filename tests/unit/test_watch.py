@@ -51,7 +51,7 @@ def watch(monkeypatch, store):
     ) -> _Watch:
         own = Heartbeat(Progress(), dead_after_s, stall_after_s)
         own.here = here or whereabouts(rank, machine=range(rank, rank + 1))
-        own.progress.at(f"step {rank + 3}")
+        own.progress.stage(f"step {rank + 3}")
         shared = dist.PrefixStore("run", store.clone())
         watches.append(_Watch(own, look or (lambda: shared), has_group, secret="word"))
         watches[-1].claim()  # or its thread would end this process
@@ -173,7 +173,7 @@ def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatc
     own = Heartbeat(Progress(), 60, None)
     own.here = whereabouts(0, 3)
     own._watch = watch(0, 60, None, whereabouts(0, 3), has_group=False)
-    own._watch.progress.at("joining the others")
+    own._watch.progress.stage("joining the others")
     watch(2, 60, None, whereabouts(2, 3, range(2, 3)), has_group=False)
     with own.waiting():
         time.sleep(0.35)
@@ -222,7 +222,7 @@ def test_a_process_that_marks_progress_is_not_hung_and_then_is(watch, capfd):
     watches = [watch(0, 60, 0.3), watch(1, 60, 0.3)]
     for _ in range(10):
         time.sleep(0.06)
-        watches[1].progress.on([1, 2])
+        watches[1].progress.samples([1, 2])
     assert watches[0].report is None
     report = watches[1].wait_for_cause()
     assert report.is_stall and report.text.startswith("hftune: No process has moved on for 0 s (train.stall_after_s=0.3).")
@@ -261,8 +261,8 @@ def test_one_process_adds_to_an_error_where_it_happened(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     progress = Progress()
     with pytest.raises(ValueError, match="bad") as caught, Heartbeat(progress, 60, 1800):
-        progress.at("step 3")
-        progress.on([7])
+        progress.stage("step 3")
+        progress.samples([7])
         raise ValueError("bad")
     head, *_, last = caught.value.report.text.splitlines()
     assert (head, last, caught.value.report.code) == ("[step 3, sample 7]", "ValueError: bad", 1)
@@ -300,10 +300,10 @@ def test_an_error_is_second_hand_where_torch_tells_of_a_connection(error, expect
 
 def test_many_samples_are_cut():
     progress = Progress()
-    progress.at("step 1")
-    assert progress.place() == "step 1"
-    progress.on(range(20))
-    assert progress.place() == f"step 1, samples {', '.join(map(str, range(16)))} and 4 more"
+    progress.stage("step 1")
+    assert progress.describe() == "step 1"
+    progress.samples(range(20))
+    assert progress.describe() == f"step 1, samples {', '.join(map(str, range(16)))} and 4 more"
 
 
 @pytest.fixture
