@@ -36,12 +36,12 @@ from contest import take_turns
 from record import parse_options, print_table, save
 from torch import Tensor
 
+from hftune.build import build_model, load_datasets, plan_batches
 from hftune.config import Recipe
 from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import SequenceClassification
-from hftune.training import build_model, load_datasets, plan_batches
 
 PEAK_TFLOPS = {"H200": 989, "H100 80GB HBM3": 989, "A100": 312}
 WORDS = (("no", "bf16"), ("eager", "compiled"), ("stored", "recomputed"), ("padded", "plan"))

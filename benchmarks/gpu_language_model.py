@@ -32,12 +32,12 @@ from gpu import PEAK_TFLOPS, device_name, figure, missing_gpu, peak_bytes, reset
 from record import parse_options, print_table, save
 from torch import nn
 
+from hftune.build import build_model, plan_batches
 from hftune.config import Recipe
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import LanguageModeling
-from hftune.training import build_model, plan_batches
 
 Setting = tuple[str, str, int]  # precision, eager or compiled, blocks of a micro-batch
 

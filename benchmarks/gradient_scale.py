@@ -81,8 +81,8 @@ def measure(options: argparse.Namespace) -> None:
     """Compute both contenders' first step on the processes there are."""
     from bert_on_reviews import bert_config, quiet, recipe_of
 
+    from hftune.build import load_datasets
     from hftune.tasks import SequenceClassification
-    from hftune.training import load_datasets
 
     quiet()
     config = bert_config(2, 64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -103,10 +103,10 @@ def measure(options: argparse.Namespace) -> None:
 
 def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     """Return loss and gradient norm (before clipping) of hftune's first step. Collective."""
+    from hftune.build import build_model, plan_batches
     from hftune.distributed.accelerator import start_accelerator
     from hftune.optim import build_optimizer
     from hftune.strategies.data_parallel import DataParallel
-    from hftune.training import build_model, plan_batches
 
     model = build_model(recipe)
     strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
@@ -120,7 +120,7 @@ def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, f
     """Return loss and gradient norm that Trainer logs for its first step. Collective."""
     from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
-    from hftune.training import build_model
+    from hftune.build import build_model
 
     arguments = TrainingArguments(
         recipe.output_dir,

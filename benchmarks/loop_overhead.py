@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader
 
 from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan
+from hftune.build import build_model, load_datasets, plan_batches
 from hftune.optim import build_optimizer
 from hftune.tracking.console import Console
-from hftune.training import build_model, load_datasets, plan_batches
 
 WARMUP_STEPS = 5
 GOAL_MS = 2.0

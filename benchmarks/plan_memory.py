@@ -31,6 +31,7 @@ import torch
 from record import parse_options, print_table, save
 
 from hftune.batch_plan import BatchPlan, MicroBatch
+from hftune.build import build_model, choose_strategy, load_datasets, plan_batches
 from hftune.config import Recipe
 from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.distributed.progress import Progress
@@ -38,7 +39,6 @@ from hftune.optim import build_optimizer
 from hftune.planning.pipeline import survey_pipelines
 from hftune.planning.plan import make_plan, survey
 from hftune.tracking.console import hide_progress_bars
-from hftune.training import build_model, choose_strategy, load_datasets, plan_batches
 
 CONFIG = (
     "hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads}, intermediate_size: {inner}, "

@@ -44,11 +44,11 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from hftune.build import build_model, load_datasets, plan_batches
 from hftune.config import Recipe
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
-from hftune.training import build_model, load_datasets, plan_batches
 
 
 def main() -> None:

@@ -20,12 +20,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from hftune.checkpoints.output_dir import TrainResult
     from hftune.config import Recipe
     from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
     from hftune.inference import TrainedModel, load_model
     from hftune.launchers.local import launch
     from hftune.task import Task
-    from hftune.training import TrainResult, train
+    from hftune.training import train
 
 _HOME = {
     "ConfigError": "hftune.errors",
@@ -33,7 +34,7 @@ _HOME = {
     "Interrupted": "hftune.errors",
     "Recipe": "hftune.config.recipe",
     "Task": "hftune.task",
-    "TrainResult": "hftune.training",
+    "TrainResult": "hftune.checkpoints.output_dir",
     "TrainedModel": "hftune.inference",
     "TrainingError": "hftune.errors",
     "launch": "hftune.launchers.local",

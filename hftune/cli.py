@@ -339,11 +339,11 @@ def evaluate(options: argparse.Namespace) -> int:
             check_checkpoint(options.checkpoint)
         if options.output is not None and os.environ.get("RANK", "0") == "0":
             check_output(options.output)
-        from hftune.commands.evaluate import score
+        from hftune.commands.evaluate import evaluate
         from hftune.tracking.console import hide_progress_bars, is_number, short, table
 
         hide_progress_bars()
-        found = score(recipe, model, options.checkpoint, options.split)
+        found = evaluate(recipe, model, options.checkpoint, options.split)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     if found.is_main:

@@ -7,7 +7,6 @@ Exit codes: 0 fit (there may be notices); 1 something would fail; 2 the recipe c
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import platform
@@ -29,21 +28,20 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from hftune import __version__
+from hftune.build import load_datasets
 from hftune.config import Recipe
-from hftune.config.sections import TrainConfig
-from hftune.distributed.accelerator import check_launch, check_launcher, check_machine, leave_group, start_accelerator
-from hftune.distributed.consistency import facts
-from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.accelerator import check_writable
+from hftune.distributed.consistency import check_same, data_digests, fingerprint
 from hftune.distributed.network import outward_interfaces, own_addresses, resolve
 from hftune.distributed.preflight import check_environment, number
-from hftune.distributed.progress import Progress
+from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.rendezvous_backend import PORT, owner_of
+from hftune.distributed.session import Session
 from hftune.errors import ConfigError
 from hftune.run import fail, leave
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tracking.console import hide_progress_bars, print_any_character
 from hftune.tracking.tracker import check_trackers
-from hftune.training import check_facts, data_digest, load_datasets
 
 GIB = 2**30
 OK, NOTICE, FAULT = "ok", "note", "FAULT"
@@ -269,13 +267,13 @@ def examine_group(strategy: DataParallel, recipe: Recipe | None, datasets: Any, 
     """Compare the processes and measure the network between them (collective); findings on the main process.
 
     Raises:
-        ConfigError: on all processes, where one has other code, versions, recipe or data than the main one.
+        ConfigError: on all processes, if one has different code, versions, recipe or data than the main process.
     """
     began = time.monotonic()
-    own = facts(recipe)
+    own = fingerprint(recipe)
     if datasets is not None:
-        own["data"] = {f"{part} data": data_digest(recipe.task, datasets[part]) for part in ("train", "eval")}
-    check_facts(strategy, own)
+        own["data"] = data_digests(recipe.task, datasets)
+    check_same(strategy, own)
     compared_s = time.monotonic() - began
     name = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type
     me = {
@@ -296,7 +294,7 @@ def examine_group(strategy: DataParallel, recipe: Recipe | None, datasets: Any, 
         for row in rows
     ]
     what = "code, versions" + (", recipe and data" if recipe is not None else "")
-    found.append(Finding("agreement", f"the same {what} on all {len(rows)} processes, compared in {compared_s:.2f} s"))
+    found.append(Finding("consistency", f"the same {what} on all {len(rows)} processes, compared in {compared_s:.2f} s"))
     size = f"all-reduce: {1e6 * latency_s:,.0f} us for 4 bytes, {bandwidth / 1e9:.2f} GB/s for {BYTES // 2**20} MiB"
     found.append(Finding("network", f"{size} over {'NCCL' if name != 'cpu' else 'Gloo'}"))
     worst = max(rows, key=lambda row: abs(row["skew_s"]))
@@ -381,38 +379,31 @@ def main(argv: list[str] | None = None) -> int:
         if number("WORLD_SIZE") > 1:
             return _join(recipe, found)
         if recipe is not None:
-            _check(recipe)
-            load_datasets(recipe)
+            with Session(recipe) as session:
+                _check_output(recipe, session.info)
+                load_datasets(recipe)
         return _report(found, "This machine")
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
 
 
-def _check(recipe: Recipe) -> None:
-    """Refuse what training would refuse here, or raise ConfigError."""
-    check_launcher(recipe)
-    check_machine(recipe)
-    if number("RANK") == 0:  # the main process alone talks to dashboards
-        check_trackers(recipe)
-
-
-def _join(recipe: Recipe | None, found: list[Finding]) -> int:
-    progress = Progress()
-    with Heartbeat(progress, dead_after_s=20.0, stall_after_s=60.0) as heartbeat:
-        progress.stage("the examination of this machine")
-        check_launch() if recipe is None else _check(recipe)
+def _join(recipe: Recipe | None, findings: list[Finding]) -> int:
+    with Session(recipe, dead_after_s=20.0, stall_after_s=60.0, compares_early=False) as session:
+        _check_output(recipe, session.info)
         datasets = None if recipe is None else load_datasets(recipe)
-        progress.stage("joining the others")
-        with heartbeat.waiting():
-            accelerator = start_accelerator(TrainConfig()) if recipe is None else start_accelerator(recipe.train)
-        strategy = DataParallel(accelerator, recipe and recipe.task, progress)
-        heartbeat.join()
-        atexit.register(leave_group)
-        progress.stage("comparing with the others")
-        faults = [finding for finding in found if finding.level == FAULT]
+        strategy = DataParallel(session.join(), recipe and recipe.task, session.progress)
+        session.progress.stage("comparing with the other processes")
+        faults = [finding for finding in findings if finding.level == FAULT]
         group = examine_group(strategy, recipe, datasets, faults)
         code = _report(group, "This group") if strategy.is_main else 0
         return strategy.broadcast(code)
+
+
+def _check_output(recipe: Recipe | None, info: ProcessInfo) -> None:
+    """On the main process: refuse an output folder that cannot be written, and trackers that cannot be reached."""
+    if recipe is not None and info.is_main:
+        check_writable(Path(recipe.output_dir))
+        check_trackers(recipe)
 
 
 def _report(found: Sequence[Finding], who: str) -> int:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from hftune.batch_plan import BatchPlan, MicroBatch
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_lines
+from hftune.batch_plan import BatchPlan
 from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
+from hftune.checkpoints.output_dir import SAMPLE_IMAGES
+from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
-from hftune.config.sections import TrainConfig
 from hftune.data.augmentation import augmented
-from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import evaluate
@@ -27,51 +25,10 @@ from hftune.optim import lr_at
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking.console import Console, is_number
 from hftune.tracking.image_grid import grid, write_picture
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
+from hftune.tracking.throughput import Throughput
 from hftune.tracking.tracker import Tracker
-
-SAMPLES = "samples"
-"""Folder in the output folder: pictures of some samples, after each evaluation."""
-
-
-@dataclass
-class TrainState:
-    """All that changes in training beside model and optimizer. ``(epoch, step_in_epoch)`` is the whole data order."""
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    evaluated_step: int = 0
-    """Of the last evaluation; 0 before the first."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """Of the last evaluation."""
-    seconds: float = 0.0
-    """Spent so far, interruptions not counted."""
-    mean_loss: float = 0.0
-    """Mean over the items of the steps since the last line of metrics.jsonl."""
-    mean_items: float = 0.0
-    """How many items these are."""
-
-    def add_loss(self, loss: float, num_items: float) -> None:
-        """Take a step's loss into the mean. The mean of a single step is its loss to the last bit."""
-        self.mean_items += num_items
-        self.mean_loss += (loss - self.mean_loss) * (num_items / self.mean_items)
-
-    def take_mean_loss(self) -> float:
-        """Return the mean, and begin anew."""
-        mean, self.mean_loss, self.mean_items = self.mean_loss, 0.0, 0.0
-        return mean
-
-    def forget_best(self) -> None:
-        """Begin anew to look for the best model, with an evaluation of this step, where one is due."""
-        self.best, self.best_step, self.evaluated_step = None, None, 0
-
-    def progress(self, steps_per_epoch: int) -> float:
-        """Epochs done, with a fraction."""
-        return self.epoch + self.step_in_epoch / steps_per_epoch
 
 
 @dataclass
@@ -83,26 +40,20 @@ class Run:
     plan: BatchPlan
     datasets: Mapping[str, Any]
     num_steps: int
+    """Optimizer steps from the first to the last, those before an interruption included."""
+    state: TrainState
+    provenance: Provenance
     tracker: Tracker
     console: Console
     ledger: Ledger
     checkpointer: Checkpointer
     stop: StopRequest
-    state: TrainState = field(default_factory=TrainState)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What checkpoints hold beside the state: the data's digest, the dashboards' run ids."""
-    speed: Speed = field(default_factory=lambda: Speed())
+    throughput: Throughput = field(default_factory=Throughput)
     began: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
         """Seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
-
-
-def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
-    """Optimizer steps of the whole run."""
-    steps = config.epochs * plan.num_steps
-    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def fit(run: Run) -> None:
@@ -130,12 +81,12 @@ def fit(run: Run) -> None:
             state.add_loss(report.loss, report.num_items)
             if strategy.is_main:
                 run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report)
-            run.speed.count(batch.plan, run.plan.lengths)
+            run.throughput.count(batch.plan, run.plan.lengths)
             run.console.advance(state.step, report.loss)
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.speed.rates()})
+                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.throughput.rates()})
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -177,17 +128,17 @@ def save_checkpoint(run: Run) -> None:
     A checkpoint that could not be written ends nothing: the earlier ones are whole, and the next one is tried in its time.
     """
     state, began = run.state, time.monotonic()
-    with run.speed.paused():
+    with run.throughput.paused():
         run.strategy.on_main(run.checkpointer.wait)  # the copies may be taken again
         say_failed_checkpoint(run)
         saved = run.strategy.state()
         if saved is not None:
             tensors, values = saved
-            progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **run.facts}
+            progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **asdict(run.provenance)}
             logs = [run.tracker.path, run.ledger.path]
             recipe = run.recipe.to_yaml()
             run.checkpointer.write(state.step, tensors, progress, recipe, state.best_step, logs)
-    run.speed.checkpoint_seconds += time.monotonic() - began
+    run.throughput.checkpoint_seconds += time.monotonic() - began
 
 
 def say_failed_checkpoint(run: Run) -> None:
@@ -207,7 +158,7 @@ def evaluate_and_keep(run: Run) -> None:
         TrainingError: the task did not compute ``eval.metric``, or it is no number, or not finite.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
-    with run.speed.paused():
+    with run.throughput.paused():
         run.strategy.progress.stage(f"the evaluation after step {state.step}")
         workers = run.recipe.train.num_workers
         evaluation = evaluate(
@@ -237,7 +188,7 @@ def evaluate_and_keep(run: Run) -> None:
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
-            write_predictions(output_dir / "predictions.jsonl", evaluation.rows, run.strategy.progress)
+            write_rows(output_dir / "predictions.jsonl", evaluation.rows, run.strategy.progress.tick)
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
@@ -250,21 +201,6 @@ def evaluate_and_keep(run: Run) -> None:
 def numbers_of(metrics: Mapping[str, Any]) -> list[str]:
     """Return the names of the metrics that are numbers."""
     return [name for name, value in metrics.items() if is_number(value)]
-
-
-def write_predictions(path: Path, rows: list[dict[str, Any]], progress: Progress) -> None:
-    """Write one JSON object a sample, in dataset order; nothing where the task predicts no rows."""
-    if not any(rows):
-        return
-
-    def lines() -> Iterator[str]:
-        for index, row in enumerate(rows):
-            if index % 1000 == 0:
-                progress.tick()
-            yield strict_json({"index": index, **row}, ensure_ascii=False) + "\n"
-
-    with named_where_it_fails(path):
-        write_lines(path, lines())
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
@@ -282,7 +218,7 @@ def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray
         run.tracker.log_samples(step, samples)
         if pictures:
             pixels_HWC = grid(pictures)
-            write_picture(Path(run.recipe.output_dir) / SAMPLES / f"step_{step:08d}.png", pixels_HWC)
+            write_picture(Path(run.recipe.output_dir) / SAMPLE_IMAGES / f"step_{step:08d}.png", pixels_HWC)
             run.tracker.log_picture(step, pixels_HWC)
 
     run.strategy.on_main(show)
@@ -304,42 +240,3 @@ def stop_unless_finite(run: Run, batch: StepBatch, loss: float, grad_norm: float
     if not math.isfinite(grad_norm) and run.recipe.train.mixed_precision != "fp16":
         samples = sorted(int(sample) for micro_batch in batch.plan for sample in micro_batch.samples)
         raise TrainingError(f"The gradient norm of step {step} is {grad_norm} (samples {samples}). {way_out}")
-
-
-class Speed:
-    """Counts samples and tokens against the time spent in training; evaluations do not count."""
-
-    def __init__(self):
-        self.total_samples, self.total_seconds = 0, 0.0
-        self.checkpoint_seconds = 0.0
-        """That checkpoints kept the training thread since the last call of ``rates``."""
-        self._restart()
-
-    def _restart(self) -> None:
-        self.samples, self.tokens, self.padded, self.since = 0, 0, 0, time.monotonic()
-
-    def count(self, plan: list[MicroBatch], lengths: Any) -> None:
-        """Add one global batch."""
-        self.samples += sum(len(micro_batch.samples) for micro_batch in plan)
-        if lengths is not None:
-            self.tokens += sum(int(lengths[micro_batch.samples].sum()) for micro_batch in plan)
-            self.padded += sum(micro_batch.cost for micro_batch in plan)
-
-    def rates(self) -> dict[str, float]:
-        """Return samples (and tokens, padding not counted) a second and the share of padding since the last call."""
-        seconds = max(time.monotonic() - self.since, 1e-9)
-        rates = {"perf/samples_per_s": self.samples / seconds}
-        if self.tokens:
-            rates |= {"perf/tokens_per_s": self.tokens / seconds, "perf/padding_share": 1 - self.tokens / self.padded}
-        if self.checkpoint_seconds:
-            rates["perf/checkpoint_s"], self.checkpoint_seconds = self.checkpoint_seconds, 0.0
-        self.total_samples, self.total_seconds = self.total_samples + self.samples, self.total_seconds + seconds
-        self._restart()
-        return rates
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time spent inside."""
-        began = time.monotonic()
-        yield
-        self.since += time.monotonic() - began

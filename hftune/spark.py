@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
 
-    from hftune.training import TrainResult
+    from hftune.checkpoints.output_dir import TrainResult
 
 SLOTS_S = 30.0
 """For executors to start, before a cluster counts as too small."""
@@ -234,8 +234,8 @@ def read_result(folder: Path, distributor: TorchDistributor, problem: Exception 
         ConfigError, DataError, TrainingError, Interrupted: what the first process to fail said; or, where none said a word,
             which ones are missing.
     """
+    from hftune.checkpoints.output_dir import TrainResult
     from hftune.launchers.local import read_failure
-    from hftune.training import TrainResult
 
     num_processes = distributor.num_processes
     own = [folder / str(rank) for rank in range(num_processes)]

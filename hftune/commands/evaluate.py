@@ -1,35 +1,30 @@
-"""Evaluates a finished model, or a checkpoint, on the processes there are, as its own run did. Trains and writes nothing.
+"""Evaluates a finished model, or a checkpoint, on the processes of this job, as its own run did. Trains and writes nothing.
 
-What counts and adds up is evaluation.py, which the loop calls, too: the numbers are the run's own.
+The scoring is evaluation.py, which the loop calls, too: the numbers are the run's own.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hftune.build import build_model, choose_strategy, load_datasets
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
-from hftune.config import Recipe
-from hftune.config.sections import TrackConfig
-from hftune.distributed.accelerator import check_hardware, check_launcher, leave_group, start_accelerator
-from hftune.distributed.consistency import EARLY_S, check_early, facts
-from hftune.distributed.heartbeat import Heartbeat
-from hftune.distributed.progress import Progress
+from hftune.config import Recipe, TrackConfig
+from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.session import Session
 from hftune.errors import ConfigError
-from hftune.evaluation import evaluate
+from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
-from hftune.training import build_model, check_agreement, choose_strategy, load_datasets
 
 
 @dataclass
 class Score:
-    """What an evaluation came to; the same on every process."""
+    """The outcome of an evaluation; the same on every process."""
 
     metrics: dict[str, Any]
     model: str
@@ -37,29 +32,25 @@ class Score:
     num_samples: int
     world_size: int
     is_main: bool
-    """Whether this process is the one that prints and writes."""
+    """Whether this is the main process, which prints and writes."""
 
 
-def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: str = "eval") -> Score:
-    """Evaluate on the recipe's evaluation data, or on its test data. Every process of the job calls it with the same arguments.
+def evaluate(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: str = "eval") -> Score:
+    """Evaluate on one of the recipe's splits. Every process of the job calls it with the same arguments.
 
     Args:
-        model: folder of the finished model, on every machine. Not looked at where there is a checkpoint.
-        checkpoint: folder of a checkpoint, on the main machine. It is loaded as resuming would: data, model, then its weights.
+        model: folder of the finished model, on every node. Ignored if there is a checkpoint.
+        checkpoint: folder of a checkpoint, on the main node. It is loaded as resuming would: data, model, then its weights.
         split: "eval" or "test".
 
     Raises:
-        ConfigError: the recipe cannot be run here, there is no such model, checkpoint or split, or it does not fit.
+        ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
         DataError: the data cannot be evaluated on.
     """
-    recipe = replace(recipe, track=TrackConfig())  # dashboards are for training
+    recipe = replace(recipe, track=TrackConfig())  # trackers are for training
     recipe.validate()
-    progress = Progress()
-    with Heartbeat(progress, recipe.train.dead_after_s, recipe.train.stall_after_s) as heartbeat:
-        check_early(heartbeat.early_store(EARLY_S), heartbeat.here.rank, facts(recipe))
-        check_launcher(recipe)
-        check_hardware(recipe)
-        progress.stage("loading data and model")
+    with Session(recipe) as session:
+        session.progress.stage("loading data and model")
         if checkpoint is None:
             check_model(model)
         saved = None if checkpoint is None else read_checkpoint(checkpoint)
@@ -72,43 +63,38 @@ def score(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: st
             built = build_model(recipe)
         elif recipe.train.compile:
             built.compile(dynamic=True)
-        progress.stage("joining the others")
-        with heartbeat.waiting():
-            accelerator = start_accelerator(recipe.train)
-        heartbeat.join()
-        atexit.register(leave_group)
-        strategy = choose_strategy(accelerator, recipe, progress)
-        digests = check_agreement(strategy, recipe, datasets)
+        strategy = choose_strategy(session.join(), recipe, session.progress)
+        digests = session.compare(strategy, datasets, {})
         strategy.prepare(built, build_optimizer(built, recipe.train))
         if checkpoint is not None:
-            take_over(strategy, checkpoint, saved, digests)
-        progress.stage("the evaluation")
-        found = evaluate(strategy, datasets[split], recipe.eval.batch_size, recipe.train.num_workers)
-    where = str(model if checkpoint is None else checkpoint)
-    return Score(found.metrics, where, len(datasets[split]), strategy.num_processes, strategy.is_main)
+            load_weights(strategy, checkpoint, saved, digests)
+        session.progress.stage("the evaluation")
+        evaluation = score(strategy, datasets[split], recipe.eval.batch_size, recipe.train.num_workers)
+    folder = str(model if checkpoint is None else checkpoint)
+    return Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """On the main process: verify and read a checkpoint, or raise ConfigError."""
-    if int(os.environ.get("RANK", 0)) != 0:
+    if not ProcessInfo.from_environment().is_main:
         return None
     check_checkpoint(path)
     try:
         return open_checkpoint(path)
     except BrokenCheckpoint as error:
-        raise ConfigError(f"--checkpoint {path} is no checkpoint that can be read: {error}.") from error
+        raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
 
 
-def take_over(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str]) -> None:
+def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str]) -> None:
     """Give the model the weights of a checkpoint, which the main process has read. Collective.
 
     Raises:
-        ConfigError: it is of another model, or of other training data, which the model may have been built from.
+        ConfigError: it belongs to a different model, or to different training data, which the model may have been built from.
     """
     trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
     if trained_on != digests["train data"]:
-        raise ConfigError(f"--checkpoint {path} was trained on another train data. Give the recipe of its run.")
+        raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
     try:
         strategy.load_state(saved and ({"model": saved.tensors["model"], "optimizer": {}}, {}))
     except ValueError as error:
-        raise ConfigError(f"--checkpoint {path} is of another model: {error}.") from error
+        raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error

@@ -141,17 +141,6 @@ def asks_for_fsdp() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
-def check_machine(recipe: Recipe) -> None:
-    """Refuse what this machine cannot do, before anything is loaded.
-
-    Raises:
-        ConfigError: as ``check_hardware``; and an output folder that cannot be written.
-    """
-    check_hardware(recipe)
-    if int(os.environ.get("RANK", 0)) == 0:  # the main process alone writes
-        check_writable(Path(recipe.output_dir))
-
-
 def check_hardware(recipe: Recipe) -> None:
     """Refuse what cannot be computed here.
 

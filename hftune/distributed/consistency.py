@@ -1,7 +1,7 @@
-"""What all processes of a job must have in common, and how two of them are told apart. Knows no training.
+"""Compares what all processes of a job must have in common: code, packages, recipe, data. Knows no training.
 
-Facts are plain values by name, some of them by name again (``code`` by file, ``packages`` by name, ``recipe`` by key), so
-that a message can say what exactly differs.
+A fingerprint is plain values by name, most of them mappings (``code`` by file, ``packages`` by name, ``recipe`` by key), so
+that a message can say exactly what differs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
 import platform
 import socket
 import time
@@ -23,23 +24,27 @@ from omegaconf import OmegaConf
 
 from hftune.config.recipe import Recipe, flat
 from hftune.config.shipped_files import PACKAGE
+from hftune.data.digest import content_digest
 from hftune.errors import ConfigError, format_value
 from hftune.task import Task
 
 PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers")
 SHOWN = 3
-"""Differences to spell out; the rest are counted."""
+"""Differences to list; the rest are counted."""
 EARLY_S = 20.0
-"""For the main process to come as far as this one."""
+"""How long to wait for the main process in the early comparison."""
+SPLITS = ("train", "eval", "test")
+DIGEST = "all:"
+"""Prefix of the digests of data; those of hftune 0.2, which covered little of them, have none."""
 
 
-def facts(recipe: Recipe | None) -> dict[str, Any]:
-    """Return what this process brings along: who it is, and all that could make it train something else."""
-    own = {"host": socket.gethostname(), "pid": os.getpid(), "code": dict(code()), "packages": dict(packages())}
+def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
+    """Return who this process is, and everything that could make it train something different."""
+    result = {"host": socket.gethostname(), "pid": os.getpid(), "code": dict(code()), "packages": dict(packages())}
     if recipe is not None:
-        own["code"] = own["code"] | code_of(recipe.task)
-        own["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()
-    return own
+        result["code"] |= code_of(recipe.task)
+        result["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()
+    return result
 
 
 @cache
@@ -60,72 +65,112 @@ def code_of(task: Task) -> dict[str, str]:
 @cache
 def packages() -> Mapping[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            versions[name] = "missing"
+    return versions
 
 
 def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, str]:
-    """Say in which facts a process differs from the main one: by kind, what it has instead."""
-    said = {}
+    """Say in what a process differs from the main process: by kind, what it has instead."""
+    result = {}
     for kind in _NAMES:
         mine, theirs = own.get(kind, {}), main.get(kind, {})
         names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         if names:
             shown = [_describe(kind, name, mine, theirs) for name in names[:SHOWN]]
             rest = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-            said[kind] = f"another {_NAMES[kind]}: {', '.join([*shown, *rest])}"
-    return said
+            result[kind] = f"{_NAMES[kind]}: {', '.join([*shown, *rest])}"
+    return result
 
 
-_NAMES = {"code": "code", "packages": "version", "recipe": "recipe", "data": "data set", "commits": "commit"}
-_WAYS_OUT = {
+_NAMES = {
+    "code": "different code",
+    "packages": "different versions",
+    "recipe": "a different recipe",
+    "data": "different data",
+    "commits": "different commits",
+}
+_REMEDIES = {
     "code": "Install the same hftune, and put the same task file, on all machines.",
     "packages": "Install the same versions on all machines.",
-    "recipe": "Start all with the same recipe and the same key=value words.",
+    "recipe": "Start all processes with the same recipe and the same overrides.",
     "data": "Give all machines the same files, or the same data set of the Hub at the same revision.",
-    "commits": "A repository changed on the Hub meanwhile: pin it, with task.model_revision or task.dataset_revision.",
+    "commits": "The repository changed on the Hub meanwhile: pin it with task.model_revision or task.dataset_revision.",
 }
 
 
 def _describe(kind: str, name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     if kind in ("code", "data"):
-        return name if name in mine and name in theirs else f"{name} ({'too many' if name in mine else 'missing'})"
-    return f"{name} {_spell(mine, name)} instead of {_spell(theirs, name)}"
+        return name if name in mine and name in theirs else f"{name} ({'extra' if name in mine else 'missing'})"
+    return f"{name} {_format(mine, name)} instead of {_format(theirs, name)}"
 
 
-def _spell(values: Mapping[str, Any], name: str) -> str:
+def _format(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name, "nothing")
     return value if isinstance(value, str) else format_value(value)
 
 
 def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str, Any]) -> str | None:
-    """Say how these processes, which have the same facts, differ from the main one, and what to do; None where they do not."""
-    found = differences(own, main)
-    if not found:
+    """Say how these processes, all with one fingerprint, differ from the main process, and what to do; None if they do not."""
+    different = differences(own, main)
+    if not different:
         return None
     who = f"Process {ranks[0]}" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))}"
     return (
-        f"{who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} {'; '.join(found.values())}. "
-        f"Compared with process 0 on {main['host']}. {' '.join(_WAYS_OUT[kind] for kind in found)}"
+        f"{who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} {'; '.join(different.values())}. "
+        f"Compared with process 0 on {main['host']}. {' '.join(_REMEDIES[kind] for kind in different)}"
     )
+
+
+def check_same(collectives: Any, own: Mapping[str, Any]) -> None:
+    """Compare each process's fingerprint with the main process's. Collective.
+
+    Args:
+        collectives: a strategy, or anything else with ``broadcast`` and ``gather_to_main``.
+        own: this process's fingerprint.
+
+    Raises:
+        ConfigError: on all processes, naming those that differ, their host, and in what.
+    """
+    main = collectives.broadcast(own)
+    different = [(own, collectives.process_index)] if differences(own, main) else []
+    others = collectives.broadcast(collectives.gather_to_main(different))
+    if others:
+        first = {name: value for name, value in others[0][0].items() if name != "pid"}
+        ranks = [rank for other, rank in others if first.items() <= other.items()]
+        raise ConfigError(disagreement(ranks, first, main))
+
+
+def data_digests(task: Task, datasets: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each split, such as ``{"train data": "all:..."}``."""
+    return {f"{split} data": data_digest(task, datasets[split]) for split in SPLITS if split in datasets}
+
+
+def data_digest(task: Task, dataset: Any) -> str:
+    """Hash all that the data set holds, the samples' lengths, and eight samples spread over it as the model would see them."""
+    digest, count = sha256(content_digest(dataset).encode()), len(dataset)
+    if (lengths := task.lengths(dataset)) is not None:
+        digest.update(lengths.tobytes())
+    batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
+    digest.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
+    return f"{DIGEST}{digest.hexdigest()}"
 
 
 def check_early(store: Any | None, rank: int, own: Mapping[str, Any]) -> None:
     """Compare with the main process over the launcher's store, before anything is loaded. All processes call it.
 
-    It waits for a moment only: the same is compared, with the data, once all have joined. It asks again and again, as a wait
-    would block the connection for the signs of life, too.
+    It waits EARLY_S at most: the same is compared again, with the data, once all processes have joined. It polls, because a
+    blocking wait would also block the heartbeat, which shares the connection.
 
     Args:
         store: None if there is none.
 
     Raises:
-        ConfigError: this process differs from the main one.
+        ConfigError: this process differs from the main process.
     """
     until = time.monotonic() + EARLY_S
     if store is None:
@@ -137,8 +182,8 @@ def check_early(store: Any | None, rank: int, own: Mapping[str, Any]) -> None:
         if time.monotonic() > until:
             return
         time.sleep(EARLY_S / 100)
-    if found := disagreement([rank], own, json.loads(store.get("facts"))):
-        raise ConfigError(found)
+    if message := disagreement([rank], own, json.loads(store.get("facts"))):
+        raise ConfigError(message)
 
 
 def _hash(path: Path) -> str:

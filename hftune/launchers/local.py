@@ -19,10 +19,10 @@ from types import FrameType
 import psutil
 import torch
 
+from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.accelerator import on_cpu
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
-from hftune.training import TrainResult
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 

@@ -17,18 +17,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
+from hftune.build import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches, total_steps
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import check_parallel, on_cpu
 from hftune.errors import ConfigError
-from hftune.loop import total_steps
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
 from hftune.strategies.statistics import buffer_versions, kinds_of, notice, written_buffers
-from hftune.training import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
+from hftune.checkpoints.atomic_files import named_where_it_fails, write_lines, write_text
 
 
 def strict_json(value: Any, **settings: Any) -> str:
@@ -41,6 +41,25 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[], None]) -> None:
+    """Write one JSON object a sample, in dataset order; nothing if all rows are empty.
+
+    Args:
+        tick: called now and then, as a sign that the process is making progress.
+    """
+    if not any(rows):
+        return
+
+    def lines() -> Iterator[str]:
+        for index, row in enumerate(rows):
+            if index % 1000 == 0:
+                tick()
+            yield strict_json({"index": index, **row}, ensure_ascii=False) + "\n"
+
+    with named_where_it_fails(path):
+        write_lines(path, lines())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

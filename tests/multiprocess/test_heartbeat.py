@@ -89,7 +89,7 @@ def test_a_restarted_group_trains_and_the_failed_one_has_said_why(launch, tmp_pa
     assert heads == [f"[process 1 of 2 on host {host}, step 15, samples 35, 17]"]
     assert job.said[-1] == "ValueError: bad sample 17"
     assert job.code == 0, job.err
-    assert re.search(r"Going on after step \d+ of 16", job.out) and "step 16/16" in job.out
+    assert re.search(r"Resuming from step \d+ of 16", job.out) and "step 16/16" in job.out
     assert audit(tmp_path / "out").problems == [] and len(audit(tmp_path / "out").starts) == 2
     assert (tmp_path / "out" / "result.json").exists()
 

@@ -47,10 +47,10 @@ def test_interrupted_launch_saves_and_the_same_call_goes_on(monkeypatch, tmp_pat
     (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step_"))
     assert str(caught.value) == (
-        f"SIGINT: stopped after step {step}. The same command goes on from out/checkpoints/{checkpoint.name}."
+        f"SIGINT: stopped after step {step}. The same command resumes from out/checkpoints/{checkpoint.name}."
     )
     result = launch(recipe, num_processes=2)
-    assert f"Going on after step {step} of 16" in terminal.shown
+    assert f"Resuming from step {step} of 16" in terminal.shown
     assert (result.steps, result.world_size, result.model_dir) == (16, 2, Path("out/model"))
     assert (audit("out").problems, audit("out").whole_epochs) == ([], 1)
 

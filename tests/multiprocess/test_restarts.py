@@ -56,7 +56,7 @@ def test_a_restarted_run_resumes_although_resume_never_started_it(tmp_path):
     )
     said = "\n".join(text for _, text in ended)
     assert [code for code, _ in ended] == [0, 0], said
-    assert re.search(r"Going on after step 1\d of 16", said), said
+    assert re.search(r"Resuming from step 1\d of 16", said), said
     found = audit(out)
     assert (found.problems, found.steps) == ([], 16)
     assert found.starts[0]["after_step"] == 0 and found.starts[1]["after_step"] >= 10

@@ -154,7 +154,7 @@ def test_any_file_cut_or_flipped_makes_resume_fall_back_to_the_checkpoint_before
     (newest_one / "optimizer.safetensors").write_bytes(b"")
     run = Run(train(recipe(copy)).output_dir)
     said = capsys.readouterr().out
-    assert f"Skipped {newest_one}: optimizer.safetensors has 0 bytes where " in said and "Going on after step 9 of 14" in said
+    assert f"Skipped {newest_one}: optimizer.safetensors has 0 bytes where " in said and "Resuming from step 9 of 14" in said
     assert_bit_equal(run, unbroken[1]["dropout"])
     assert without_speed(run) == without_speed(unbroken[1]["dropout"])
 
@@ -250,7 +250,7 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
     assert again == first and (copy / "metrics.jsonl").read_bytes() == before
     accuracy = f"{first.best['value']:.4g}"
     assert capsys.readouterr().out == (
-        f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To train on, raise train.epochs; to train anew, "
+        f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To train longer, raise train.epochs; to start over, "
         "set resume=never or another output_dir.\n"
     )
 
@@ -366,7 +366,7 @@ def test_checkpoint_of_another_model_is_refused(copy, tmp_path):
         writer.write(step, {**source.tensors, "model": model}, source.progress, text, None, [])
         writer.wait()
         path = tmp_path / f"step_0000000{step}"
-        assert refused(tmp_path / "new", f"resume={path}") == f"{path} is of another model: {problem}."
+        assert refused(tmp_path / "new", f"resume={path}") == f"{path} belongs to a different model: {problem}."
 
 
 def test_other_data_is_refused(copy, tmp_path):
@@ -376,7 +376,7 @@ def test_other_data_is_refused(copy, tmp_path):
     train(recipe(tmp_path / "run", *files))
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows[1:])))
     assert refused(tmp_path / "run", *files, "train.epochs=3") == (
-        f"{tmp_path}/run/checkpoints/step_00000006 was trained on another train data and another eval data. resume=never starts anew."
+        f"{tmp_path}/run/checkpoints/step_00000006 was trained on different train data and different eval data. resume=never starts over."
     )
 
 
@@ -394,7 +394,7 @@ def test_one_flipped_label_of_a_thousand_is_refused(tmp_path):
     rows[321]["label"] = 1 - rows[321]["label"]
     file.write_text("\n".join(map(json.dumps, rows)))
     said = refused(tmp_path / "run", *files, "train.max_steps=2")
-    assert "was trained on another train data" in said
+    assert "was trained on different train data" in said
 
 
 def test_named_checkpoint_goes_on_in_another_folder(stopped, tmp_path, unbroken):
@@ -409,7 +409,7 @@ def test_named_checkpoint_goes_on_in_another_folder(stopped, tmp_path, unbroken)
 
 def test_never_starts_anew_and_removes_what_was_there(copy, capsys):
     run = Run(train(recipe(copy, "resume=never", "train.max_steps=2")).output_dir)
-    assert f"{copy} holds an earlier run; this one replaces it." in capsys.readouterr().out
+    assert f"{copy} holds an earlier run; this run replaces it." in capsys.readouterr().out
     assert [line["step"] for line in lines(run)] == [1, 2, 2]
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step_00000002"]
 
@@ -418,7 +418,7 @@ def test_group_that_a_launcher_restarts_goes_on_whatever_resume_said(copy, monke
     note_begun(copy, [("launcher", 1)])
     monkeypatch.setattr("hftune.checkpoints.resume.member", lambda: [("launcher", 2)])
     train(recipe(copy, "resume=never"))
-    assert "Going on after step 10 of 14" in capsys.readouterr().out
+    assert "Resuming from step 10 of 14" in capsys.readouterr().out
 
 
 def test_restart_is_noticed_by_a_process_whose_launcher_knows_the_run_although_the_main_ones_does_not(
@@ -426,9 +426,9 @@ def test_restart_is_noticed_by_a_process_whose_launcher_knows_the_run_although_t
 ):
     """As where a machine has joined that the main process is now on."""
     note_begun(copy, [("launcher", 1)])
-    monkeypatch.setattr("hftune.training.member", lambda: [("newcomer", 2), ("launcher", 3)])
+    monkeypatch.setattr("hftune.checkpoints.output_dir.member", lambda: [("newcomer", 2), ("launcher", 3)])
     train(recipe(copy, "resume=never"))
-    assert "Going on after step 10 of 14" in capsys.readouterr().out
+    assert "Resuming from step 10 of 14" in capsys.readouterr().out
 
 
 def test_restart_before_the_first_step_does_not_take_an_earlier_run_for_its_own(copy, monkeypatch, capsys):
@@ -503,7 +503,7 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, number):
     step = newest(tmp_path / "checkpoints")[0].step
     assert process.returncode == 75
     assert said.splitlines()[-1] == (
-        f"hftune: {number.name}: stopped after step {step}. The same command goes on from {tmp_path}/checkpoints/step_{step:08d}."
+        f"hftune: {number.name}: stopped after step {step}. The same command resumes from {tmp_path}/checkpoints/step_{step:08d}."
     )
     assert audit(tmp_path).steps == step
 
@@ -536,7 +536,7 @@ def test_signal_in_an_evaluation_leaves_it_to_the_next_run(tmp_path, unbroken):
             train(recipe(tmp_path))
     finally:
         loop.evaluate = original
-    assert str(caught.value).startswith("SIGTERM: stopped after step 5. The same command goes on from ")
+    assert str(caught.value).startswith("SIGTERM: stopped after step 5. The same command resumes from ")
     assert not any("eval/loss" in line for line in lines(Run(tmp_path)))
     run = Run(train(recipe(tmp_path)).output_dir)
     assert without_speed(run) == without_speed(unbroken[1]["dropout"])
@@ -622,7 +622,7 @@ def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
     done = subprocess.run(
         command(folder, "train.epochs=2000", f"train.max_steps={kept + 3}"), env=environment(), capture_output=True, text=True
     )
-    assert done.returncode == 0 and f"Going on after step {kept} of {kept + 3}" in done.stdout
+    assert done.returncode == 0 and f"Resuming from step {kept} of {kept + 3}" in done.stdout
     assert audit(folder).problems == []
 
 

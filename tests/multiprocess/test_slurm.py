@@ -123,7 +123,7 @@ def test_job_saves_at_the_grace_signal_is_requeued_and_goes_on_to_the_end(sbatch
 
     assert sbatch(*words, nodes=2).wait(timeout=120) == 0, said(tmp_path)
     assert requeued(tmp_path) == [f"requeue {sbatch.job_id}"]  # that of before
-    assert f"Going on after step {stopped} of 16" in said(tmp_path)
+    assert f"Resuming from step {stopped} of 16" in said(tmp_path)
     assert Run(folder).result["world_size"] == 2
     found = audit(folder)
     assert (found.problems, found.steps, found.whole_epochs) == ([], 16, 1)

@@ -86,7 +86,7 @@ def test_other_data_on_one_process_are_noticed_in_the_evaluation_set_too(tmp_pat
     assert code == 1  # torchrun's
     host = socket.gethostname()
     assert said == [
-        f"hftune: Process 1 on {host} has another data set: eval data. Compared with process 0 on {host}. "
+        f"hftune: Process 1 on {host} has different data: eval data. Compared with process 0 on {host}. "
         "Give all machines the same files, or the same data set of the Hub at the same revision."
     ]
 
@@ -102,7 +102,7 @@ def test_a_step_without_items_says_so(tmp_path):
 
 def test_settings_of_the_launcher_do_not_reach_the_mathematics(runs, tmp_path, monkeypatch):
     # check_launcher refuses them; this is what lies behind it.
-    monkeypatch.setattr("hftune.training.check_launcher", lambda recipe: None)
+    monkeypatch.setattr("hftune.distributed.session.check_launcher", lambda recipe: None)
     extra = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
     for name, value in {"ACCELERATE_USE_CPU": "true", **extra}.items():
         monkeypatch.setenv(name, value)

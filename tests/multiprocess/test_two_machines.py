@@ -135,7 +135,7 @@ def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_fro
     steps = f"train.max_steps={reached + 3}"
     done = subprocess.run([sys.executable, "-m", *words, steps], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"Going on after step {reached} of {reached + 3}" in done.stdout
+    assert f"Resuming from step {reached} of {reached + 3}" in done.stdout
     found = audit(out)
     assert found.problems == [] and found.steps == reached + 3
     assert [begin["world_size"] for begin in found.starts] == [2, 1]
@@ -233,9 +233,9 @@ def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_a
         for machine, name, lr in zip(machines, "AB", ("0.1", "0.2"), strict=True)
     ]
     expected = (
-        "hftune: Process 1 on machineB has another code: mine.py; another recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Compared with "
-        "process 0 on machineA. Install the same hftune, and put the same task file, on all machines. Start all with the same "
-        "recipe and the same key=value words."
+        "hftune: Process 1 on machineB has different code: mine.py; a different recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Compared with "
+        "process 0 on machineA. Install the same hftune, and put the same task file, on all machines. Start all "
+        "processes with the same recipe and the same overrides."
     )
     for code, out, err in finish(*jobs):
         assert code == 1 and len(out.splitlines()) <= 1, out  # the main process has greeted

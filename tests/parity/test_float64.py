@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hftune import Recipe
-from hftune.training import plan_batches
+from hftune.build import plan_batches
 from tests.support.runs import train_on
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "tagging.yaml")

@@ -179,7 +179,7 @@ def test_a_stop_during_an_evaluation_stops_all_stages_and_going_on_begins_with_i
     )
     done = launch(2, *words)
     assert done.returncode != 0
-    assert "stopped after step 5. The same command goes on from" in done.stderr
+    assert "stopped after step 5. The same command resumes from" in done.stderr
     done = launch(2, *words)
     assert done.returncode == 0, done.stderr
     same(Run(tmp_path / "out"), runs["gpt2 one", 1])

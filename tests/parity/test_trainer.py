@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hftune import Recipe, train
-from hftune.training import build_model, load_datasets, plan_batches
+from hftune.build import build_model, load_datasets, plan_batches
 from tests.support.runs import NO_DROPOUT, TINY, Run
 
 OVERRIDES = (

@@ -123,11 +123,11 @@ def test_a_resume_with_another_commit_is_refused_and_the_old_one_can_be_pinned(h
         assert all(codes) and 2 in codes
         assert (
             f"{out}/checkpoints/step_00000002 was trained with commit {old} of task.dataset, and commit {new} was loaded now: the "
-            f"repository has changed on the Hub. task.dataset_revision={old} resumes with the old one; resume=never starts anew."
+            f"repository has changed on the Hub. task.dataset_revision={old} resumes with the old one; resume=never starts over."
         ) in said
         codes, said = typed(hub, tmp_path, *command, f"task.dataset_revision={old}")
         assert codes == [0, 0], said
-        assert "Going on after step 2 of 3" in said and Run(out).result["commits"]["task.dataset"] == old
+        assert "Resuming from step 2 of 3" in said and Run(out).result["commits"]["task.dataset"] == old
     finally:
         assert yelp(hub, "Yelp/yelp_review_full") == old
 

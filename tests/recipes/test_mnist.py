@@ -185,13 +185,13 @@ def test_what_cannot_be_evaluated_is_refused(runs, capsys, on_cpu, tmp_path):
         f"--checkpoint {folder}/checkpoints/step_17: there is no such folder. Name one such as checkpoints/step_00000500 of a run."
     )
     assert refused(capsys, recipe, "--checkpoint", folder) == (
-        f"--checkpoint {folder} is no checkpoint that can be read: manifest.json is missing."
+        f"--checkpoint {folder} is not a readable checkpoint: manifest.json is missing."
     )
     assert refused(capsys, recipe, "task.width=2", "--checkpoint", checkpoint) == (
-        f"--checkpoint {checkpoint} is of another model: conv1.bias is (10,) there and (20,) here."
+        f"--checkpoint {checkpoint} belongs to a different model: conv1.bias is (10,) there and (20,) here."
     )
     assert refused(capsys, recipe, "task.max_train_samples=100", "--checkpoint", checkpoint) == (
-        f"--checkpoint {checkpoint} was trained on another train data. Give the recipe of its run."
+        f"--checkpoint {checkpoint} was trained on different training data. Give the recipe of its run."
     )
     assert refused(capsys, recipe, "task.widht=2") == "task.widht is not a key of a recipe. Did you mean 'task.width'?"
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 import hftune.data.jieba_tokenizer
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import DataError, Recipe, cli, load_model, train
-from hftune.commands.evaluate import score
+from hftune.build import plan_batches
+from hftune.commands.evaluate import evaluate
 from hftune.data.demo import articles
 from hftune.data.vocabulary import train_vocabulary
 from hftune.errors import ConfigError
 from hftune.run import main
-from hftune.training import plan_batches
 from tests.support.runs import Run, train_on
 
 ARCHITECTURES = ("prefix_lm", "encoder_decoder")
@@ -83,14 +83,14 @@ def test_generated_titles_and_their_scores_do_not_depend_on_processes(runs, name
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_model_evaluated_again_gives_the_metrics_of_the_run_bit_for_bit(runs, name):
     run = runs[name, 1]
-    found = score(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model_last").metrics
+    found = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model_last").metrics
     assert found == run.result["metrics"]
 
 
 def test_model_is_evaluated_as_the_recipe_says_now(runs):
     run = runs["prefix_lm", 1]
     recipe = Recipe.load(run.folder / "recipe.yaml", "task.max_target_length=2", "task.max_eval_samples=5")
-    found = score(recipe, run.folder / "model_last").metrics
+    found = evaluate(recipe, run.folder / "model_last").metrics
     assert 0 < found["mean_length"] < run.result["metrics"]["mean_length"]
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, training
-from hftune.commands.evaluate import score
+from hftune.commands.evaluate import evaluate
 from hftune.data.demo_text import paragraphs
 from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
 from tests.support.runs import Run, environment, train_on
@@ -85,7 +85,9 @@ def test_predictions_have_a_row_a_block_whose_losses_are_the_evaluations(demo):
 def test_evaluate_scores_the_test_part_again_and_says_where_there_is_none(demo, tmp_path, capsys):
     run, _ = demo
     recipe, model = Recipe.load(run.folder / "recipe.yaml"), run.folder / "model"
-    assert score(recipe, model, split="test").metrics == pytest.approx(run.result["test"], rel=1e-6)  # it was on two processes
+    assert evaluate(recipe, model, split="test").metrics == pytest.approx(
+        run.result["test"], rel=1e-6
+    )  # it was on two processes
     assert cli.main(["evaluate", f"recipe={run.folder}/recipe.yaml", "task.test_split=null", "--split", "test"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == "hftune: --split test: this recipe's data has no such split. It has: train, eval."
@@ -115,8 +117,8 @@ def test_the_best_model_is_tested_and_not_the_last_one(tmp_path, monkeypatch):
     run = Run(train(tiny(tmp_path)).output_dir)
     assert run.result["best"]["step"] == 4 and run.result["steps"] == 8
     recipe = Recipe.load(run.folder / "recipe.yaml")
-    assert run.result["test"] == score(recipe, run.folder / "model", split="test").metrics
-    assert run.result["test"] != score(recipe, run.folder / "model_last", split="test").metrics
+    assert run.result["test"] == evaluate(recipe, run.folder / "model", split="test").metrics
+    assert run.result["test"] != evaluate(recipe, run.folder / "model_last", split="test").metrics
 
 
 def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(tmp_path, monkeypatch, on_processes):
@@ -130,7 +132,7 @@ def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(t
         patched.setattr(training, "evaluate", evaluate)
         train(tiny(tmp_path))
     checkpoint = tmp_path / "checkpoints" / "step_00000008"
-    assert str(caught.value) == (f"SIGTERM: stopped in the test of the best model. The same command goes on from {checkpoint}.")
+    assert str(caught.value) == (f"SIGTERM: stopped in the test of the best model. The same command resumes from {checkpoint}.")
     assert not (tmp_path / "result.json").exists() and not Run(tmp_path).logged("test/loss")
     written = {path.name: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
     run = Run(train(tiny(tmp_path)).output_dir)

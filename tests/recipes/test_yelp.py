@@ -12,7 +12,7 @@ import torch
 from transformers import pipeline
 
 from hftune import Recipe, TrainingError, __version__, train
-from hftune.commands.evaluate import score
+from hftune.commands.evaluate import evaluate
 from hftune.data.demo import reviews
 from tests.support.runs import NO_DROPOUT, TINY, Run, environment
 
@@ -117,7 +117,7 @@ def test_model_and_checkpoint_evaluated_again_give_the_metrics_of_the_run_bit_fo
     made = run(tmp_path / "out")
     recipe = Recipe.load(made.folder / "recipe.yaml")
     for checkpoint in (None, made.folder / "checkpoints" / "step_00000004"):
-        assert score(recipe, made.folder / "model", checkpoint).metrics == made.result["metrics"]
+        assert evaluate(recipe, made.folder / "model", checkpoint).metrics == made.result["metrics"]
 
 
 def test_saved_recipe_runs_again_and_gives_the_same_losses(tmp_path):

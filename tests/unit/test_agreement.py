@@ -2,7 +2,7 @@
 
 import hftune
 from hftune import Recipe
-from hftune.distributed.consistency import code, differences, disagreement, facts
+from hftune.distributed.consistency import code, differences, disagreement, fingerprint
 
 MAIN = {
     "host": "nodeA",
@@ -27,10 +27,10 @@ def test_every_kind_of_difference_is_spelled_out_with_what_to_do():
         "data": {"train data": "xx", "eval data": "cd"},
     }
     assert disagreement([2, 3], other, MAIN) == (
-        "Processes 2, 3 on nodeB have another code: hftune/run.py, mine.py (too many); another version: torch 2.12.0 instead of "
-        "2.13.0; another recipe: train.lr 0.2 instead of 0.1, task.model null instead of bert; another data set: train data. "
+        "Processes 2, 3 on nodeB have different code: hftune/run.py, mine.py (extra); different versions: torch 2.12.0 instead of "
+        "2.13.0; a different recipe: train.lr 0.2 instead of 0.1, task.model null instead of bert; different data: train data. "
         "Compared with process 0 on nodeA. Install the same hftune, and put the same task file, on all machines. Install the "
-        "same versions on all machines. Start all with the same recipe and the same key=value words. Give all machines the same "
+        "same versions on all machines. Start all processes with the same recipe and the same overrides. Give all machines the same "
         "files, or the same data set of the Hub at the same revision."
     )
 
@@ -38,17 +38,17 @@ def test_every_kind_of_difference_is_spelled_out_with_what_to_do():
 def test_a_long_list_of_differences_is_cut():
     other = dict(MAIN, host="nodeB", code=dict.fromkeys("abcd", "0"))
     assert differences(other, MAIN) == {
-        "code": "another code: hftune/loop.py (missing), hftune/run.py (missing), a (too many), and 3 more"
+        "code": "different code: hftune/loop.py (missing), hftune/run.py (missing), a (extra), and 3 more"
     }
 
 
 def test_facts_hold_each_file_of_hftune_and_each_key_of_the_recipe():
-    found = facts(Recipe.load("yelp_demo", "train.lr=0.5"))
+    found = fingerprint(Recipe.load("yelp_demo", "train.lr=0.5"))
     assert found["recipe"]["train.lr"] == 0.5 and found["recipe"]["task.type"] == "SequenceClassification"
     assert "hftune/loop.py" in found["code"] and "hftune/tasks/sequence_classification.py" in found["code"]
     assert found["code"] == code() and found["packages"]["torch"].startswith("2.") and hftune.__version__
 
 
 def test_the_file_of_ones_own_task_counts_as_code():
-    found = facts(Recipe.load("tests/support/tagging.yaml"))
+    found = fingerprint(Recipe.load("tests/support/tagging.yaml"))
     assert "tasks.py" in found["code"] and "tasks.py" not in code()

@@ -14,11 +14,11 @@ from hftune.checkpoints.checkpointer import (
     open_checkpoint,
     path_of,
 )
+from hftune.checkpoints.output_dir import read_state
 from hftune.checkpoints.resume import _changes
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.loop import TrainState
-from hftune.training import read_state
 
 PROGRESS = {"state": {}, "values": {}, "digests": {}, "run_ids": {}, "micro_batch_size": [1, 8]}
 
@@ -97,5 +97,5 @@ def test_state_of_another_version_is_refused():
         name = "swa" if "swa" in odd else "seconds"
         assert str(caught.value) == (
             f"step_5 was written by a different version of hftune: its state differs in {name}. Resume with that version; or "
-            "start anew with resume=never or a different output_dir."
+            "start over with resume=never or a different output_dir."
         )

@@ -8,11 +8,10 @@ import datasets
 import pytest
 
 from hftune.checkpoints.atomic_files import only_writer
-from hftune.config import Recipe
+from hftune.checkpoints.output_dir import start_folder
 from hftune.data.cache import cache_dir
 from hftune.distributed.accelerator import check_writable
 from hftune.errors import ConfigError
-from hftune.training import start_folder
 
 
 def refused(call, *arguments):
@@ -66,5 +65,5 @@ def test_a_run_that_begins_anew_leaves_no_model_of_the_earlier_one(tmp_path):
     for name in ("model", ".model_last.replaced", "checkpoints/step_00000004"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
-    start_folder(Recipe.load("yelp_demo", f"output_dir={tmp_path}"))
+    start_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

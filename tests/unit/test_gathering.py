@@ -9,8 +9,8 @@ import torch
 
 from hftune.distributed.progress import Progress
 from hftune.distributed.pulse import marked_while_moving
-from hftune.loop import write_predictions
 from hftune.strategies.gathering import gather_in_slices, host_group
+from hftune.tracking.jsonl import write_rows
 
 
 def gather(rank, rows, folder):
@@ -44,7 +44,7 @@ def test_predictions_are_written_line_by_line_with_a_mark_each_thousand(tmp_path
                 yield row
 
     rows = Rows({"text": "é", "n": n} for n in range(3500))
-    write_predictions(tmp_path / "predictions.jsonl", rows, progress)
+    write_rows(tmp_path / "predictions.jsonl", rows, progress.tick)
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 3500 and json.loads(lines[7]) == {"index": 7, "text": "é", "n": 7}
     assert progress.marks == 4 and all(asked[1:])

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from hftune import ConfigError, DataError, Recipe
+from hftune.checkpoints.output_dir import check_commits
 from hftune.data.files import file_format
 from hftune.data.hub import FULL_NAMES, name_problems
 from hftune.data.text import load_split
 from hftune.tasks import SequenceClassification, TitleGeneration
-from hftune.training import check_commits
 from tests.support.runs import environment
 
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hftune import Recipe, cli
 from hftune.batch_plan import BatchPlan
+from hftune.build import build_model, load_datasets, plan_batches
 from hftune.config.sections import ParallelConfig
 from hftune.optim import build_optimizer
 from hftune.planning.memory import TensorBytes, make_optimizer_state
@@ -19,7 +20,6 @@ from hftune.planning.pipeline import PipelineMeter, StagePasses, survey_pipeline
 from hftune.planning.plan import make_plan
 from hftune.strategies.pipeline import Pipeline
 from hftune.strategies.pipeline_schedules import order_of
-from hftune.training import build_model, load_datasets, plan_batches
 from tests.support.tasks import Chain, NextToken
 
 OWN = ("recipe=tests/support/next_token.yaml", "train.micro_batch_size=2")

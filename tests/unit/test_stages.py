@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hftune import ConfigError, Recipe
+from hftune.build import check_pipeline, plan_batches
 from hftune.distributed.accelerator import check_launcher
 from hftune.strategies.pipeline_stages import balanced, check_stages, cut, layers_of
-from hftune.training import check_pipeline, plan_batches
 from tests.support.runs import FSDP
 from tests.support.tasks import Chain, NextToken
 

@@ -1,0 +1,228 @@
+"""From a recipe to what is trained: data, batch plan, model, strategy. Every process builds the same.
+
+None talks to another here, except to find the micro-batch size that fits into the memory of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from hftune.batch_plan import BatchPlan
+from hftune.config import ParallelConfig, Recipe, TrainConfig
+from hftune.data.augmentation import augmented
+from hftune.data.cache import one_at_a_time
+from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.progress import Progress
+from hftune.errors import ConfigError, DataError
+from hftune.strategies.base import Strategy
+from hftune.strategies.contract import check_sums
+from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.pipeline_stages import check_stages
+
+
+@dataclass
+class Parts:
+    """What a recipe is made of, before any process has joined another."""
+
+    datasets: Mapping[str, Any]
+    """"train", "eval" and, if the recipe has one, "test"."""
+    plan: BatchPlan
+    model: nn.Module
+    """On the CPU, with the same weights on every process."""
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    notices: list[str] = field(default_factory=list)
+    """What the user should know, one sentence each; on the main process."""
+
+
+def build(recipe: Recipe, progress: Progress) -> Parts:
+    """Load the data, plan the batches and build the model. Not collective: a slow download times out no collective.
+
+    Raises:
+        ConfigError: the model cannot be cut into pipeline stages, or its loss is not a sum; what the functions below refuse.
+        DataError: the data cannot be trained on.
+    """
+    progress.stage("preparing the data")
+    datasets = load_datasets(recipe)
+    plan = plan_batches(recipe, datasets["train"])
+    progress.stage("building the model")
+    model = build_model(recipe)
+    check_pipeline(recipe, plan, datasets["train"], model)
+    parts = Parts(datasets, plan, model, total_steps(recipe.train, plan))
+    if ProcessInfo.from_environment().is_main:
+        parts.notices = check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
+    return parts
+
+
+def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
+    """Prepare the data, one process of a node after the other: the first fills the cache that serves the rest.
+
+    They wait on a file lock, not in a collective.
+
+    Raises:
+        DataError: a split is missing or empty.
+    """
+    task = recipe.task
+
+    def say_waiting() -> None:
+        if ProcessInfo.from_environment().local_rank == 0:
+            print("Waiting for another process that is preparing the same data.", flush=True)
+
+    with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
+        datasets = task.datasets()
+    for split in ("train", "eval", *({"test"} & datasets.keys())):
+        if split not in datasets or len(datasets[split]) == 0:
+            raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.")
+    return datasets
+
+
+def first_epoch(recipe: Recipe, datasets: Mapping[str, Any]) -> Any:
+    """Return the training data as the first epoch sees it: augmented."""
+    return augmented(datasets["train"], recipe.task, recipe.seed, 0)
+
+
+def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
+    """Plan the training batches; the same on every process.
+
+    Raises:
+        ConfigError: ``train.micro_batch_tokens`` cannot hold the longest sample, or the samples have no lengths.
+    """
+    config = recipe.train
+    return BatchPlan(
+        num_samples=len(dataset),
+        batch_size=config.batch_size,
+        micro_batch_size=config.max_rows,
+        micro_batch_tokens=config.micro_batch_tokens,
+        lengths=recipe.task.lengths(dataset),
+        sizes=recipe.task.sizes(dataset),
+        padded_length=recipe.task.padded_length,
+        seed=recipe.seed,
+    )
+
+
+def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
+    """Return the number of optimizer steps of the whole run."""
+    steps = config.epochs * plan.num_steps
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """Build the task's model, with the same initial weights on every process.
+
+    Raises:
+        ConfigError: the model does not support the gradient checkpointing that the recipe asks for.
+    """
+    torch.manual_seed(recipe.seed)
+    model = recipe.task.build_model()
+    if recipe.train.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.train.compile:
+        model.compile(dynamic=True)
+    return model
+
+
+def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress) -> Strategy:
+    """Return the strategy that the recipe or the launcher's configuration asks for."""
+    if recipe.parallel.pipeline_stages > 1:
+        from hftune.strategies.pipeline import Pipeline
+
+        return Pipeline(accelerator, recipe.task, recipe.parallel, progress)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from hftune.strategies.fully_sharded import FullySharded  # its imports take a second that others need not wait
+
+        return FullySharded(accelerator, recipe.task, progress)
+    return DataParallel(accelerator, recipe.task, progress)
+
+
+def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Module) -> None:
+    """Refuse a pipeline that cannot compute this model or these batches.
+
+    Raises:
+        ConfigError: the model cannot be cut; or a step has fewer micro-batches than the schedule needs.
+    """
+    config, task = recipe.parallel, recipe.task
+    if config.pipeline_stages == 1:
+        return
+    check_micro_batches(config, plan, ProcessInfo.from_environment().world_size // config.pipeline_stages)
+    shortest = 0 if plan.lengths is None else int(np.argmin(plan.lengths))
+    example = augmented(dataset, task, recipe.seed, 0)[shortest]
+    check_stages(model, config.num_stages, config.split, task.inputs(task.collate([example])))
+
+
+def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: int) -> None:
+    """Refuse full batches that are cut into too few micro-batches for the schedule, or raise ConfigError."""
+    needed, found = config.fill_up(1), len(plan.epoch(0)[0])
+    if plan.num_samples >= plan.batch_size and found < needed * num_replicas:
+        pipelines = f" for each of {num_replicas} pipelines" if num_replicas > 1 else ""
+        raise ConfigError(
+            f"parallel.schedule={config.schedule} with parallel.pipeline_stages={config.pipeline_stages} needs at least "
+            f"{needed} micro-batches in a step{pipelines}, {needed * num_replicas} in all; a step of "
+            f"train.batch_size={plan.batch_size} has {found}. Lower train.micro_batch_size or train.micro_batch_tokens, or "
+            "raise train.batch_size."
+        )
+
+
+def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> int:
+    """Halve the size until the longest samples fit on every process, starting from a process's share. Collective.
+
+    accelerate's find_executable_batch_size does the same for one process: the others would not hear of its failures.
+
+    Raises:
+        ConfigError: not even one sample fits.
+    """
+    size = largest_micro_batch_size(plan, strategy.num_processes)
+    while not strategy.fits(dataset, plan.longest(size)):
+        if size == 1:
+            raise ConfigError(
+                "train.micro_batch_size=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
+                "length, or set train.gradient_checkpointing=true or train.mixed_precision=bf16."
+            )
+        size = -(-size // 2)
+    return size
+
+
+def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
+    """Return a process's share of the global batch, or fewer if ``train.micro_batch_tokens`` bounds the longest samples."""
+    share = -(-plan.batch_size // num_processes)
+    return share if plan.micro_batch_tokens is None else min(share, max(1, plan.micro_batch_tokens // plan.most_padded))
+
+
+def settle_micro_batch_size(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the micro-batch size that fits into the plan, if ``train.micro_batch_size=auto``. Collective.
+
+    Args:
+        earlier: what this function returned when the run that is resumed began; its size is taken over under the same
+            conditions, because another size may change the last bits of a result.
+
+    Returns:
+        The size, and the conditions it was found under, for the checkpoints.
+    """
+    conditions = memory_conditions(recipe, strategy)
+    if recipe.train.micro_batch_size != "auto":
+        return conditions | {"size": None}
+    known = earlier["size"] if earlier == conditions | {"size": earlier.get("size")} else None
+    size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets))
+    how = ", found when the run began" if known else " of the longest samples fit on every process"
+    parts.plan = replace(parts.plan, micro_batch_size=size)
+    parts.notices.append(f"train.micro_batch_size=auto: {size}{how}.")
+    return conditions | {"size": size}
+
+
+def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
+    """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
+    keys = ("mixed_precision", "gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
+    device = strategy.device.type
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(strategy.device)
+        device = f"{properties.name} with {properties.total_memory} bytes"
+    shared = {"processes": strategy.num_processes, "device": strategy.broadcast(device)}
+    return shared | {key: getattr(recipe.train, key) for key in keys}

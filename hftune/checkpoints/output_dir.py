@@ -1,0 +1,251 @@
+"""The output folder of one run: held against other runs, where training starts, and what came out of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hftune.checkpoints.atomic_files import only_writer, write_text
+from hftune.checkpoints.checkpointer import steps
+from hftune.checkpoints.export import read_about, restore_export
+from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
+from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
+from hftune.config import Recipe
+from hftune.distributed.accelerator import check_writable
+from hftune.distributed.consistency import DIGEST
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError, format_value
+from hftune.strategies.base import Strategy
+
+SAMPLE_IMAGES = "samples"
+"""Subfolder with images of some samples, written after each evaluation."""
+HISTORY = ("metrics.jsonl", "ledger.jsonl")
+"""Files that a run resumed into a new folder brings along."""
+
+
+@dataclass(kw_only=True)
+class TrainResult:
+    """The outcome of a run: result.json, and the folders. The same on every process, except for ``seconds``."""
+
+    metrics: dict[str, Any]
+    """Those of the last evaluation."""
+    test: dict[str, Any] = field(default_factory=dict)
+    """Metrics of the best model on the test split; empty if the task has none."""
+    best: dict[str, Any]
+    """metric, value and step of the model in model_dir."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """Of what was loaded from the Hub, by the key that names the repository, such as task.model."""
+    steps: int
+    seconds: float
+    """From the opening of the output folder to the end of training, evaluations included."""
+    world_size: int
+    versions: dict[str, str]
+    output_dir: Path
+    model_dir: Path
+    """The best model by ``eval.metric``; the last one is in model_last beside it."""
+
+    @classmethod
+    def read(cls, output_dir: Path) -> TrainResult:
+        """Read the result of a finished run from its folder."""
+        values = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+        return cls(**values, output_dir=output_dir, model_dir=output_dir / "model")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the contents of result.json."""
+        return {key: value for key, value in asdict(self).items() if not isinstance(value, Path)}
+
+
+class OutputDir:
+    """A context that holds ``output_dir`` against other runs, from ``claim`` until everything that needs it is done.
+
+    Only the main process reads or writes the folder. ``confirm`` and ``restore`` are collective; what the main process
+    finds reaches the others through them.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.path = recipe, Path(recipe.output_dir)
+        self.start = Start()
+        """Where training starts; empty on the other processes."""
+        self._held = ExitStack()
+
+    def __enter__(self) -> OutputDir:
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._held.__exit__(*error)
+
+    def claim(self) -> None:
+        """On the main process: lock the folder, and find where training starts.
+
+        Raises:
+            ConfigError: the folder cannot be written, another run holds it, or a checkpoint in it does not fit the recipe.
+        """
+        if ProcessInfo.from_environment().is_main:
+            check_writable(self.path)
+            self._held.enter_context(only_writer(self.path))
+            self.start = find_start(self.recipe)
+
+    def before_release(self, callback: Callable[[], None]) -> None:
+        """Call this before the folder is released, when no process watches this one any more."""
+        self._held.callback(callback)
+
+    def check_finished(self, num_steps: int) -> None:
+        """Refuse to change the recipe of a run that is finished; see ``resume.check_finished``."""
+        check_finished(self.start, self.recipe, num_steps)
+
+    def confirm(self, strategy: Strategy) -> None:
+        """Look again, now that all processes are known: one on another node may know that this is a restart. Collective.
+
+        Raises:
+            ConfigError: as ``claim``.
+        """
+        group = strategy.gather_to_main(member())
+        self.start = replace(self.start, group=group or ())
+
+        def look() -> None:
+            if self.recipe.resume == "never" and self.start.checkpoint is None:
+                self.start = find_start(self.recipe, group)
+
+        strategy.on_main(look)
+
+    def restore(self, strategy: Strategy, provenance: Provenance, num_steps: int) -> RestoredState:
+        """Load model, optimizer and state from the checkpoint that training starts from, if any. Collective.
+
+        Raises:
+            ConfigError: the checkpoint belongs to other commits of the Hub, other data or another model; or it lies beyond
+                the last step.
+        """
+        checkpoint = self.start.checkpoint
+        progress, path, changed = strategy.broadcast(
+            (checkpoint.progress, str(checkpoint.path), [*self.start.changed]) if checkpoint else (None, "", [])
+        )
+        if progress is None:
+            return RestoredState()
+        check_commits(path, progress.get("commits", {}), provenance.commits)
+        check_digests(path, progress["digests"], provenance.digests)
+        try:
+            strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
+        except ValueError as error:
+            raise ConfigError(f"{path} belongs to a different model: {error}.") from error
+        if checkpoint:
+            checkpoint.tensors.clear()  # they take as much memory as model and optimizer
+        state = read_state(path, progress["state"])
+        check_step(self.recipe, state, num_steps)
+        # If the task declares directions, only the metric decides which model is the best.
+        declares = self.recipe.task.metric_directions is not None
+        if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
+            state.forget_best()
+        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"])
+
+    def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
+        """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""
+        return strategy.on_main(self._result) if state.step == num_steps else None
+
+    def _result(self) -> TrainResult | None:
+        is_there = (self.path / "result.json").is_file() and (self.path / "model").is_dir()
+        return TrainResult.read(self.path) if is_there else None
+
+    def find_best(self, strategy: Strategy, state: TrainState) -> None:
+        """Set the state's best step and value to those of the model in the folder, or to none if it holds none. Collective."""
+        if state.step == 0:
+            return
+        if best := strategy.on_main(lambda: self._best(state)):
+            state.best_step, state.best = best
+        else:
+            state.forget_best()
+
+    def _best(self, state: TrainState) -> tuple[int, float] | None:
+        """Return step and value of the best model in the folder, if it belongs to this run.
+
+        It does not if the checkpoint comes from another folder. A model that was written after the checkpoint and before a
+        kill is better than the one the checkpoint knows of; unless the resumed training would not lead to it.
+        """
+        restore_export(self.path / "model")
+        about = read_about(self.path / "model")
+        if not about or about["metric"] != self.recipe.eval.metric:
+            return None
+        best = about["step"], about["value"]
+        if best == (state.best_step, state.best):
+            return best
+        is_ours = self._origin() == self.path.resolve() and not leads_elsewhere(self.start)
+        return best if is_ours and about["step"] > state.step else None
+
+    def _origin(self) -> Path:
+        """Return the output folder that the checkpoint comes from."""
+        return self.start.checkpoint.path.resolve().parents[1]
+
+    def open(self, state: TrainState) -> None:
+        """Bring the folder to where training starts. Main process only; ``start_folder`` removes an earlier run."""
+        if state.step == 0:
+            start_folder(self.path)
+        elif (origin := self._origin()) != self.path.resolve():
+            for name in HISTORY:
+                if (origin / name).is_file():
+                    shutil.copyfile(origin / name, self.path / name)
+        (self.path / "result.json").unlink(missing_ok=True)
+        note_begun(self.path, self.start.group)
+        write_text(self.path / "recipe.yaml", self.recipe.to_yaml())
+
+
+def start_folder(path: Path) -> None:
+    """Remove an earlier run from the folder; its model, too, which would be taken for the new recipe's."""
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / "result.json").exists() or steps(path / "checkpoints"):
+        print(f"{path} holds an earlier run; this run replaces it.", flush=True)
+    for name in ("model", "model_last"):
+        restore_export(path / name)  # a kill may have left it under its other name
+    for name in ("model", "model_last", "checkpoints", SAMPLE_IMAGES, "tensorboard"):  # which would draw both runs in one plot
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in ("result.json", "predictions.jsonl", *HISTORY):
+        (path / name).unlink(missing_ok=True)
+
+
+def read_state(path: str, values: Mapping[str, Any]) -> TrainState:
+    """Return the loop's state as a checkpoint has it.
+
+    Raises:
+        ConfigError: a different version of hftune wrote it, whose state has other fields.
+    """
+    known = {item.name for item in fields(TrainState)}
+    if odd := sorted(values.keys() ^ known):
+        raise ConfigError(
+            f"{path} was written by a different version of hftune: its state differs in {', '.join(odd)}. Resume with that "
+            "version; or start over with resume=never or a different output_dir."
+        )
+    return TrainState(**values)
+
+
+def check_commits(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuse to resume with commits of the Hub other than the checkpoint's, or raise ConfigError; older ones name none."""
+    for key, commit in before.items():
+        if now.get(key, commit) != commit:
+            raise ConfigError(
+                f"{path} was trained with commit {commit} of {key}, and commit {now[key]} was loaded now: the repository has "
+                f"changed on the Hub. {key}_revision={commit} resumes with the old one; resume=never starts over."
+            )
+
+
+def check_digests(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuse to resume on different data, or raise ConfigError."""
+    if not all(digest.startswith(DIGEST) for digest in before.values()):
+        raise ConfigError(
+            f"{path} was written by an older hftune, which recorded too little about its data to tell whether they are the "
+            "same. Finish it with that version, or start over with resume=never."
+        )
+    if different := [name for name, digest in before.items() if now.get(name) != digest]:
+        raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
+
+
+def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
+    """Refuse to resume from beyond the end, or raise ConfigError."""
+    if state.step > num_steps:
+        raise ConfigError(
+            f"The checkpoint is of step {state.step}, and train.epochs={recipe.train.epochs} with "
+            f"train.max_steps={format_value(recipe.train.max_steps)} ends after step {num_steps}. Raise them, "
+            "or set resume=never."
+        )

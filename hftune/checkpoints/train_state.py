@@ -1,0 +1,72 @@
+"""What changes in training beside model and optimizer, and what a checkpoint records about where a run came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """All that changes in training beside model and optimizer. ``(epoch, step_in_epoch)`` is the whole data order."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    epoch: int = 0
+    step_in_epoch: int = 0
+    best: float | None = None
+    """The best value of ``eval.metric`` so far."""
+    best_step: int | None = None
+    evaluated_step: int = 0
+    """Step of the last evaluation; 0 before the first."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Those of the last evaluation."""
+    seconds: float = 0.0
+    """Spent in training so far, interruptions not counted."""
+    mean_loss: float = 0.0
+    """Mean over the items of the steps since the last line of metrics.jsonl."""
+    mean_items: float = 0.0
+    """Number of these items."""
+
+    def add_loss(self, loss: float, num_items: float) -> None:
+        """Take a step's loss into the mean. The mean of a single step is its loss to the last bit."""
+        self.mean_items += num_items
+        self.mean_loss += (loss - self.mean_loss) * (num_items / self.mean_items)
+
+    def take_mean_loss(self) -> float:
+        """Return the mean, and start a new one."""
+        mean, self.mean_loss, self.mean_items = self.mean_loss, 0.0, 0.0
+        return mean
+
+    def forget_best(self) -> None:
+        """Look for the best model from here on, starting with an evaluation of this step if one is due."""
+        self.best, self.best_step, self.evaluated_step = None, None, 0
+
+    def progress(self, steps_per_epoch: int) -> float:
+        """Return the epochs done, with a fraction."""
+        return self.epoch + self.step_in_epoch / steps_per_epoch
+
+
+@dataclass
+class Provenance:
+    """What a checkpoint records beside the state: enough to refuse a resume that would be a different training."""
+
+    digests: dict[str, str]
+    """Of each split, such as "train data"."""
+    commits: dict[str, str]
+    """Of what was loaded from the Hub, by the key that names the repository, such as task.model."""
+    run_ids: dict[str, str] = field(default_factory=dict)
+    """Of the runs at the trackers, by tracker."""
+    micro_batch_size: dict[str, Any] = field(default_factory=dict)
+    """The size that ``train.micro_batch_size=auto`` found, and the conditions it was found under."""
+
+
+@dataclass
+class RestoredState:
+    """Where training starts: from scratch by default, otherwise as a checkpoint has it."""
+
+    state: TrainState = field(default_factory=TrainState)
+    run_ids: dict[str, str] = field(default_factory=dict)
+    """See Provenance."""
+    micro_batch_size: dict[str, Any] = field(default_factory=dict)
+    """See Provenance."""
