@@ -436,7 +436,7 @@ def test_restart_before_the_first_step_does_not_take_an_earlier_run_for_its_own(
     with pytest.raises(DataError):
         train(recipe(copy, "resume=never", "task.dataset=tests.support.tasks:no_reviews"))
     assert newest(copy / "checkpoints")[0].step == 10  # nothing is lost yet
-    for module in ("resume", "training"):
+    for module in ("checkpoints.resume", "checkpoints.output_dir"):
         monkeypatch.setattr(f"hftune.{module}.member", lambda: [("launcher", 2)])
     run = Run(train(recipe(copy, "resume=never", "train.max_steps=2")).output_dir)
     assert "Going on" not in capsys.readouterr().out and lines(run)[0]["step"] == 1
