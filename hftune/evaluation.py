@@ -17,18 +17,18 @@ from hftune.errors import DataError, TrainingError
 from hftune.strategies.base import Strategy
 
 ROWS = 1000
-"""Of each process that go to the main one together."""
+"""Rows of each process that go to the main process together."""
 
 
 @dataclass
 class Evaluation:
-    """``metrics`` is equal on all processes; ``rows`` and ``pictures``, in dataset order, are empty but on the main one."""
+    """``metrics`` is equal on all processes; ``rows`` and ``pictures``, in dataset order, are empty on the other processes."""
 
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
     """One a sample."""
     pictures: list[np.ndarray]
-    """(H, W, 3) uint8, of the first samples, where the task draws any."""
+    """(H, W, 3) uint8, of the first samples, if the task draws any."""
 
 
 @dataclass
@@ -52,11 +52,11 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     num_pictures: int = 0,
 ) -> Evaluation | None:
-    """Score the whole data set (collective); None where ``should_stop`` became true on any process meanwhile.
+    """Score the whole data set. Collective. Return None if ``should_stop`` became true on any process meanwhile.
 
-    The evaluation is one step whose global batch is the data set: sorted by length, cut, dealt by cost. The loss is the
-    sum of all item losses over the number of all items, added up in the plan's order on the main process, hence the same
-    for any number of processes.
+    The evaluation is one step whose global batch is the data set: sorted by length, cut into micro-batches, assigned by cost.
+    The loss is the sum of all item losses over the number of all items, added up in the plan's order on the main process,
+    and so the same for any number of processes.
 
     Raises:
         RuntimeError: a sample came back twice or not at all.
@@ -79,9 +79,9 @@ def evaluate(
         rows.extend(_in_dataset_order(gathered, len(dataset)))
         num_items = math.fsum(part.num_items for part in gathered)
         if num_items == 0:
-            raise DataError("The evaluation data have no items: task.num_items is 0 for all samples.")
+            raise DataError("The evaluation data has no items: task.num_items is 0 for all samples.")
         loss = math.fsum(part.loss_sum for part in gathered) / num_items
-        with marked_while_moving(strategy.progress):  # the others wait, however long it takes
+        with marked_while_moving(strategy.progress):  # the other processes wait, however long it takes
             return {"loss": loss, **{name: _plain(value) for name, value in task.metrics(rows).items()}}
 
     metrics = strategy.on_main(summarise)
@@ -103,7 +103,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
             raise
         raise TrainingError(
             f"Out of memory in the evaluation of {len(samples)} samples at a time. "
-            "Lower eval.batch_size: no result depends on it."
+            "Lower eval.batch_size; no result depends on it."
         ) from error
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")
@@ -112,7 +112,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy's and torch's scalars into Python's, which JSON knows."""
+    """Turn scalars of numpy and torch into Python's, which JSON can hold."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -52,18 +52,18 @@ class Run:
     began: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
-        """Seconds of training, those before an interruption included."""
+        """Return the seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
 
 
 def fit(run: Run) -> None:
-    """Train from where the state says to the end, evaluating and saving on the way. Collective.
+    """Train from the state's step to the last one, evaluating and saving on the way. Collective.
 
     Raises:
         Interrupted: a process was asked to stop; the step was finished and a checkpoint written.
     """
     config, state, strategy = run.recipe.train, run.state, run.strategy
-    if state.step and evaluation_is_due(run):  # the run was stopped in the middle of it
+    if state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         evaluate_and_keep(run)
     while state.step < run.num_steps:
         strategy.progress.stage(f"step {state.step + 1}")
@@ -110,7 +110,7 @@ def stop(run: Run) -> NoReturn:
 
 
 def evaluation_is_due(run: Run) -> bool:
-    """Say whether ``eval.every`` asks for an evaluation after this step, and it has not been made yet."""
+    """Say whether ``eval.every`` asks for an evaluation after this step that has not been made yet."""
     state = run.state
     return state.evaluated_step != state.step and run.recipe.eval.falls_on(state.step, run.num_steps, run.plan.num_steps)
 
@@ -125,11 +125,11 @@ def checkpoint_is_due(run: Run) -> bool:
 def save_checkpoint(run: Run) -> None:
     """Copy the state to the host and leave the writing to another thread. Collective.
 
-    A checkpoint that could not be written ends nothing: the earlier ones are whole, and the next one is tried in its time.
+    A checkpoint that cannot be written ends nothing: the earlier ones are intact, and the next one is tried when it is due.
     """
     state, began = run.state, time.monotonic()
     with run.throughput.paused():
-        run.strategy.on_main(run.checkpointer.wait)  # the copies may be taken again
+        run.strategy.on_main(run.checkpointer.wait)  # the host's copies may be overwritten from here on
         say_failed_checkpoint(run)
         saved = run.strategy.state()
         if saved is not None:
@@ -142,19 +142,19 @@ def save_checkpoint(run: Run) -> None:
 
 
 def say_failed_checkpoint(run: Run) -> None:
-    """Tell of the last checkpoint where it could not be written. Main process."""
+    """Say that the last checkpoint could not be written, if so. Main process only."""
     failure, last = run.checkpointer.failure, run.checkpointer.last
     if failure is not None:
-        left = f"The last whole one is of step {last}." if last else "None is left from this run yet."
-        run.console.line(f"A checkpoint could not be written: {failure}. {left} Training goes on, and tries again.")
+        left = f"The last intact one is of step {last}." if last else "This run has no intact one yet."
+        run.console.line(f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later.")
         run.checkpointer.failure = None
 
 
 def evaluate_and_keep(run: Run) -> None:
-    """Evaluate, log, write the predictions, and keep the model where it is the best so far (the earlier one of equals).
+    """Evaluate, log, write the predictions, and export the model if it is the best so far (the earlier one of equals).
 
     Raises:
-        Interrupted: a process was asked to stop; going on begins with this evaluation.
+        Interrupted: a process was asked to stop; a resumed run starts with this evaluation.
         TrainingError: the task did not compute ``eval.metric``, or it is no number, or not finite.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
@@ -168,20 +168,7 @@ def evaluate_and_keep(run: Run) -> None:
             stop(run)
         log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
         show_samples(run, evaluation.rows[: config.show_samples], evaluation.pictures)
-        if config.metric not in evaluation.metrics:
-            computed = ", ".join(evaluation.metrics)
-            raise TrainingError(f"eval.metric={config.metric!r} was not computed. The task computed: {computed}.")
-        score = evaluation.metrics[config.metric]
-        if not is_number(score):
-            raise TrainingError(
-                f"After step {state.step} the evaluation's {config.metric} is {format_value(score)}, which picks no best "
-                f"model: it has no value on these data. Set eval.metric to one of: {', '.join(numbers_of(evaluation.metrics))}."
-            )
-        if not (math.isfinite(score) and math.isfinite(evaluation.metrics["loss"])):
-            raise TrainingError(
-                f"After step {state.step} the evaluation's loss is {evaluation.metrics['loss']}, its {config.metric} {score}: "
-                "the model is lost. Lower train.lr or set train.clip_norm."
-            )
+        score = score_of(evaluation.metrics, config.metric, state.step)
         is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
@@ -193,14 +180,32 @@ def evaluate_and_keep(run: Run) -> None:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
 
-        run.strategy.progress.stage(f"the saving after step {state.step}")
+        run.strategy.progress.stage(f"saving after step {state.step}")
         run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
 
 
-def numbers_of(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the names of the metrics that are numbers."""
-    return [name for name, value in metrics.items() if is_number(value)]
+def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:
+    """Return the metric that picks the best model.
+
+    Raises:
+        TrainingError: the task did not compute it, or it is not a finite number.
+    """
+    if name not in metrics:
+        raise TrainingError(f"eval.metric={name!r} was not computed. The task computed: {', '.join(metrics)}.")
+    score = metrics[name]
+    if not is_number(score):
+        numbers = ", ".join(other for other, value in metrics.items() if is_number(value))
+        raise TrainingError(
+            f"After step {step} the evaluation's {name} is {format_value(score)}, which cannot pick a best model: it has no "
+            f"value on this data. Set eval.metric to one of: {numbers}."
+        )
+    if not (math.isfinite(score) and math.isfinite(metrics["loss"])):
+        raise TrainingError(
+            f"After step {step} the evaluation's loss is {metrics['loss']} and its {name} {score}: training has diverged. "
+            "Lower train.lr or set train.clip_norm."
+        )
+    return score
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
@@ -211,7 +216,7 @@ def log(run: Run, values: dict[str, Any]) -> None:
 
 
 def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray]) -> None:
-    """Show what the task wants to be seen of some predictions: terminal, samples folder, dashboards. Collective."""
+    """Show the task's sample fields and images in the terminal, the samples folder and the trackers. Collective."""
     step, samples = run.state.step, [{name: row[name] for name in run.recipe.task.sample_fields} for row in rows]
 
     def show() -> None:
@@ -226,9 +231,9 @@ def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray
 
 
 def stop_unless_finite(run: Run, batch: StepBatch, loss: float, grad_norm: float) -> None:
-    """Stop before a NaN reaches the weights; collective where it stops, because the loss is equal on all processes.
+    """Stop before a NaN reaches the weights. Collective if it stops, because the loss is equal on all processes.
 
-    An infinite gradient under fp16 is no fault: the scaler skips that step and lowers its scale.
+    An infinite gradient under fp16 is no error: the scaler skips that step and lowers its scale.
 
     Raises:
         TrainingError: naming step, processes and samples.

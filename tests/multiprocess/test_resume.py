@@ -556,8 +556,8 @@ def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path
     run = Run(train(recipe(tmp_path)).output_dir)
     said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
     assert said == [
-        "A checkpoint could not be written: [Errno 28] No space left on device. The last whole one is of step 5. Training goes on, "
-        "and tries again."
+        "A checkpoint could not be written: [Errno 28] No space left on device. The last intact one is of step 5. Training "
+        "continues; the next one is due later."
     ]
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert "step_00000006" not in names and names[-1] == "step_00000014" and not any("writing" in name for name in names)

@@ -118,7 +118,7 @@ def test_a_metric_without_a_value_cannot_pick_the_best_model(all_marked):
     with pytest.raises(TrainingError) as caught:
         train(Recipe.load("restoration_demo", *all_marked, "eval.metric=psnr_outside"))
     assert str(caught.value) == (
-        "After step 1 the evaluation's psnr_outside is null, which picks no best model: it has no value on these data. Set "
+        "After step 1 the evaluation's psnr_outside is null, which cannot pick a best model: it has no value on this data. Set "
         "eval.metric to one of: loss, l1, psnr, ssim, l1_inside, psnr_inside, ssim_inside."
     )
 
