@@ -164,10 +164,11 @@ def train_with_trainer(options: argparse.Namespace) -> None:
     from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
     from hftune import Recipe
-    from hftune.training import build_model, load_datasets
 
     recipe = Recipe.load("yelp_demo", *WORDS, f"output_dir={options.answer.parent / 'trainer'}")
-    data, model = load_datasets(recipe), build_model(recipe)
+    data = recipe.task.datasets()  # from the cache, where the runs of hftune have put them
+    torch.manual_seed(recipe.seed)  # the weights that hftune begins with
+    model = recipe.task.build_model()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     arguments = TrainingArguments(
         recipe.output_dir,
