@@ -54,12 +54,11 @@ def test_every_link_leads_somewhere():
     assert [path for path in links if path not in COMING and not (ROOT / path).exists()] == []
 
 
-def test_demo_output_shown_is_that_of_its_first_step(tmp_path):
+def test_demo_output_shown_is_that_of_its_first_step(tmp_path, capsys):
     """The whole demo takes minutes; its first step does not depend on how many follow, nor on the number of processes."""
     shown = next(line for line in block("text", "yelp_demo").splitlines() if line.startswith("step 1/500"))
-    said = python("-m", "hftune.run", "recipe=yelp_demo", "train.max_steps=1", "task.max_eval_samples=8", folder=tmp_path)
-    assert said.returncode == 0, said.stderr
-    step = next(line for line in (said.stdout + said.stderr).splitlines() if line.startswith("step 1/1"))
+    hftune.train(Recipe.load("yelp_demo", "train.max_steps=1", "task.max_eval_samples=8", f"output_dir={tmp_path}"))
+    step = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1/1"))
     assert columns(step).items() >= columns(shown.removesuffix(" ...")).items()
 
 
