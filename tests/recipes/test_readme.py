@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [*{tuple(command): command for command in commands(README)}.values()]
 COMING = {  # links to what other branches add; drop a name once its file is there
-    *("LICENSE", "CITATION.cff", "CONTRIBUTING.md"),
     *(f"docs/recipes/{name}.md" for name in ("yelp", "bigbird", "mnist", "restoration", "wikitext2")),
     *(
         f"docs/{name}.md"
@@ -108,7 +107,7 @@ def check_own_model(run, folder, monkeypatch, capsys):
     assert cli.main(["evaluate", "recipe=out0/recipe.yaml", "--trust-code", "--output", "again.json"]) == 0
     assert json.loads(Path("again.json").read_text())["metrics"]["accuracy"] == run.result["best"]["value"]
     assert cli.main(["predict", "out0", "--text", "x", "--trust-code"]) == 2
-    wanting = "moons.Moons does not answer inputs. Give it a method answer(model, inputs)."
+    wanting = "moons.Moons cannot predict from raw inputs. Give it a method predict(model, inputs)."
     assert wanting in capsys.readouterr().err
     loaded = hftune.load_model("out0", "cpu", trust_code=True)
     assert loaded.model(torch.zeros(1, 2)).shape == (1, 2)
@@ -156,7 +155,7 @@ def test_command_is_understood_and_its_recipe_is_accepted(command, tmp_path, mon
         name, words = found
         options = cli.parse([name, *prepare(words, README)])
         if words := getattr(options, "words", []):
-            Recipe.from_argv(words).check()
+            Recipe.from_argv(words).validate()
 
 
 def check_other(command):
