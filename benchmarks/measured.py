@@ -1,4 +1,4 @@
-"""Write the table of measurements in docs/benchmarks.md from the result files in benchmarks/results, so that no figure in it is typed in.
+"""Write the table in docs/benchmarks.md from the result files in benchmarks/results, so that no figure in it is typed in.
 
     python benchmarks/measured.py
 

@@ -1,6 +1,7 @@
 """The reference of all recipe keys, taken from the dataclasses and the docstring below each field. Imports nothing heavy.
 
-``python -m hftune.config.reference`` prints it; ``make docs`` writes it to docs/configuration.md; ``--help train`` shows one section.
+``python -m hftune.config.reference`` prints it; ``make docs`` writes it to docs/configuration.md; ``--help train`` shows one
+section.
 """
 
 from __future__ import annotations

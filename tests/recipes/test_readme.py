@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,10 @@ import torch
 
 import hftune
 from hftune import ConfigError, Recipe, cli
-from hftune.config.shipped_files import config_names
-from tests.support.commands import commands, hftune_words, launch_config, prepare
 from tests.support.runs import Run, environment
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-COMMANDS = [*{tuple(command): command for command in commands(README)}.values()]
-COMING = {  # links to what other branches add; drop a name once its file is there
-    *(f"docs/recipes/{name}.md" for name in ("yelp", "bigbird", "mnist", "restoration", "wikitext2")),
-    *(
-        f"docs/{name}.md"
-        for name in ("index", "quickstart", "own-data", "own-task", "concepts", "configuration", "output-folder")
-    ),
-    *(f"docs/{name}.md" for name in ("resume-and-failures", "launching", "tracking", "plan-and-doctor", "troubleshooting")),
-    *(f"docs/{name}.md" for name in ("benchmarks", "architecture", "api")),
-}
 
 
 def block(language, first_word):
@@ -45,12 +32,6 @@ def python(*arguments, folder, **extra):
 def test_readme_is_a_door_and_no_manual():
     assert len(README.splitlines()) <= 180
     assert any("make demo" in line for line in README.splitlines()[:40])
-
-
-def test_every_link_leads_somewhere():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
-    assert len(links) > 20
-    assert [path for path in links if path not in COMING and not (ROOT / path).exists()] == []
 
 
 def test_demo_output_shown_is_that_of_its_first_step(tmp_path, capsys):
@@ -130,54 +111,3 @@ def test_refusal_is_the_one_shown(tmp_path):
     assert said.returncode == 2
     for line, expected in zip(said.stderr.splitlines(), shown[1:], strict=True):
         assert line.startswith(expected.strip("\n")[4:].removesuffix("..."))
-
-
-def test_many_commands_are_found():
-    """The tests below take what they find; this one would miss a page that is read wrongly."""
-    found = {name for command in COMMANDS if (name := (hftune_words(command) or [""])[0])}
-    assert {"train", "doctor", "configs", "predict", "plan", "recipes", "show"} <= found
-    assert len(COMMANDS) > 10
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(command)[:100] for command in COMMANDS])
-def test_command_is_understood_and_its_recipe_is_accepted(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "moons", raising=False)
-    for name in re.findall(r"\w+\.jsonl", README):  # the files that a recipe in the README names
-        Path(name).touch()
-    if (config := launch_config(command)) is not None:
-        assert config in config_names()
-    found = hftune_words(command)
-    if found is None:
-        check_other(command)
-    elif found[1]:  # given, not only spoken of
-        name, words = found
-        options = cli.parse([name, *prepare(words, README)])
-        if words := getattr(options, "words", []):
-            Recipe.from_argv(words).validate()
-
-
-def check_other(command):
-    """What is no command of hftune: a target of make, or what pip installs."""
-    if command[0] == "make":
-        makefile = (ROOT / "Makefile").read_text()
-        assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in command[1:])
-    elif command[0] == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        asked = [extra for word in command for found in re.findall(r"\[([\w,]+)\]", word) for extra in found.split(",")]
-        assert set(asked) <= {*extras}
-
-
-CHEAP = {"configs", "recipes", "show"}
-
-
-def test_commands_that_take_no_time_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    ran = []
-    for command in COMMANDS:
-        name, words = hftune_words(command) or ("", [])
-        if name in CHEAP:
-            assert cli.main([name, *prepare(words, README)]) == 0, capsys.readouterr().err
-            ran.append(name)
-    assert {*ran} == CHEAP
