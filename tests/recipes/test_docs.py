@@ -164,6 +164,32 @@ def test_kubernetes_job_starts_a_recipe_that_is_accepted_and_is_the_examples():
     assert containers(text) == containers((ROOT / "examples/kubernetes/two_machines.yaml").read_text())
 
 
+# Architecture
+
+
+def cells(heading, column):
+    """The words between backticks in one column of the tables below a heading of docs/architecture.md, by row."""
+    section = PAGES["docs/architecture.md"].partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    return [re.findall(r"`([^`]+)`", row[column]) for row in rows]
+
+
+def test_architecture_names_every_file_and_package_at_the_root_once():
+    inside = [path for path in (ROOT / "hftune").iterdir() if path.name != "__pycache__"]
+    code = [f"{path.name}/" if path.is_dir() else path.name for path in inside if path.is_dir() or path.suffix == ".py"]
+    assert sorted(name for row in cells("The packages", 1) for name in row) == sorted(code)
+
+
+def test_no_import_leads_up_in_the_table_of_layers():
+    layer = {name: index for index, row in enumerate(cells("Layers", 1)) for name in row}
+    for path in sorted((ROOT / "hftune").rglob("*.py")):
+        room = path.relative_to(ROOT / "hftune").parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            if room != "__init__" and (module or "").startswith("hftune."):
+                assert layer[room] <= layer[module.split(".")[1]], f"{path.relative_to(ROOT)} imports {module}"
+
+
 # Keys
 
 SECTIONS = {name for name in reference.SECTIONS if name} | {"task"}
