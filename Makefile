@@ -29,7 +29,7 @@ bench: $(VENV)/.installed
 measured: $(VENV)/.installed
 	$(BIN)/python benchmarks/measured.py
 
-# constraints.txt pins every version. The demo needs the package alone; tests and benchmarks need 63 packages more (pyspark, mlflow, ...).
+# constraints.txt pins every version. The demo needs the package alone; tests and benchmarks need 77 packages more (pyspark, mlflow, ...).
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV). On Linux the package index may give torch with CUDA, gigabytes of it: to get the small CPU"
@@ -42,8 +42,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-docs: $(VENV)/.installed
-	$(BIN)/python -m hftune.config.reference > docs/recipes.md
+# The site, in site/; open site/index.html. Neither building nor reading it needs a network.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m hftune.config.reference > docs/configuration.md
+	$(BIN)/zensical build --config-file mkdocs.yml --strict --clean
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
 
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .ruff_cache
+	rm -rf $(VENV) outputs site .pytest_cache .ruff_cache

@@ -1,9 +1,9 @@
-"""Write README's table of measurements from the result files in benchmarks/results, so that no figure in it is typed in.
+"""Write the table in docs/benchmarks.md from the result files in benchmarks/results, so that no figure in it is typed in.
 
     python benchmarks/measured.py
 
 A figure is marked if its script, or a file that the script imports, has changed since it was measured, and if it was taken over
-from an older README instead of measured into a result file.
+from an earlier README instead of measured into a result file.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ NOTES = {
 
 
 def main() -> None:
-    readme = HERE.parent / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(with_section(text, section(RESULTS, HERE)), encoding="utf-8")
+    page = HERE.parent / "docs" / "benchmarks.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(with_section(text, section(RESULTS, HERE)), encoding="utf-8")
 
 
-def with_section(readme: str, content: str) -> str:
-    """Return README's text with ``content`` between the two comments.
+def with_section(page: str, content: str) -> str:
+    """Return the text of the page with ``content`` between the two comments.
 
     Raises:
         ValueError: the comments are not both there, once each and in this order.
     """
-    if not (readme.count(START) == readme.count(END) == 1 and readme.index(START) < readme.index(END)):
-        raise ValueError(f"README.md needs the lines {START!r} and {END!r}, once each and in this order.")
-    before, _, rest = readme.partition(START)
+    if not (page.count(START) == page.count(END) == 1 and page.index(START) < page.index(END)):
+        raise ValueError(f"docs/benchmarks.md needs the lines {START!r} and {END!r}, once each and in this order.")
+    before, _, rest = page.partition(START)
     return f"{before}{START}\n\n{content}\n\n{END}{rest.partition(END)[2]}"
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: --smoke and --output, the table on the terminal, and the result file for README's table.
+"""What every benchmark shares: --smoke and --output, the table on the terminal, and the result file for docs/benchmarks.md.
 
 Not run by itself; knows no benchmark, and imports no torch before a result is written.
 """
@@ -54,7 +54,7 @@ def save(script: str, options: argparse.Namespace, tables: Sequence[Mapping[str,
         script: the script's ``__file__``.
         options: what ``parse_options`` returned. Paths are written without their folders.
         tables: what ``print_table`` returned.
-        measured: rows of README's table: what was measured, and its figure.
+        measured: rows of the table in docs/benchmarks.md: what was measured, and its figure.
     """
     path = options.output or (None if options.smoke else RESULTS / f"{Path(script).stem}.json")
     if path is None:

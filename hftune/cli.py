@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--processes", type=int, default=1, help="that would train, on all machines (default %(default)s)")
     command.add_argument("--gpus-per-machine", type=int, help="processes of one machine (default: all of them)")
     command.add_argument("--device", choices=("cpu", "cuda"), help="to estimate memory for (default: what this machine has)")
-    command.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md lists its keys")
+    command.add_argument("--json", action="store_true", help="print one JSON object; docs/plan-and-doctor.md lists its keys")
 
     command = commands.add_parser("predict", help="answer texts or images with a trained model, such as a title for an article")
     command.set_defaults(command=predict)

@@ -1,6 +1,7 @@
 """The reference of all recipe keys, taken from the dataclasses and the docstring below each field. Imports nothing heavy.
 
-``python -m hftune.config.reference`` prints it; ``make docs`` writes it to docs/recipes.md; ``--help train`` shows one section.
+``python -m hftune.config.reference`` prints it; ``make docs`` writes it to docs/configuration.md; ``--help train`` shows one
+section.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 from itertools import pairwise
 
@@ -64,17 +66,37 @@ def _columns(section: str, type_: type) -> str:
 
 def markdown() -> str:
     """Return the whole reference as a page."""
-    pages = ["# Recipe keys\n\nGenerated from the code by `make docs`.\n"]
+    pages = [INTRODUCTION]
     for name, type_ in SECTIONS.items():
         pages.append(_page(f"`{name}`" if name else "Top level", f"{name}." if name else "", type_))
-    pages += [_page(f"`task` with `task.type: {kind}`", "task.", type_) for kind, type_ in task_types().items()]
+    pages += [_page(f"`task`: {kind}", "task.", type_) for kind, type_ in task_types().items()]
     return "\n".join(pages)
 
 
+INTRODUCTION = """# Configuration
+
+Every key of a recipe with its default. Any of them can be set in a recipe file or on the command line, as
+`train.lr=3e-5`. `python -m hftune.run --help train` prints one section in the terminal.
+
+This page is generated from the code by `make docs`.
+"""
+
+
 def _page(title: str, prefix: str, type_: type) -> str:
-    rows = [f"| `{prefix}{key}` | `{default}` | {text.replace('|', chr(92) + '|')} |" for key, default, text in fields(type_)]
-    intro = inspect.cleandoc(type_.__doc__ or "")
-    return "\n".join([f"## {title}\n", f"{intro}\n", "| key | default | |", "|---|---|---|", *rows, ""])
+    rows = [f"| `{prefix}{key}` | `{default}` | {_cell(text)} |" for key, default, text in fields(type_)]
+    intro = _escape(inspect.cleandoc(type_.__doc__ or ""))
+    return "\n".join([f"## {title}\n", f"{intro}\n", "| key | default | description |", "|---|---|---|", *rows, ""])
+
+
+def _cell(text: str) -> str:
+    """Put a docstring on one line: a newline would end the row of the table."""
+    return _escape(" ".join(text.split())).replace("|", r"\|")
+
+
+def _escape(text: str) -> str:
+    """Keep Markdown from reading <recipe> as HTML and ** as bold, outside of backticks."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;").replace("*", r"\*") for part in parts)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,14 @@ def check_faults(cells):
     assert "train.speed is not a key" in cells.rows[0]["last words"]
 
 
+def check_figure(cells):
+    hftune, trainer = cells.rows[:2], cells.rows[2:]
+    assert [row["processes"] for row in hftune] == [row["processes"] for row in trainer] == ["1", "2"]
+    assert hftune[0]["first loss logged"] == hftune[1]["first loss logged"]
+    assert all(number(row["furthest from 1"]) < 1e-5 for row in hftune)
+    assert number(trainer[1]["first loss logged"]) == pytest.approx(2 * number(trainer[0]["first loss logged"]), rel=5e-2)
+
+
 def check_gpu(cells):
     padded, plan = cells.rows
     assert number(plan["padding"]) < number(padded["padding"]) < 100

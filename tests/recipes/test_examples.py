@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 import hftune
 from hftune import Recipe, cli, train
-from tests.support.commands import hftune_words
+from tests.support.pages import hftune_words
 from tests.support.runs import Run, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

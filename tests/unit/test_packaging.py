@@ -58,7 +58,13 @@ def test_sdist_holds_what_its_tests_and_its_readers_need(tmp_path):
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {*FILES, "hftune/py.typed", "examples/README.md", "Makefile", "constraints.txt", "pyproject.toml"} <= names
-    assert {"recipes/yelp.yaml", "accelerate_configs/4gpu.yaml", "tests/conftest.py", "docs/recipes.md"} <= names
+    assert {
+        "recipes/yelp.yaml",
+        "accelerate_configs/4gpu.yaml",
+        "tests/conftest.py",
+        "docs/configuration.md",
+        "mkdocs.yml",
+    } <= names
     assert {".github/workflows/check.yml", ".pre-commit-config.yaml", "Dockerfile", ".dockerignore"} <= names
 
 

@@ -300,7 +300,7 @@ def test_every_key_is_documented(tmp_path):
     plan["pipeline"] = {field.name: None for field in fields(PipelinePlan)}
     keys = {f"{name}.{key}" for name, part in plan.items() if isinstance(part, dict) for key in part} | {"pipeline"}
     keys |= {name for name, part in plan.items() if not isinstance(part, dict)}
-    table = [line for line in (ROOT / "docs/plan.md").read_text().splitlines() if line.startswith("| `")]
+    table = [line for line in (ROOT / "docs/plan-and-doctor.md").read_text().splitlines() if line.startswith("| `")]
     assert {key for line in table for key in re.findall(r"`([\w.]+)`", line.split("|")[1])} == keys
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,30 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_page_is_up_to_date():
-    assert (ROOT / "docs" / "recipes.md").read_text() == reference.markdown(), "run: make docs"
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference.markdown(), "run: make docs"
+
+
+def test_every_row_of_the_page_has_three_cells():
+    rows = [line for line in reference.markdown().splitlines() if line.startswith("|")]
+    keys = sum(len(reference.fields(type_)) for type_ in [*reference.SECTIONS.values(), *reference.task_types().values()])
+    assert len(rows) == keys + 2 * (len(reference.SECTIONS) + len(reference.task_types()))
+    assert all(row.endswith(" |") or set(row) == {"|", "-"} for row in rows)
+    assert all(len(row.replace(r"\|", "").strip("|").split("|")) == 3 for row in rows)
+
+
+@dataclass
+class Odd:
+    """Below <here>."""
+
+    key: int = 0
+    """Over <two>
+    lines, 2**32 | `a*b<c`."""
+
+
+def test_what_markdown_would_read_as_its_own_is_escaped():
+    page = reference._page("Odd", "odd.", Odd)
+    assert "Below &lt;here>." in page
+    assert page.splitlines()[-1] == r"| `odd.key` | `0` | Over &lt;two> lines, 2\*\*32 \| `a*b<c`. |"
 
 
 @pytest.mark.parametrize("type_", [*reference.SECTIONS.values(), *reference.task_types().values()])

@@ -1,12 +1,21 @@
-"""Finds the commands that README.md and docs/*.md show, and prepares the files that these name."""
+"""Reads README.md and the pages of docs/: commands, blocks of code, links, headings; prepares the files that commands name."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+"""Text by path."""
 STARTS = ("hftune", "python", "accelerate", "torchrun", "make", "pip", "sbatch")
 MODULES = ("hftune.run", "hftune.cli", "hftune.doctor", "hftune.spark", "hftune.config.reference")
 SYNOPSIS = re.compile(r"\[--|\[section|\[recipe|\b(?!RUN_ID)[A-Z]=|<")
@@ -28,7 +37,7 @@ def commands(text: str) -> Iterator[list[str]]:
     lines += [" ".join(line.split()) for line in inline if " " in line]
     lines += [comment.split(maxsplit=2)[2] for comment in comments if len(comment.split()) > 2 and comment.startswith("# ")]
     for line in lines:
-        line = line.strip().removeprefix("$ ")
+        line = re.sub(r"\s#\s.*", "", line.strip().removeprefix("$ "))
         first = line.partition(" ")[0]
         if first in STARTS and not SYNOPSIS.search(line) and not re.match(r"hftune doctor \d", line):
             words = shlex.split(line, comments=True)
@@ -75,6 +84,9 @@ def prepare(words: list[str], page: str) -> list[str]:
             Path(value).touch()
         elif key == "task.data_dir":
             Path(value).mkdir(exist_ok=True)
+            if "task.dataset=idx" in words:
+                for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+                    (Path(value) / f"{name}-ubyte").touch()
         elif key == "task.vocabulary":
             Path(value).mkdir(exist_ok=True)
             (Path(value) / "vocab.txt").touch()
@@ -87,15 +99,64 @@ def prepare(words: list[str], page: str) -> list[str]:
 
 def _write_recipe(value: str, page: str) -> None:
     from hftune import Recipe
+    from hftune.config.shipped_files import recipe_names
 
     path = Path(value)
     if path.suffix != ".yaml" or path.exists():
         return
     if path.parts[0] == "outputs":  # what a run of that name has written
+        own, name = Path(f"{path.parent.name}.yaml"), path.parent.name
+        _write_recipe(str(own), page)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(Recipe.load(path.parent.name).to_yaml())
+        source = own if own.is_file() else name if name in recipe_names() else "yelp_demo"
+        path.write_text(Recipe.load(source).to_yaml())
         return
     for name in (path.name, f"{path.stem}.py"):
         for block in re.findall(r"```(?:yaml|python)\n(.*?)```", page, flags=re.DOTALL):
             if block.startswith(f"# {name}"):
                 Path(name).write_text(block)
+    if path.exists():
+        files = (yaml.safe_load(path.read_text()).get("task") or {}).get("data_files") or {}
+        for file in files.values():
+            Path(file).touch()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of code in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def runnable(text: str) -> list[str]:
+    """Return the blocks of Python that stand below the comment ``<!-- runs -->``."""
+    return re.findall(r"^<!-- runs -->\n+```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """Return a page without its fenced blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def inline(text: str) -> list[str]:
+    """Return what stands between backticks, outside of blocks."""
+    return [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def links(text: str) -> list[str]:
+    """Return the targets of the links and images that lead to no other host."""
+    found = re.findall(r"\]\(([^()\s]+)\)", re.sub(r"`[^`]*`", "``", prose(text)))
+    return [target for target in found if "://" not in target and not target.startswith("mailto:")]
+
+
+def anchors(text: str) -> set[str]:
+    """Return what links may point to in a page, as the site and as GitHub name its headings, where both agree."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose(text), flags=re.MULTILINE)
+    return {_site_anchor(heading) for heading in headings} & {_github_anchor(heading) for heading in headings}
+
+
+def _site_anchor(heading: str) -> str:
+    plain = unicodedata.normalize("NFKD", heading.replace("`", "")).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def _github_anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")

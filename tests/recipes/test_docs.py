@@ -1,0 +1,344 @@
+"""The pages of docs/ and the README say what is so: links, commands, keys, messages and code are taken from them and tried."""
+
+import ast
+import inspect
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hftune
+from hftune import Recipe, Task, cli, spark
+from hftune.config import reference
+from hftune.config.shipped_files import config_names
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    commands,
+    hftune_words,
+    inline,
+    launch_config,
+    links,
+    prepare,
+    runnable,
+)
+
+COMMANDS = [(page, command) for page, text in PAGES.items() for command in commands(text)]
+SITE = {path: text for path, text in PAGES.items() if path.startswith("docs/")}
+
+
+def test_much_is_found():
+    """The tests below take what they find; this one would miss a page that is read wrongly."""
+    found = {name for _, command in COMMANDS if (name := (hftune_words(command) or [""])[0])}
+    assert {"train", "doctor", "configs", "predict", "evaluate", "plan", "slurm", "vocab", "audit", "spark", "show"} <= found
+    assert len(COMMANDS) > 80
+    assert sum(len(links(text)) for text in PAGES.values()) > 60
+    assert sum(len(KEY.findall(" ".join(inline(text)))) for text in PAGES.values()) > 100
+    assert len(QUOTES) > 30
+
+
+# Links and files
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in links(PAGES[page]):
+        path, _, anchor = target.partition("#")
+        found = (ROOT / page).parent / path if path else ROOT / page
+        assert found.exists(), f"{page}: {target}"
+        if anchor:
+            text = PAGES[found.resolve().relative_to(ROOT).as_posix()]
+            assert anchor in anchors(text), f"{page}: {target} is not one of {sorted(anchors(text))}"
+
+
+@pytest.mark.parametrize("page", SITE)
+def test_links_of_the_site_stay_within_it(page):
+    for target in links(SITE[page]):
+        found = ((ROOT / page).parent / target.partition("#")[0]).resolve()
+        assert found.is_relative_to(ROOT / "docs"), f"{page}: the site does not have {target}; put the path between backticks"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_repository_that_are_named_exist(page):
+    for word in inline(PAGES[page]):
+        if re.fullmatch(r"(hftune|tests|benchmarks|examples|accelerate_configs|docs)/[\w./-]*", word):
+            assert (ROOT / word).exists(), f"{page}: {word}"
+
+
+def test_every_page_is_in_the_navigation_once():
+    def files(entry):
+        return [entry] if isinstance(entry, str) else [file for part in entry for title in part for file in files(part[title])]
+
+    listed = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(path.removeprefix("docs/") for path in SITE)
+
+
+# Commands
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in COMMANDS])
+def test_command_is_understood_and_its_recipe_is_accepted(page, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("moons", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if (config := launch_config(command)) is not None:
+        assert config in config_names()
+    found = hftune_words(command)
+    if found is None:
+        return check_other(command)
+    name, words = found
+    if not words:  # spoken of, not given
+        return None
+    words = prepare(words, PAGES[page])
+    if name in ("evaluate", "plan") and not any(word.startswith("recipe=") for word in words):
+        words.insert(0, "recipe=yelp_demo")
+    if name == "train" and words[0] in ("--help", "-h"):
+        assert all(reference.section_text(section) for section in words[1:])
+        return None
+    if name == "spark":
+        words = spark.parser().parse_known_args(words)[1]
+    elif name != "reference":
+        options = cli.parse([name, *words])
+        words = getattr(options, "words", [])
+    if words:
+        Recipe.from_argv(words).validate()
+    return None
+
+
+def check_other(command):
+    """What is no command of hftune: a target of make, what pip installs, a script."""
+    if command[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in command[1:])
+    elif command[0] == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        asked = [extra for word in command for found in re.findall(r"\[([\w,]+)\]", word) for extra in found.split(",")]
+        assert set(asked) <= {*extras}
+    elif command[0] == "python" and command[1].endswith(".py"):
+        assert (ROOT / command[1]).is_file()
+
+
+CHEAP = {"configs", "recipes", "show", "slurm"}
+
+
+def test_commands_that_take_no_time_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for page, command in COMMANDS:
+        name, words = hftune_words(command) or ("", [])
+        if name in CHEAP and (words or name in ("configs", "recipes")):
+            assert cli.main([name, *prepare(words, PAGES[page])]) == 0, capsys.readouterr().err
+            (tmp_path / "2node.yaml").unlink(missing_ok=True)
+            (tmp_path / "4gpu.yaml").unlink(missing_ok=True)
+            ran.append(name)
+    assert {*ran} == CHEAP
+
+
+def test_refusal_shown_is_the_one_given(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (shown,) = [block for block in blocks(PAGES["docs/quickstart.md"], "console") if "hftune: Recipe" in block]
+    command, *lines = shown.splitlines()
+    assert cli.main(command.removeprefix("$ hftune ").split()) == 2
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_kubernetes_job_starts_a_recipe_that_is_accepted_and_is_the_examples():
+    (text,) = [block for block in blocks(PAGES["docs/launching.md"], "yaml") if "kind: Job" in block]
+
+    def containers(manifest):
+        (job,) = [part for part in yaml.safe_load_all(manifest) if part["kind"] == "Job"]
+        spec = job["spec"]["template"]["spec"]
+        return [part["command"] for part in (*spec["initContainers"], *spec["containers"])]
+
+    words = containers(text)[-1]
+    Recipe.from_argv(words[words.index("hftune.run") + 1 :]).validate()
+    assert containers(text) == containers((ROOT / "examples/kubernetes/two_machines.yaml").read_text())
+
+
+# Architecture
+
+
+def cells(heading, column):
+    """The words between backticks in one column of the tables below a heading of docs/architecture.md, by row."""
+    section = PAGES["docs/architecture.md"].partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    return [re.findall(r"`([^`]+)`", row[column]) for row in rows]
+
+
+def test_architecture_names_every_file_and_package_at_the_root_once():
+    inside = [path for path in (ROOT / "hftune").iterdir() if path.name != "__pycache__"]
+    code = [f"{path.name}/" if path.is_dir() else path.name for path in inside if path.is_dir() or path.suffix == ".py"]
+    assert sorted(name for row in cells("The packages", 1) for name in row) == sorted(code)
+
+
+def test_no_import_leads_up_in_the_table_of_layers():
+    layer = {name: index for index, row in enumerate(cells("Layers", 1)) for name in row}
+    for path in sorted((ROOT / "hftune").rglob("*.py")):
+        room = path.relative_to(ROOT / "hftune").parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            if room != "__init__" and (module or "").startswith("hftune."):
+                assert layer[room] <= layer[module.split(".")[1]], f"{path.relative_to(ROOT)} imports {module}"
+
+
+# Keys
+
+SECTIONS = {name for name in reference.SECTIONS if name} | {"task"}
+KEY = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z_][\w.]*)")
+MAPPINGS = {"task.model_config", "task.generation", "task.network_args", "task.data_files", "task.augmentation"}
+FILES = (".py", ".yaml", ".json", ".jsonl", ".csv", ".txt", ".md")
+
+
+def known_keys():
+    sections = {name: [type_] for name, type_ in reference.SECTIONS.items() if name}
+    sections["task"] = [*reference.task_types().values()]
+    found = {f"{name}.{key}" for name, types in sections.items() for type_ in types for key, _, _ in reference.fields(type_)}
+    return found | {"task.type"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_between_backticks_exist(page):
+    known = known_keys()
+    for word in inline(PAGES[page]):
+        for key in KEY.findall(word):
+            if not key.endswith(FILES) and ".".join(key.split(".")[:2]) not in MAPPINGS:
+                assert key in known, f"{page}: {key}"
+
+
+# Messages
+
+QUOTES = re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], flags=re.MULTILINE)
+NOT_OURS = {"CUDA out of memory"}
+"""Messages of other libraries."""
+
+
+@pytest.fixture(scope="module")
+def messages():
+    """All texts of the source; what an f-string puts in is left out."""
+    found = []
+    for path in sorted((ROOT / "hftune").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("\0".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values))
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+    return found
+
+
+@pytest.mark.parametrize("quote", [quote for quote in QUOTES if quote not in NOT_OURS])
+def test_message_that_troubleshooting_quotes_is_one_of_hftunes(quote, messages):
+    for fragment in map(str.strip, quote.split("...")):
+        assert any(fragment in text for text in messages), (
+            f"{fragment!r} is in no message any more: change docs/troubleshooting.md"
+        )
+
+
+# Python
+
+PYTHON = [(page, block) for page, text in PAGES.items() for block in blocks(text, "python")]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{page}: {code.splitlines()[0][:60]}" for page, code in PYTHON])
+def test_python_compiles(page, code):
+    compile(code, page, "exec")
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{page}: {code.splitlines()[0][:60]}" for page, code in PYTHON])
+def test_recipes_that_python_loads_are_accepted(page, code):
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Recipe.load":
+            Recipe.load(*map(ast.literal_eval, node.args)).validate()
+
+
+def test_own_task_of_the_page_is_the_readmes():
+    page, readme = (
+        next(code for code in blocks(PAGES[path], "python") if code.startswith("# moons.py"))
+        for path in ("docs/own-task.md", "README.md")
+    )
+    assert ast.dump(ast.parse(page)) == ast.dump(ast.parse(readme))
+
+
+def test_methods_of_a_task_are_listed_with_their_arguments():
+    cells = re.findall(r"^\| (`.+?`) \|", PAGES["docs/own-task.md"], flags=re.MULTILINE)
+    listed = {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
+    public = {name: item for name, item in vars(Task).items() if not name.startswith("_")}
+    own = {
+        f"{name}({', '.join([*inspect.signature(item).parameters][1:])})" if inspect.isfunction(item) else name
+        for name, item in public.items()
+    }
+    assert listed == own - {"augments", "code_fields"}
+
+
+def test_api_page_names_what_can_be_imported_and_leaves_out_no_public_name():
+    names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/api.md"], flags=re.MULTILINE)
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(import_module(module), attribute), name
+    assert {f"hftune.{name}" for name in hftune.__all__} <= {*names}
+
+
+RUNNABLE = [(page, block) for page, text in PAGES.items() for block in runnable(text)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "code"), RUNNABLE, ids=[page for page, _ in RUNNABLE])
+def test_python_that_is_marked_to_run_runs(page, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for other in blocks(PAGES[page], "python"):  # files that it builds on
+        if name := re.match(r"# (\w+)\.py\b", other):
+            (tmp_path / f"{name[1]}.py").write_text(other)
+            monkeypatch.delitem(sys.modules, name[1], raising=False)
+    (tmp_path / "page_code.py").write_text(code)
+    runpy.run_path("page_code.py", run_name="page_code")
+
+
+# The site
+
+
+class External(HTMLParser):
+    """Collects what a browser would fetch from elsewhere to show a page; links that a reader clicks are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        if tag == "a" or (tag == "link" and values.get("rel") in ("canonical", "prev", "next")):
+            return
+        for name in ("href", "src", "srcset", "data"):
+            if re.match(r"(https?:)?//", values.get(name) or ""):
+                self.found.append((tag, values[name]))
+
+
+@pytest.mark.slow
+def test_site_is_built_strictly_and_fetches_nothing(tmp_path):
+    for name in ("docs", "hftune"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    command = [Path(sys.executable).parent / "zensical", "build", "--config-file", "mkdocs.yml", "--strict", "--clean"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stdout + said.stderr
+    pages = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    assert {path.removeprefix("docs/").replace(".md", ".html") for path in SITE} <= pages.keys()
+    for name, text in pages.items():
+        parser = External()
+        parser.feed(text)
+        assert not parser.found, f"{name} fetches {parser.found}"
+        assert 'class="mermaid"' not in text, f"{name}: the theme fetches mermaid from the network"
+    for style in (tmp_path / "site").rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import", style.read_text()), f"{style.name} fetches from the network"
+    assert "trust_code" in pages["api.html"], "the API page has no signatures"
