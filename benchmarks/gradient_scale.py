@@ -103,17 +103,17 @@ def measure(options: argparse.Namespace) -> None:
 
 def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     """Return loss and gradient norm (before clipping) of hftune's first step. Collective."""
-    from hftune.build import build_model, plan_batches
-    from hftune.distributed.accelerator import start_accelerator
+    from hftune.build import build_model, choose_strategy, plan_batches
+    from hftune.distributed.session import Session
     from hftune.optim import build_optimizer
-    from hftune.strategies.data_parallel import DataParallel
 
     model = build_model(recipe)
-    strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
-    strategy.prepare(model, build_optimizer(model, recipe.train))
-    batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
-    report = strategy.forward_backward(batch, recipe.seed, step=0)
-    return report.loss, strategy.clip_grad_norm(recipe.train.clip_norm)
+    with Session(recipe) as session:
+        strategy = choose_strategy(session.join(), recipe, session.progress)
+        strategy.prepare(model, build_optimizer(model, recipe.train))
+        batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+        report = strategy.forward_backward(batch, recipe.seed, step=0)
+        return report.loss, strategy.clip_grad_norm(recipe.train.clip_norm)
 
 
 def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, float]:

@@ -33,8 +33,8 @@ from record import parse_options, print_table, save
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.build import build_model, choose_strategy, load_datasets, plan_batches
 from hftune.config import Recipe
-from hftune.distributed.accelerator import on_cpu, start_accelerator
-from hftune.distributed.progress import Progress
+from hftune.distributed.accelerator import on_cpu
+from hftune.distributed.session import Session
 from hftune.optim import build_optimizer
 from hftune.planning.pipeline import survey_pipelines
 from hftune.planning.plan import make_plan, survey
@@ -144,24 +144,25 @@ def measure(name: str, size: dict[str, int], smoke: bool) -> int:
     hide_progress_bars()
     tiny, recipe = recipe_of(name, TINY, smoke), recipe_of(name, size, smoke)
     datasets = {id(one): load_datasets(one)["train"] for one in (tiny, recipe)}
-    accelerator = start_accelerator(recipe.train)
-    batches = plan_batches(recipe, datasets[id(recipe)])
-    steps = heavy_steps(recipe, batches, accelerator.num_processes)
-    for one in (tiny, recipe):
-        gc.collect()
-        before = reset_peak()
-        strategy = choose_strategy(accelerator, one, Progress())
-        model = build_model(one)
-        strategy.prepare(model, build_optimizer(model, one.train))
-        strategy.rehearse(datasets[id(one)], steps[0][0])
-        for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, 0, num_workers=0)):
-            strategy.forward_backward(batch, one.seed, step)
-            strategy.clip_grad_norm(1.0)
-            strategy.optimizer_step(1e-5)
-        peak = read_peak() - before
-        del strategy, model, batch
-        accelerator.free_memory()
-    return peak
+    with Session(recipe) as session:
+        accelerator = session.join()
+        batches = plan_batches(recipe, datasets[id(recipe)])
+        steps = heavy_steps(recipe, batches, accelerator.num_processes)
+        for one in (tiny, recipe):
+            gc.collect()
+            before = reset_peak()
+            strategy = choose_strategy(accelerator, one, session.progress)
+            model = build_model(one)
+            strategy.prepare(model, build_optimizer(model, one.train))
+            strategy.rehearse(datasets[id(one)], steps[0][0])
+            for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, 0, num_workers=0)):
+                strategy.forward_backward(batch, one.seed, step)
+                strategy.clip_grad_norm(1.0)
+                strategy.optimizer_step(1e-5)
+            peak = read_peak() - before
+            del strategy, model, batch
+            accelerator.free_memory()
+        return peak
 
 
 def heavy_steps(recipe: Recipe, batches: BatchPlan, num_processes: int) -> list[list[MicroBatch]]:
