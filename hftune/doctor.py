@@ -2,7 +2,7 @@
 
 Alone it looks at the machine. Under ``accelerate launch`` or ``torchrun`` it joins the group as training would, compares the
 processes and measures the network between them. Every finding says what, where, and what to do.
-Exit codes: 0 fit (there may be notices); 1 something would fail; 2 the recipe cannot be trained on.
+Exit codes: 0 fit (there may be notes); 1 something would fail; 2 the recipe cannot be trained.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hftune.config import Recipe
 from hftune.distributed.accelerator import check_writable
 from hftune.distributed.consistency import check_same, data_digests, fingerprint
 from hftune.distributed.network import outward_interfaces, own_addresses, resolve
-from hftune.distributed.preflight import check_environment, number
+from hftune.distributed.preflight import check_environment
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.rendezvous_backend import PORT, owner_of
 from hftune.distributed.session import Session
@@ -68,7 +68,7 @@ class Finding:
 
 
 def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
-    """Look at everything that training needs of this machine. What cannot even be looked at is a fault of its own."""
+    """Look at everything that training needs of this machine. An examination that fails is itself a fault."""
     examinations: dict[str, Callable[[], Finding | Iterable[Finding]]] = {
         "machine": _machine,
         "Python": lambda: Finding("Python", f"{platform.python_version()}, hftune {__version__}"),
@@ -103,7 +103,7 @@ def _machine() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare what is installed with the range that hftune was written for."""
+    """Compare the installed versions with the ranges that hftune requires."""
     fit, extras = [], []
     for requirement in map(Requirement, requires("hftune") or []):
         if requirement.marker is not None:
@@ -117,7 +117,7 @@ def _packages() -> Iterator[Finding]:
             (fit if requirement.name in SHOWN_PACKAGES else extras).append(f"{requirement.name} {here}")
         else:
             yield Finding("packages", f"{requirement.name} {here}", FAULT, f'pip install "{requirement}"')
-    yield Finding("packages", f"{', '.join(fit)}; {len(extras)} more in their range")
+    yield Finding("packages", f"{', '.join(fit)}; {len(extras)} more within range")
 
 
 SHOWN_PACKAGES = ("torch", "accelerate", "transformers", "datasets")
@@ -130,7 +130,7 @@ def _gpus() -> Iterator[Finding]:
         elif shutil.which("nvidia-smi") and torch.version.cuda is None:
             yield Finding("GPUs", f"torch {torch.__version__} is built without CUDA", FAULT, "install the build for GPUs")
         elif shutil.which("nvidia-smi"):
-            yield Finding("GPUs", "torch finds none", FAULT, "is the driver up, and new enough for this torch (nvidia-smi)?")
+            yield Finding("GPUs", "torch finds no GPU", FAULT, "is the driver up, and new enough for this torch (nvidia-smi)?")
         else:
             yield Finding("GPUs", "none: training runs on CPUs, over Gloo")
         return
@@ -154,7 +154,7 @@ def _backends() -> Finding:
 def _launcher() -> Finding:
     if any(point.name == "hftune" for point in entry_points(group="torchrun.handlers")):
         return Finding("launcher", f"accelerate {version('accelerate')} finds rdzv_backend hftune")
-    return Finding("launcher", "rdzv_backend hftune is not registered", FAULT, "pip install hftune again (2node.yaml needs it)")
+    return Finding("launcher", "rdzv_backend hftune is not registered", FAULT, "reinstall hftune (2node.yaml needs it)")
 
 
 def _cache() -> Iterable[Finding]:
@@ -163,7 +163,7 @@ def _cache() -> Iterable[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     found = [_disk("disk, cache", Path(folder), "HF_HOME") for folder in (HF_DATASETS_CACHE, HF_HUB_CACHE)]
-    return {finding.level: finding for finding in found}.values()  # mostly there is one thing to say of both
+    return {finding.level: finding for finding in found}.values()  # usually one finding covers both
 
 
 def _disk(what: str, folder: Path, setting: str) -> Finding:
@@ -171,7 +171,7 @@ def _disk(what: str, folder: Path, setting: str) -> Finding:
     if not os.access(there, os.W_OK | os.X_OK):
         return Finding(what, f"{folder} cannot be written ({there})", FAULT, f"set {setting} to another folder")
     free = shutil.disk_usage(there).free / GIB
-    todo = "a checkpoint has three times the model's size, and two are kept" if free < 10 else ""
+    todo = "a checkpoint is three times the model's size, and two are kept" if free < 10 else ""
     return Finding(what, f"{folder}: {free:.0f} GiB free", NOTICE if todo else OK, todo)
 
 
@@ -189,15 +189,16 @@ def _open_files() -> Finding:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = math.inf if soft == resource.RLIM_INFINITY else soft
-    found = "without a limit" if soft == math.inf else f"at most {soft:,}"
-    if soft < (needed := files_needed(number("WORLD_SIZE"))):
-        what = f"{found}, and {number('WORLD_SIZE')} processes need {needed:,} in the main machine's launcher"
+    found = "unlimited" if soft == math.inf else f"at most {soft:,}"
+    world_size = ProcessInfo.from_environment().world_size
+    if soft < (needed := files_needed(world_size)):
+        what = f"{found}, and {world_size} processes need {needed:,} in the main machine's launcher"
         return Finding("open files", what, FAULT, "ulimit -n 65536 before the launcher is started")
     return Finding("open files", found, NOTICE if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
 
 
 def files_needed(num_processes: int) -> int:
-    """Return how many files the launcher that holds the store has open: two connections a process, and what all have.
+    """Return how many open files the launcher that holds the store needs: two connections a process, and some of its own.
 
     A process that talks to all others over Gloo needs no more.
     """
@@ -211,8 +212,8 @@ def _network() -> Finding:
     except ConfigError:
         means = None
     if not outward_interfaces():
-        return Finding("network", addresses, NOTICE, "no interface but the loopback: this machine can only train alone")
-    said = f"{addresses}; the name {host} means {means or 'nothing'}"
+        return Finding("network", addresses, NOTICE, "no interface except loopback: this machine can only train alone")
+    said = f"{addresses}; the name {host} resolves to {means or 'nothing'}"
     return Finding("network", said)
 
 
@@ -223,8 +224,8 @@ def _port() -> Finding:
             probe.bind(("", PORT))
         except OSError as error:
             taken = f"{PORT}: {error.strerror}{owner_of(PORT)}"
-            return Finding("port", taken, NOTICE, "it is the configurations' own; give another: --main_process_port")
-    return Finding("port", f"{PORT} is free; it has no password: open it, as those above 32768, to the job's machines alone")
+            return Finding("port", taken, NOTICE, "the shipped configs use it; choose another with --main_process_port")
+    return Finding("port", f"{PORT} is free; it has no password: open it, and ports above 32768, to the job's machines only")
 
 
 def _hub() -> Finding:
@@ -257,7 +258,7 @@ def _wandb() -> Finding:
     netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - Path's raises where there is no HOME
     has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
     todo = "" if has_key else "track.with=[wandb] needs `wandb login`, or WANDB_MODE=offline"
-    return Finding("W&B", "a key is there" if has_key else "no key", OK if has_key else NOTICE, todo)
+    return Finding("W&B", "key found" if has_key else "no key", OK if has_key else NOTICE, todo)
 
 
 # The group
@@ -338,7 +339,7 @@ def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
     Source: Cristian (1989), "Probabilistic clock synchronization": the round with the shortest way counts.
     """
     best = (float("inf"), 0.0)
-    first = [strategy.process_index] if number("LOCAL_RANK") == 0 else []
+    first = [strategy.process_index] if ProcessInfo.from_environment().local_rank == 0 else []
     for rank in strategy.broadcast(strategy.gather_to_main(first)):
         if rank == 0:
             continue
@@ -376,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
             recipe.validate()
         check_environment()
         found = [*examine_machine(Path(recipe.output_dir) if recipe else Path("outputs"))]
-        if number("WORLD_SIZE") > 1:
+        if ProcessInfo.from_environment().world_size > 1:
             return _join(recipe, found)
         if recipe is not None:
             with Session(recipe) as session:

@@ -65,7 +65,7 @@ def test_a_taken_port_names_who_has_it():
         finally:
             doctor.PORT = old
     assert finding.level == NOTICE and finding.found.startswith(f"{port}: Address already in use (")
-    assert finding.todo == "it is the configurations' own; give another: --main_process_port"
+    assert finding.todo == "the shipped configs use it; choose another with --main_process_port"
 
 
 def test_a_small_disk_and_little_shared_memory_are_notices(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_missing_rendezvous_backend_is_a_fault(monkeypatch):
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     (finding,) = found("launcher")
     assert finding == Finding(
-        "launcher", "rdzv_backend hftune is not registered", FAULT, "pip install hftune again (2node.yaml needs it)"
+        "launcher", "rdzv_backend hftune is not registered", FAULT, "reinstall hftune (2node.yaml needs it)"
     )
 
 
