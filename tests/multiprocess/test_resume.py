@@ -638,9 +638,9 @@ def test_audit_command_says_what_it_proves(unbroken, tmp_path, capsys):
     folder = unbroken[2]["dropout"].folder
     assert cli.main(["audit", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "  began on 2 processes",
-        f"{folder}: 14 steps, 200 samples, 2 whole epochs.",
-        "Every step used the samples of its plan, each exactly once an epoch.",
+        "  started on 2 processes",
+        f"{folder}: 14 steps, 200 samples, 2 complete epochs.",
+        "Every step used the samples of its plan, each exactly once per epoch.",
     ]
     whole = (folder / "ledger.jsonl").read_text().splitlines()
     (tmp_path / "ledger.jsonl").write_text("\n".join(whole[:5] + whole[6:]) + "\n")

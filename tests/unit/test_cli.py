@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
+from hftune.commands.evaluate_output import check_output
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.preflight import launch_options
 from hftune.launchers.slurm import time_s
@@ -41,8 +42,8 @@ def test_version_is_printed(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"hftune {__version__}\n"
 
 
-def test_nothing_to_answer(capsys, tmp_path):
-    assert refused(capsys, "predict", tmp_path) == "Nothing to answer: give --text, --text-file or --input."
+def test_predicting_without_an_input_is_refused(capsys, tmp_path):
+    assert refused(capsys, "predict", tmp_path) == "There is no input. Give --text, --text-file or --input."
 
 
 def test_file_that_is_not_there_or_not_utf8(capsys, tmp_path):
@@ -68,7 +69,7 @@ def test_folder_that_holds_no_run(capsys, tmp_path):
     )
 
 
-def test_task_that_answers_nothing(capsys, tmp_path):
+def test_task_that_cannot_predict_from_raw_inputs(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: {type: tests.support.tasks.Tagging}\n")
     (tmp_path / "model").mkdir()
     assert refused(capsys, "predict", tmp_path, "--text", "x", "--trust-code") == (
@@ -150,7 +151,7 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "4gpus") == (
         f"4gpus: there is no such launch configuration. Did you mean '4gpu'? Shipped: {shipped}."
     )
-    assert refused(capsys, "configs", "--copy") == f"--copy what? Name a launch configuration: {shipped}."
+    assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
 COMMANDS = "train, recipes, show, plan, predict, evaluate, configs, slurm, audit, doctor, vocab"
@@ -161,8 +162,8 @@ COMMANDS = "train, recipes, show, plan, predict, evaluate, configs, slurm, audit
     [
         ("evaluat recipe=yelp", " Did you mean 'evaluate'?"),
         ("run recipe=yelp", " Did you mean 'train'?"),
-        ("recipe=yelp train.lr=1", " To train, say: hftune train recipe=yelp train.lr=1"),
-        ("yelp train.lr=1", " To train, say: hftune train recipe=yelp train.lr=1"),
+        ("recipe=yelp train.lr=1", " To train: hftune train recipe=yelp train.lr=1"),
+        ("yelp train.lr=1", " To train: hftune train recipe=yelp train.lr=1"),
         ("xyz", ""),
     ],
 )
@@ -240,7 +241,7 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
 def test_output_that_can_be_written_is_left_as_it_was(tmp_path):
     (tmp_path / "old.json").write_text("mine")
     for name in ("old.json", "new.json"):
-        cli.check_output(tmp_path / name)
+        check_output(tmp_path / name)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "mine")]
 
 
