@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from hftune.atomic import atomic_path
 from hftune.errors import ConfigError, TrainingError
 
 
@@ -39,26 +40,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Do the same with a text that comes piece by piece."""
-    fresh = path.with_name(f".{path.name}.writing")
-    with fresh.open("w", encoding="utf-8") as file:
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(lines)
-    flush(fresh)
-    fresh.replace(path)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's or a folder's contents are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def flush_folder(folder: Path) -> None:
-    """Wait until all that lies in a folder is on the disk."""
-    for path in [*sorted(folder.rglob("*")), folder]:
-        flush(path)
 
 
 def sha256_of(path: Path) -> str:

@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hftune.checkpoints.atomic_files import flush, flush_folder, sha256_of
+from hftune.atomic import atomic_path, flush, restore
+from hftune.checkpoints.atomic_files import sha256_of
 
 FORMAT = 1
 """Version of the layout. A newer one is refused, older ones are read as long as this says so."""
@@ -175,32 +176,15 @@ class Checkpointer:
     def _write(
         self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
     ) -> None:
-        fresh = self.folder / f".step_{step:08d}.writing"
         try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            for name, group in tensors.items():
-                save_file(dict(group), fresh / f"{name}.safetensors")
-            (fresh / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
-            (fresh / "recipe.yaml").write_text(recipe, encoding="utf-8")
-            files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(fresh.iterdir())}
-            manifest = {"format": FORMAT, "step": step, "files": files}
-            manifest["sha256"] = _digest(manifest)
-            (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            flush_folder(fresh)
-            for path in logs:
-                flush(path)
-            final = path_of(self.folder, step)
-            old = final.with_name(f".{final.name}.replaced")
-            if final.exists():  # one of the same step, before its evaluation; or a broken one
-                final.rename(old)
-            fresh.rename(final)
-            flush(self.folder)
-            shutil.rmtree(old, ignore_errors=True)
+            with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
+                folder.mkdir(parents=True)
+                _write_files(folder, step, tensors, progress, recipe)
+                for path in logs:
+                    flush(path)
             self.failure, self.last = None, step
             self._prune(step, best_step)
-        except Exception as error:  # whatever it is, training goes on, and the main thread tells of it
-            shutil.rmtree(fresh, ignore_errors=True)
+        except Exception as error:  # whatever it is, training continues, and the main thread reports it
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
     def _prune(self, newest_step: int, best_step: int | None) -> None:
@@ -215,6 +199,17 @@ class Checkpointer:
                 _remove(path_of(self.folder, step))
 
 
+def _write_files(folder: Path, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str) -> None:
+    for name, group in tensors.items():
+        save_file(dict(group), folder / f"{name}.safetensors")
+    (folder / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    manifest["sha256"] = _digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
 def _remove(path: Path) -> None:
     """Remove a checkpoint; it loses its name first, so that no kill leaves a part of one under it."""
     if path.exists():
@@ -225,9 +220,7 @@ def _remove(path: Path) -> None:
 def tidy(folder: Path) -> None:
     """Undo or finish what a kill left: checkpoints half written or half removed go, one that was set aside comes back."""
     for path in folder.glob(".step_*.replaced"):
-        final = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
-        if not final.exists():
-            path.rename(final)
-    for kind in ("writing", "removed", "replaced"):
+        restore(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
+    for kind in ("writing", "removed"):
         for path in folder.glob(f".step_*.{kind}"):
             shutil.rmtree(path, ignore_errors=True)

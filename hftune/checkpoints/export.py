@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hftune.checkpoints.atomic_files import flush, flush_folder, named_where_it_fails
+from hftune.atomic import atomic_path, restore, set_aside
+from hftune.checkpoints.atomic_files import named_where_it_fails
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -23,38 +23,27 @@ TRIES = 3
 
 
 def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Write the model to a temporary name, flush it to disk, then rename: a kill never leaves half a model.
+    """Write the model, in place of an earlier export: a kill leaves the one or the other, never a part. Main process only.
 
-    Replaces an earlier export. Main process only. ``about`` goes into the folder, so that no kill comes between the two.
+    Args:
+        about: goes into the folder, so that model and score are replaced together.
 
     Raises:
         TrainingError: it could not be written; the earlier export stays.
     """
-    fresh, old = directory.with_name(f".{directory.name}.writing"), directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(fresh, ignore_errors=True)
-    with named_where_it_fails(directory):
-        fresh.mkdir(parents=True)
-        task.save(model, fresh)
+    with named_where_it_fails(directory), atomic_path(directory) as temporary:
+        temporary.mkdir(parents=True)
+        task.save(model, temporary)
         if about is not None:
-            (fresh / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
-        flush_folder(fresh)
-        restore_export(directory)
-        if directory.exists():
-            directory.rename(old)
-        fresh.rename(directory)
-        flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
+            (temporary / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def restore_export(directory: Path) -> None:
-    """Finish or undo what a kill between the two renames of ``export`` left: the earlier model gets its name back.
+    """Give the earlier model its name back if a kill interrupted ``export`` between its two renames.
 
     Only for the process that holds the output folder: see ``readable`` for the others.
     """
-    old = directory.with_name(f".{directory.name}.replaced")
-    if old.exists() and not directory.exists():
-        old.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    restore(directory)
 
 
 def read_about(directory: Path) -> dict[str, Any]:
@@ -65,8 +54,8 @@ def read_about(directory: Path) -> dict[str, Any]:
 
 def readable(directory: Path) -> Path:
     """Return where a model is: between the two renames, or after a kill there, it has another name. Changes nothing."""
-    old = directory.with_name(f".{directory.name}.replaced")
-    return old if not directory.exists() and old.is_dir() else directory
+    earlier = set_aside(directory)
+    return earlier if not directory.exists() and earlier.is_dir() else directory
 
 
 def read(directory: Path, load: Callable[[Path], Any]) -> Any:

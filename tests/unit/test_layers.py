@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
-errors
+errors  atomic
 task  metrics  batch_plan
 config
 data
