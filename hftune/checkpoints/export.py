@@ -1,4 +1,4 @@
-"""Writes the finished model that ``from_pretrained`` loads. Knows no training; what resumes it is a checkpoint."""
+"""Writes the finished model that ``from_pretrained`` loads. Independent of training, which resumes from checkpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 ABOUT = "hftune.json"
-"""File in an exported model: of which step it is, and how it scored."""
+"""File in an exported model: its step and its score."""
 TRIES = 3
-"""Of reading a model that is replaced meanwhile."""
+"""Attempts to read a model that may be replaced at the same time."""
 
 
 def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, Any] | None = None) -> None:
@@ -29,7 +29,7 @@ def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, An
         about: goes into the folder, so that model and score are replaced together.
 
     Raises:
-        TrainingError: it could not be written; the earlier export stays.
+        TrainingError: it cannot be written. The earlier export stays.
     """
     with named_where_it_fails(directory), atomic_path(directory) as temporary:
         temporary.mkdir(parents=True)
@@ -47,19 +47,19 @@ def restore_export(directory: Path) -> None:
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """Return what ``export`` was told about the model; nothing where it was told nothing."""
+    """Return the ``about`` of an exported model; empty if it has none."""
     path = directory / ABOUT
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def readable(directory: Path) -> Path:
-    """Return where a model is: between the two renames, or after a kill there, it has another name. Changes nothing."""
+    """Return the path of a model; between the two renames, or after a kill there, it has a different one. Changes nothing."""
     earlier = set_aside(directory)
     return earlier if not directory.exists() and earlier.is_dir() else directory
 
 
 def read(directory: Path, load: Callable[[Path], Any]) -> Any:
-    """Load a model that a run may replace at any moment; once more where it did so meanwhile."""
+    """Load a model that a run may replace at any moment. Try again if it was replaced while it was read."""
     for attempt in range(1, TRIES + 1):
         path = readable(directory)
         before = _identity(path)
