@@ -43,10 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     print_any_character()
     try:
-        options = parse(argv)
-        code = options.run(options)
-        sys.stdout.flush()
-        return code
+        try:
+            options = parse(argv)
+            return options.run(options)
+        finally:  # --help exits from parse
+            sys.stdout.flush()
     except (ConfigError, DataError) as error:
         print(f"hftune: {error}", file=sys.stderr)
         return 2
@@ -100,7 +101,9 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"hftune {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, purpose) in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose.partition(". ")[0], description=f"{purpose[0].upper()}{purpose[1:]}")
+        summary, description = purpose.partition(". ")[0], f"{purpose[0].upper()}{purpose[1:]}"
+        # "resolve" lets train have a --help of its own.
+        command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return root

@@ -28,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a table of the metrics. Under a launcher every process calls it."""
-    from hftune.run import fail
+    from hftune.run import fail, outlive_readers
 
+    outlive_readers()
     if options.trust_code:
         find_modules_here()
     try:
