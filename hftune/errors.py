@@ -1,4 +1,4 @@
-"""The ways a run can be refused or stopped, and how their messages spell values, types and the nearest valid name."""
+"""Errors that refuse or stop a run, and functions that format values, types and the nearest valid name in their messages."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class ConfigError(ValueError):
     def _text(self) -> str:
         if len(self.problems) == 1:
             return self.problems[0]
-        where = f"Recipe {self.recipe!r}" if self.recipe else "The recipe"
-        return "\n  ".join([f"{where} has {len(self.problems)} problems:", *self.problems])
+        name = f"Recipe {self.recipe!r}" if self.recipe else "The recipe"
+        return "\n  ".join([f"{name} has {len(self.problems)} problems:", *self.problems])
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on: a wrong column, an empty text, a label out of range. Names split and row."""
+    """Data that cannot be trained on, such as a wrong column, an empty text or a label out of range. Names split and row."""
 
 
 class TrainingError(RuntimeError):
-    """Training that had to stop, such as a loss that is not finite. Names step, process and samples."""
+    """Training that had to stop, for example because the loss is not finite. Names step, process and samples."""
 
 
 class Interrupted(RuntimeError):
-    """Training that was asked to stop, by a signal, and can go on. Says from where, and how."""
+    """Training that a signal asked to stop. It can resume; the message says from which step, and how."""
 
 
 class ElsewhereError(TrainingError):
-    """Another process failed, which reports it; this one has to stop with it. The message is that report."""
+    """A different process failed, so this one has to stop, too. The message is the report of the failed process."""
 
 
 _KINDS = {
@@ -51,22 +51,22 @@ _KINDS = {
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the choice most like ``value``, or nothing where none is alike."""
+    """Return " Did you mean 'x'?" for the choice that is most similar to ``value``, or "" if none is similar."""
     if not isinstance(value, str):
         return ""
-    near = difflib.get_close_matches(value.lower(), list(choices), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    nearest = difflib.get_close_matches(value.lower(), list(choices), n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def format_value(value: Any) -> str:
-    """Spell a value as recipes do where Python differs: null, true, [a, b]."""
+    """Format a value as recipes write it, which differs from Python for null, true and [a, b]."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(format_value, value))}]"
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
 
 
 def type_problem(hint: Any, value: Any, default: Any = None) -> str:
-    """Say that ``value`` does not fit the type ``hint``, and what would: "is not a number, such as 5e-05."."""
+    """Describe how ``value`` does not match the type ``hint``: "is not a number, such as 5e-05."."""
     if get_origin(hint) is Literal:
         return f"is not one of {', '.join(get_args(hint))}.{did_you_mean(value, get_args(hint))}"
     parts = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
@@ -77,7 +77,7 @@ def type_problem(hint: Any, value: Any, default: Any = None) -> str:
 
 
 def holds(kind: type, hint: Any) -> bool:
-    """Say whether a type is ``kind``, or a union or list with it: holds(str, list[str])."""
+    """Return whether a type is ``kind``, or a union or list that contains it: holds(str, list[str])."""
     return (get_origin(hint) or hint) is kind or any(
         holds(kind, part) for part in get_args(hint) if isinstance(part, type) or get_args(part)
     )

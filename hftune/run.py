@@ -1,24 +1,27 @@
 """``accelerate launch -m hftune.run recipe=<name> [section.key=value ...]``: from arguments to an exit code.
 
-Exit codes: 0 all done and saved; 2 the recipe or the data cannot be trained on; 1 training failed; 75 a signal stopped it after
-a checkpoint, and the same command goes on; 130 interrupted at once.
+Exit codes: 0 training finished and everything was saved; 1 training failed; 2 the recipe or the data cannot be trained on;
+75 a signal stopped training after a checkpoint, and the same command resumes it; 130 interrupted immediately.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hftune import __version__
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
 from hftune.distributed.preflight import check_environment, number
+from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.errors import TrainingError
+from hftune.errors import TrainingError, did_you_mean
 from hftune.tracking.console import print_any_character
 
 if TYPE_CHECKING:
@@ -29,27 +32,28 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
   accelerate launch [--config_file F] -m hftune.run recipe=NAME [section.key=value ...]
   torchrun --nproc_per_node N         -m hftune.run recipe=NAME [section.key=value ...]
   python                              -m hftune.run recipe=NAME [section.key=value ...]
-  hftune train [--processes N] recipe=NAME ...    the same; N processes of this machine
+  hftune train [--processes N] recipe=NAME ...    the same, with N processes on this machine
 
   recipe=NAME        a shipped recipe: {", ".join(recipe_names())}
-  recipe=PATH.yaml   your own; `base: NAME` in it builds on another one, whose sections and mappings are merged with it;
-                     `replace: [task.model_config]` takes over nothing of that key
+  recipe=PATH.yaml   your own recipe. `base: NAME` in it names the recipe that it extends: sections and mappings are merged.
+                     `replace: [task.model_config]` discards the base's value of that key instead of merging it.
 
-  task.*    what is learned: model, dataset, columns        task.max_length=256
-  train.*   epochs, batch_size (global), lr, schedule, ...  train.lr=3e-5 train.micro_batch_size=4
-  eval.*    when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
-  track.*   dashboards                                      track.with=[wandb]
-  checkpoint.*  how often to save what a run goes on from   checkpoint.every=200
-  parallel.*  pipeline stages                               parallel.pipeline_stages=2
-  seed, output_dir, resume                                  output_dir=outputs/mine resume=never
+  task.*        model, dataset, columns                         task.max_length=256
+  train.*       epochs, global batch_size, lr, schedule, ...    train.lr=3e-5 train.micro_batch_size=4
+  eval.*        when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
+  track.*       trackers: wandb, mlflow, tensorboard            track.with=[wandb]
+  checkpoint.*  how often to save a checkpoint, how many stay   checkpoint.every=200
+  parallel.*    pipeline stages                                 parallel.pipeline_stages=2
+  seed, output_dir, resume                                      output_dir=outputs/mine resume=never
 
---help train (task, eval, checkpoint, parallel, track) lists the keys of a section with their defaults.
-A key that does not exist is refused with the nearest one that does."""
+--help SECTION, such as --help train or --help task, lists the keys of a section with their defaults.
+Unknown keys are rejected, with the nearest valid name."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit code. Every process of the job calls it."""
+    """Run the command line and return its exit code. Every process of the job calls it."""
     print_any_character()
+    outlive_readers()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(help_text(argv[1:]))
@@ -60,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         recipe = Recipe.from_argv(argv)
         recipe.validate()
         check_environment()
-        say_start(recipe)
-        from hftune.training import train  # only now: a mistyped key should not wait for torch
+        announce(recipe)
+        from hftune.training import train  # imports torch: only once the recipe is known to be valid
 
         train(recipe)
     except (Exception, KeyboardInterrupt) as error:
@@ -69,12 +73,43 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def say_start(recipe: Recipe) -> None:
-    """Print the first line, on the main process: importing the libraries takes seconds, on a cold disk a minute."""
-    if os.environ.get("RANK", "0") == "0":
-        count = os.environ.get("WORLD_SIZE") or "1"
-        processes = "1 process" if count == "1" else f"{count} processes"
+def announce(recipe: Recipe) -> None:
+    """Print the first line, on the main process: importing the libraries takes seconds, or a minute on a cold disk."""
+    info = ProcessInfo.from_environment()
+    if info.is_main:
+        processes = "1 process" if info.world_size == 1 else f"{info.world_size} processes"
         print(f"hftune {__version__}: recipe {recipe.recipe}, {processes}; loading libraries ...", flush=True)
+
+
+class _OptionalOutput(io.FileIO):
+    """A file descriptor that discards what is written after its reader has gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            if self.fileno() == 1:
+                with suppress(OSError):
+                    print("hftune: nobody reads the output any more; the run continues.", file=sys.stderr, flush=True)
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Let this run continue if the reader of its output goes, as in ``hftune train ... | head``.
+
+    Hours of training are worth more than their log, which is in metrics.jsonl, too.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):  # a notebook's, a test's, or done already
+            continue
+        stream.flush()
+        raw = _OptionalOutput(stream.fileno(), "w", closefd=False)
+        options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        buffer = raw if stream.write_through else io.BufferedWriter(raw)
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, **options))
 
 
 def help_text(sections: list[str]) -> str:
@@ -83,33 +118,35 @@ def help_text(sections: list[str]) -> str:
         return HELP
     from hftune.config.reference import section_text
 
+    known = ("task", "train", "eval", "checkpoint", "parallel", "track")
     return "\n\n".join(
-        section_text(name) or f"{name} is not a section: task, train, eval, checkpoint, parallel, track." for name in sections
+        section_text(name) or f"{name} is not a section. Sections: {', '.join(known)}.{did_you_mean(name, known)}"
+        for name in sections
     )
 
 
 def fail(error: BaseException) -> int:
-    """Say what went wrong, here and in the launcher's own last words, once on each machine; return the exit code."""
+    """Report an error here and to the launcher, once per node. Return the exit code."""
     if not hasattr(error, "report") and number("GROUP_WORLD_SIZE") > 1:
-        # From before training, which gives one to the errors that leave it. Other machines may have come further, and wait.
+        # It occurred before training, which attaches a report. Processes on other nodes may be ahead of this one, and waiting.
         with suppress(type(error), TrainingError), Heartbeat(Progress(), dead_after_s=60, stall_after_s=None):
             raise error
     report = getattr(error, "report", None)
     if report is None:
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        is_first = ProcessInfo.from_environment().local_rank == 0
         text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()
         kind = type(error).__name__
         report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error), kind=kind)
     if report.is_spoken_here:
         say_last(report.text, report.kind)
-    elif report.code not in (INTERRUPTED, STOPPED):  # which end all by themselves
-        time.sleep(PATIENCE_S)  # a launcher ends the whole group as soon as any process ends: the one that speaks
+    elif report.code not in (INTERRUPTED, STOPPED):  # then every process ends without help
+        time.sleep(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
     return report.code
 
 
 def leave(code: int) -> None:
-    """Exit; at once where many processes failed, as their broken group may hang or abort at the interpreter's own end."""
-    if code and number("WORLD_SIZE") > 1:
+    """Exit. After a failure among several processes, skip the interpreter's shutdown: their group may hang in it."""
+    if code and ProcessInfo.from_environment().world_size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -154,6 +154,7 @@ def shared_folder(recipe: Recipe) -> Iterator[Path]:
     from hftune.distributed.accelerator import check_writable
 
     check_writable(Path(recipe.output_dir))
+    Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".spark-", dir=recipe.output_dir))
     try:
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")

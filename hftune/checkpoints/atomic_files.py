@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there at all, and who may write them. Knows neither models nor training."""
+"""Writes output files in one go, reports write errors, and locks a folder against other runs. Independent of training."""
 
 from __future__ import annotations
 
@@ -12,85 +12,80 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from hftune.atomic import atomic_path
 from hftune.errors import ConfigError, TrainingError
 
 
 @contextmanager
 def named_where_it_fails(path: Path) -> Iterator[None]:
-    """Turn an error of the disk into one that says what could not be written, and what is safe.
+    """Turn a write error into one that names the path and says what is safe.
 
     Raises:
-        TrainingError: where the block fails to write.
+        TrainingError: the block fails to write.
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by a name of its own
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk with its own exception
         reason = getattr(error, "strerror", None) or str(error)
         raise TrainingError(
-            f"{path} cannot be written: {reason}. What was saved before is whole. Make room or set it right; then resume=auto "
-            "goes on from the newest checkpoint."
+            f"{path} cannot be written: {reason}. Earlier checkpoints are intact. Free disk space or fix permissions; then "
+            "resume=auto continues from the newest checkpoint."
         ) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's text in one go."""
+    """Replace the text of a file in one go."""
     write_lines(path, [text])
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Do the same with a text that comes piece by piece."""
-    fresh = path.with_name(f".{path.name}.writing")
-    with fresh.open("w", encoding="utf-8") as file:
+    """Replace the text of a file in one go by lines that are produced one at a time."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(lines)
-    flush(fresh)
-    fresh.replace(path)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's or a folder's contents are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def flush_folder(folder: Path) -> None:
-    """Wait until all that lies in a folder is on the disk."""
-    for path in [*sorted(folder.rglob("*")), folder]:
-        flush(path)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's contents, in hexadecimal."""
+    """Return the SHA-256 of the contents of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process as long as it lives; the system gives it back when the process dies.
+    """Lock a folder for this process. The system releases the lock if the process dies.
+
+    The folder is created if necessary, and removed again if the block leaves nothing in it.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process has the lock, or the file system has no locks; or the folder cannot be created.
     """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be created: {error.strerror}. Set output_dir=... to a different folder."
+        ) from error
     lock, owner = FileLock(folder / ".lock"), folder / ".owner"
     try:
         lock.acquire(timeout=0)
-    except OSError as error:  # a Timeout is one as well
+    except OSError as error:  # Timeout is a subclass
         if not isinstance(error, Timeout):
             raise ConfigError(
                 f"output_dir={folder} is on a file system without file locks ({error.strerror or error}), which keep two runs "
-                "out of one folder. Set output_dir=... to a folder on another one, and copy it afterwards."
+                "out of one folder. Set output_dir=... to a folder on a different file system, and copy it afterwards."
             ) from error
-        who = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
+        user = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
         raise ConfigError(
-            f"output_dir={folder} is in use by {who}. Wait for that run to end, or set output_dir=... to another folder. If it "
-            f"has ended for certain (its machine was lost, say), remove {folder / '.lock'}."
+            f"output_dir={folder} is in use by {user}. Wait for that run to end, or set output_dir=... to a different folder. "
+            f"If that process no longer exists (its machine was lost, for example), remove {folder / '.lock'}."
         ) from None
     try:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     finally:
         owner.unlink(missing_ok=True)
+        if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+            (folder / ".lock").unlink()  # before the release: filelock tries again if the file it has locked was removed
+            folder.rmdir()
         lock.release()

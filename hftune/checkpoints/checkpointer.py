@@ -1,13 +1,13 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped. Knows no process but the main one, and no loop.
+"""Checkpoints: everything a run needs to resume as if it had never stopped. Main process only; independent of the loop.
 
 A checkpoint is a folder, ``checkpoints/step_00000120``:
 
-- ``model.safetensors``, ``optimizer.safetensors``: tensors under their parameters' names, whatever the number of processes.
-- ``progress.json``: the loop's state and what else is no tensor. ``recipe.yaml``: the recipe.
-- ``manifest.json``: the format's version, size and SHA-256 of every file, and its own.
+- ``model.safetensors``, ``optimizer.safetensors``: tensors by parameter name, independent of the number of processes.
+- ``progress.json``: the state of the loop and everything else that is not a tensor. ``recipe.yaml``: the recipe.
+- ``manifest.json``: the format version, size and SHA-256 of every file, and its own SHA-256.
 
-It is written under another name, flushed to disk and renamed: what carries the final name is whole. Nothing in it is ever
-executed: tensors are safetensors, the rest is JSON.
+It is written under a temporary name, flushed to disk and renamed: a folder with the final name is complete. Nothing in it is
+ever executed: tensors are safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hftune.checkpoints.atomic_files import flush, flush_folder, sha256_of
+from hftune.atomic import atomic_path, flush, restore
+from hftune.checkpoints.atomic_files import sha256_of
 
 FORMAT = 1
-"""Version of the layout. A newer one is refused, older ones are read as long as this says so."""
+"""Version of the layout. Newer ones are refused; older ones are read."""
 
 PROGRESS = ("state", "values", "digests", "run_ids", "micro_batch_size")
-"""What training must find in ``progress.json``."""
+"""Keys that training needs in ``progress.json``."""
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """Groups of tensors by name: {"model": {...}, "optimizer": {...}}; each group is a file."""
 
 
 class BrokenCheckpoint(ValueError):
-    """A checkpoint that does not verify. Says which file, and how it differs from what was written."""
+    """A checkpoint that does not verify. Names the file, and how it differs from what was written."""
 
 
 @dataclass
@@ -49,36 +50,36 @@ class Checkpoint:
     path: Path
     step: int
     progress: dict[str, Any]
-    """What ``progress.json`` holds."""
+    """Contents of ``progress.json``."""
     tensors: dict[str, dict[str, Tensor]]
     """On the CPU, by file and name."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify a checkpoint to the last byte.
+    """Read a checkpoint and verify every byte of it.
 
     Raises:
-        BrokenCheckpoint: a file is missing or has other contents, or this version of hftune cannot read it.
+        BrokenCheckpoint: a file is missing or has changed, or this version of hftune cannot read it.
     """
     manifest = _manifest(path)
     if not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("step"), int):
-        raise BrokenCheckpoint("manifest.json lists no files and no step: hftune did not write it")
-    for name, written in manifest["files"].items():
+        raise BrokenCheckpoint("manifest.json lists no files or no step: hftune did not write it")
+    for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise BrokenCheckpoint(f"{name} is missing")
-        if not isinstance(written, dict) or not {"bytes", "sha256"} <= written.keys():
-            raise BrokenCheckpoint(f"manifest.json does not say what {name} holds: hftune did not write it")
-        if (size := file.stat().st_size) != written["bytes"]:
-            raise BrokenCheckpoint(f"{name} has {size:,} bytes where {written['bytes']:,} were written")
-        if sha256_of(file) != written["sha256"]:
-            raise BrokenCheckpoint(f"{name} has other contents than were written (SHA-256)")
+        if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
+            raise BrokenCheckpoint(f"manifest.json gives no size and SHA-256 for {name}: hftune did not write it")
+        if (size := file.stat().st_size) != expected["bytes"]:
+            raise BrokenCheckpoint(f"{name} has {size:,} bytes instead of the {expected['bytes']:,} that were written")
+        if sha256_of(file) != expected["sha256"]:
+            raise BrokenCheckpoint(f"{name} has changed since it was written (its SHA-256 differs)")
     tensors = {}
     for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
         try:
             tensors[file.stem] = load_file(file)
         except SafetensorError as error:
-            raise BrokenCheckpoint(f"{file.name} is no safetensors file ({error})") from error
+            raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
     return Checkpoint(path, manifest["step"], _progress(path), tensors)
 
 
@@ -98,15 +99,15 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise BrokenCheckpoint("manifest.json is missing")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        own = manifest.pop("sha256")
+        digest = manifest.pop("sha256")
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"manifest.json cannot be read ({type(error).__name__})") from error
     if manifest.get("format", 0) > FORMAT:
         raise BrokenCheckpoint(
-            f"it has format {manifest['format']}, and this hftune reads formats up to {FORMAT}: a newer hftune wrote it"
+            f"its format is {manifest['format']}, and this hftune reads formats up to {FORMAT}: a newer hftune wrote it"
         )
-    if own != _digest(manifest):
-        raise BrokenCheckpoint("manifest.json has other contents than were written (SHA-256)")
+    if digest != _digest(manifest):
+        raise BrokenCheckpoint("manifest.json has changed since it was written (its SHA-256 differs)")
     return manifest
 
 
@@ -115,18 +116,18 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def steps(folder: Path) -> list[int]:
-    """List the steps whose checkpoints lie in a folder, ascending; whole or not."""
-    found = (re.fullmatch(r"step_(\d{8,})", path.name) for path in folder.glob("step_*"))
-    return sorted(int(match[1]) for match in found if match)
+    """List the steps of the checkpoints in a folder, ascending. They are not verified."""
+    matches = (re.fullmatch(r"step_(\d{8,})", path.name) for path in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
+    """Return the path of a step's checkpoint."""
     return folder / f"step_{step:08d}"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint that verifies, and why each newer one was skipped."""
+    """Return the newest checkpoint that verifies, and the reason for skipping each newer one."""
     skipped = []
     for step in reversed(steps(folder)):
         path = path_of(folder, step)
@@ -139,21 +140,21 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 @dataclass
 class Checkpointer:
-    """Writes checkpoints off the training thread, one at a time. Main process only.
+    """Writes checkpoints in a background thread, one at a time. Main process only.
 
-    The ``keep`` newest and the one of the best step stay; older ones go once a newer one is whole, so there is never none.
+    The ``keep`` newest and the one of the best step are kept. An older one is removed only after a newer one is complete.
     """
 
     folder: Path
     keep: int
     failure: str | None = None
-    """Why the last checkpoint could not be written, until the next one is."""
+    """Why the last checkpoint could not be written; None again after the next one."""
     last: int | None = None
     """Step of the last one that was written."""
     _writer: threading.Thread | None = field(default=None, repr=False)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is whole, or has failed."""
+        """Wait until the checkpoint in progress is complete or has failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -161,52 +162,35 @@ class Checkpointer:
     def write(
         self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
     ) -> None:
-        """Begin to write a checkpoint; ``tensors`` must not change until ``wait`` returns.
+        """Start writing a checkpoint; ``tensors`` must not change until ``wait`` returns.
 
         Args:
-            logs: files that grow with the run, flushed to disk before the checkpoint gets its name.
+            logs: files that grow with the run, flushed to disk before the checkpoint gets its final name.
         """
         self.wait()
         arguments = (step, tensors, progress, recipe, best_step, logs)
-        # Not a daemon: the interpreter's own end waits for it. A process that the heartbeat ends leaves it half written.
+        # Not a daemon: the interpreter waits for it on exit. A process that the heartbeat ends leaves a partial checkpoint.
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writer.start()
 
     def _write(
         self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
     ) -> None:
-        fresh = self.folder / f".step_{step:08d}.writing"
         try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            for name, group in tensors.items():
-                save_file(dict(group), fresh / f"{name}.safetensors")
-            (fresh / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
-            (fresh / "recipe.yaml").write_text(recipe, encoding="utf-8")
-            files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(fresh.iterdir())}
-            manifest = {"format": FORMAT, "step": step, "files": files}
-            manifest["sha256"] = _digest(manifest)
-            (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            flush_folder(fresh)
-            for path in logs:
-                flush(path)
-            final = path_of(self.folder, step)
-            old = final.with_name(f".{final.name}.replaced")
-            if final.exists():  # one of the same step, before its evaluation; or a broken one
-                final.rename(old)
-            fresh.rename(final)
-            flush(self.folder)
-            shutil.rmtree(old, ignore_errors=True)
+            with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
+                folder.mkdir(parents=True)
+                _write_files(folder, step, tensors, progress, recipe)
+                for path in logs:
+                    flush(path)
             self.failure, self.last = None, step
             self._prune(step, best_step)
-        except Exception as error:  # whatever it is, training goes on, and the main thread tells of it
-            shutil.rmtree(fresh, ignore_errors=True)
+        except Exception as error:  # whatever it is, training continues, and the main thread reports it
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
     def _prune(self, newest_step: int, best_step: int | None) -> None:
-        """Remove what is neither among the newest nor the best, oldest first.
+        """Remove all but the newest and the best, oldest first.
 
-        Later ones than the one just written were skipped when training went on: they are broken, and go first.
+        Those of later steps than the one just written go before them: they are broken, and were skipped on resume.
         """
         later = [step for step in steps(self.folder) if step > newest_step]
         older = [step for step in steps(self.folder) if step <= newest_step][: -self.keep]
@@ -215,19 +199,28 @@ class Checkpointer:
                 _remove(path_of(self.folder, step))
 
 
+def _write_files(folder: Path, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str) -> None:
+    for name, group in tensors.items():
+        save_file(dict(group), folder / f"{name}.safetensors")
+    (folder / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    manifest["sha256"] = _digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that no kill leaves a part of one under it."""
+    """Remove a checkpoint. It is renamed first, so that a kill leaves no partial one under its name."""
     if path.exists():
         path.rename(gone := path.with_name(f".{path.name}.removed"))
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
-    """Undo or finish what a kill left: checkpoints half written or half removed go, one that was set aside comes back."""
+    """Clean up after a kill: remove partial checkpoints, and give one that was set aside its name back."""
     for path in folder.glob(".step_*.replaced"):
-        final = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
-        if not final.exists():
-            path.rename(final)
-    for kind in ("writing", "removed", "replaced"):
+        restore(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
+    for kind in ("writing", "removed"):
         for path in folder.glob(f".step_*.{kind}"):
             shutil.rmtree(path, ignore_errors=True)

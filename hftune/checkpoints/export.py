@@ -1,76 +1,65 @@
-"""Writes the finished model that ``from_pretrained`` loads. Knows no training; what resumes it is a checkpoint."""
+"""Writes the finished model that ``from_pretrained`` loads. Independent of training, which resumes from checkpoints."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hftune.checkpoints.atomic_files import flush, flush_folder, named_where_it_fails
+from hftune.atomic import atomic_path, restore, set_aside
+from hftune.checkpoints.atomic_files import named_where_it_fails
 from hftune.task import Task
 
 if TYPE_CHECKING:
     from torch import nn
 
 ABOUT = "hftune.json"
-"""File in an exported model: of which step it is, and how it scored."""
+"""File in an exported model: its step and its score."""
 TRIES = 3
-"""Of reading a model that is replaced meanwhile."""
+"""Attempts to read a model that may be replaced at the same time."""
 
 
 def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Write the model to a temporary name, flush it to disk, then rename: a kill never leaves half a model.
+    """Write the model, in place of an earlier export: a kill leaves the one or the other, never a part. Main process only.
 
-    Replaces an earlier export. Main process only. ``about`` goes into the folder, so that no kill comes between the two.
+    Args:
+        about: goes into the folder, so that model and score are replaced together.
 
     Raises:
-        TrainingError: it could not be written; the earlier export stays.
+        TrainingError: it cannot be written. The earlier export stays.
     """
-    fresh, old = directory.with_name(f".{directory.name}.writing"), directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(fresh, ignore_errors=True)
-    with named_where_it_fails(directory):
-        fresh.mkdir(parents=True)
-        task.save(model, fresh)
+    with named_where_it_fails(directory), atomic_path(directory) as temporary:
+        temporary.mkdir(parents=True)
+        task.save(model, temporary)
         if about is not None:
-            (fresh / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
-        flush_folder(fresh)
-        restore_export(directory)
-        if directory.exists():
-            directory.rename(old)
-        fresh.rename(directory)
-        flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
+            (temporary / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def restore_export(directory: Path) -> None:
-    """Finish or undo what a kill between the two renames of ``export`` left: the earlier model gets its name back.
+    """Give the earlier model its name back if a kill interrupted ``export`` between its two renames.
 
     Only for the process that holds the output folder: see ``readable`` for the others.
     """
-    old = directory.with_name(f".{directory.name}.replaced")
-    if old.exists() and not directory.exists():
-        old.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    restore(directory)
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """Return what ``export`` was told about the model; nothing where it was told nothing."""
+    """Return the ``about`` of an exported model; empty if it has none."""
     path = directory / ABOUT
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def readable(directory: Path) -> Path:
-    """Return where a model is: between the two renames, or after a kill there, it has another name. Changes nothing."""
-    old = directory.with_name(f".{directory.name}.replaced")
-    return old if not directory.exists() and old.is_dir() else directory
+    """Return the path of a model; between the two renames, or after a kill there, it has a different one. Changes nothing."""
+    earlier = set_aside(directory)
+    return earlier if not directory.exists() and earlier.is_dir() else directory
 
 
 def read(directory: Path, load: Callable[[Path], Any]) -> Any:
-    """Load a model that a run may replace at any moment; once more where it did so meanwhile."""
+    """Load a model that a run may replace at any moment. Try again if it was replaced while it was read."""
     for attempt in range(1, TRIES + 1):
         path = readable(directory)
         before = _identity(path)

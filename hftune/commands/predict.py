@@ -1,37 +1,140 @@
-"""What ``hftune predict`` does with a model's answers: pictures into files, the rest into lines. Knows no model and no task."""
+"""``hftune predict``: run a finished model on texts or images. Independent of models and tasks."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
+from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
 from hftune.errors import ConfigError
 
 
-def named(value: Any) -> dict[str, str]:
-    """Return the path of an input, and of a pair's first; nothing of a text."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="output folder of a run, such as outputs/bigbird, or one of its models")
+    parser.add_argument("--text", action="append", default=[], help="a text; may be repeated")
+    parser.add_argument(
+        "--text-file", action="append", default=[], help="a UTF-8 file that holds one text; - is standard input"
+    )
+    parser.add_argument("--input", nargs="+", action="extend", default=[], type=Path, help="image files, or folders of them")
+    parser.add_argument(
+        "--masks", type=Path, help="masks of the images to restore: a folder with files of the same names, or a file"
+    )
+    parser.add_argument("--output", type=Path, help="folder for predicted images")
+    parser.add_argument("--batch-size", type=int, default=8, help="number of inputs in a batch (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per input as output")
+    add_trust_code(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line for each text or image; an image's line begins with its path."""
+    inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
+    if not inputs:
+        raise ConfigError("There is no input. Give --text, --text-file or --input.")
+    check_at_least_1(options, "batch_size")
+    if options.trust_code:
+        find_modules_here()
+    from hftune.checkpoints.run_folder import check_answers, open_run
+    from hftune.tracking.jsonl import strict_json
+
+    recipe, _ = open_run(options.folder, options.trust_code)
+    check_answers(recipe.task)
+    paths = output_paths(inputs, options.output)
+    from hftune.inference import load_model  # imports torch: only once the arguments are known to be valid
+    from hftune.tracking.console import hide_progress_bars
+
+    hide_progress_bars()
+    model = load_model(options.folder, trust_code=options.trust_code)
+    for value, path, prediction in zip(inputs, paths, model.answers(inputs, options.batch_size), strict=True):
+        row = {**input_column(value), **save_images(prediction, path)}
+        print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
+    return 0
+
+
+def read_text(path: str) -> str:
+    """Read a UTF-8 file, or standard input if ``path`` is "-".
+
+    Raises:
+        ConfigError: there is no such file, or it is not UTF-8.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--text-file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text-file {path} is not UTF-8: {error}. Convert it.") from error
+
+
+def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
+    """Return image files, or pairs of image and mask.
+
+    Images are paired by name if there are ``masks``, or if a folder holds image/ and mask/.
+
+    Raises:
+        ConfigError: there is no such path, or a folder is empty.
+        DataError: an image or a mask has no partner.
+    """
+    folders = [folder for folder in inputs if (folder / "image").is_dir() and (folder / "mask").is_dir()]
+    if masks is None and not folders:
+        return [file for path in inputs for file in files_of(path)]
+    from hftune.data.pictures import paired
+
+    pairs = []
+    for path in inputs:
+        image, mask = (path, masks) if masks is not None else (path / "image", path / "mask")
+        if not image.exists() or not mask.exists():
+            missing = f"--masks {mask}" if image.exists() else f"--input {image}"
+            raise ConfigError(f"{missing}: there is no such file or folder.")
+        if image.is_dir():
+            columns = paired({"image": image, "mask": mask}, f"--input {path}")
+            pairs += zip(columns["image"], columns["mask"], strict=True)
+        else:
+            pairs.append((image, mask))
+    return pairs
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return a file itself, or all files below a folder, sorted by path. Hidden files are left out.
+
+    Raises:
+        ConfigError: there is no such path, or the folder is empty.
+    """
+    if not path.exists():
+        raise ConfigError(f"--input {path}: there is no such file or folder.")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    if not files:
+        raise ConfigError(f"--input {path} is an empty folder.")
+    return files
+
+
+def input_column(value: Any) -> dict[str, str]:
+    """Return the column that names an input: the path of an image, or of a pair's image; none for a text."""
     path = value[0] if isinstance(value, tuple) else value
     return {"input": str(path)} if isinstance(path, Path) else {}
 
 
-def output_names(inputs: Sequence[Any], output: Path | None) -> list[Path | None]:
-    """Return where a picture that answers each input would be written: in ``output``, under the input's name.
+def output_paths(inputs: Sequence[Any], output: Path | None) -> list[Path | None]:
+    """Return the path in ``output`` to which a predicted image would be written, for each input.
 
     Raises:
-        ConfigError: two inputs have one name, they lie in that folder, or it cannot be made.
+        ConfigError: two inputs have the same name, an input is in that folder, or the folder cannot be created.
     """
     if output is None:
         return [None] * len(inputs)
-    paths = [Path(named(value).get("input", str(place))) for place, value in enumerate(inputs)]
+    paths = [Path(input_column(value).get("input", str(index))) for index, value in enumerate(inputs)]
     stems = [path.stem for path in paths]
     if any(path.resolve().parent == output.resolve() for path in paths):
-        raise ConfigError(f"--output {output} is the folder of the inputs, which would be replaced. Name another.")
-    if twice := [stem for stem, count in Counter(stems).items() if count > 1]:
-        raise ConfigError(f"--output {output}: two inputs have the name {twice[0]}. Restore their folders one by one.")
+        raise ConfigError(
+            f"--output {output} is the folder of the inputs, which would be overwritten. Name a different folder."
+        )
+    if repeated := [stem for stem, count in Counter(stems).items() if count > 1]:
+        raise ConfigError(f"--output {output}: two inputs have the name {repeated[0]}. Predict their folders one by one.")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -39,20 +142,22 @@ def output_names(inputs: Sequence[Any], output: Path | None) -> list[Path | None
     return [output / f"{stem}.png" for stem in stems]
 
 
-def keep_pictures(row: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
-    """Write the picture in a row, if any, and put its path in its place.
+def save_images(prediction: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+    """Write the image in a prediction, if any, and return the prediction with its path instead.
 
     Raises:
-        ConfigError: there is one, and no folder for it, or it cannot be written.
+        ConfigError: there is an image and no path for it, or it cannot be written.
     """
-    kept = dict(row)
-    for name, value in row.items():
+    from PIL import Image
+
+    row = dict(prediction)
+    for name, value in prediction.items():
         if isinstance(value, Image.Image):
             if path is None:
-                raise ConfigError("The answers are pictures. Name a folder for them: --output FOLDER.")
+                raise ConfigError("The predictions are images. Name a folder for them: --output FOLDER.")
             try:
                 value.save(path)
             except OSError as error:
                 raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}.") from error
-            kept[name] = str(path)
-    return kept
+            row[name] = str(path)
+    return row

@@ -18,6 +18,7 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 
 from hftune import __version__
+from hftune.atomic import atomic_path
 from hftune.errors import ConfigError
 
 
@@ -96,16 +97,12 @@ def cached_bytes(key: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray])
     """
     path = cache_dir() / f"{Hasher.hash([key, shape, __version__])}.npy"
     if not path.exists():
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        try:
-            with unfinished.open("wb") as file:  # writing into a mapped file would kill the process where the disk is full
-                header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-                for chunk in chunks:
-                    file.write(np.ascontiguousarray(chunk, dtype=np.uint8).data)
-            unfinished.rename(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        # Written, not mapped: writing into a mapped file would kill the process if the disk is full.
+        with atomic_path(path, is_shared=True) as temporary, temporary.open("wb") as file:
+            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for chunk in chunks:
+                file.write(np.ascontiguousarray(chunk, dtype=np.uint8).data)
     return np.load(path, mmap_mode="r")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
@@ -11,6 +10,7 @@ from pathlib import Path
 from datasets.fingerprint import Hasher
 from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
+from hftune.atomic import atomic_path
 from hftune.data.cache import cache_dir
 from hftune.data.files import FILE_TYPES, check_corpus
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
@@ -110,9 +110,8 @@ def train_tokenizer(texts: Iterable[str], size: int) -> JiebaTokenizer:
     words = "\n".join(train_vocabulary(texts, size)) + "\n"
     folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
     folder.mkdir(exist_ok=True)
-    fresh = folder / f"vocab.txt.{os.getpid()}"
-    fresh.write_text(words, encoding="utf-8")
-    fresh.replace(folder / "vocab.txt")  # other processes write the same, or read it
+    with atomic_path(folder / "vocab.txt", is_shared=True) as temporary:  # other processes write the same text, or read it
+        temporary.write_text(words, encoding="utf-8")
     return JiebaTokenizer(folder / "vocab.txt")
 
 

@@ -200,10 +200,14 @@ def on_cpu() -> bool:
 
 
 def check_writable(folder: Path) -> None:
-    """Try to write in the output folder, and to append to a file there, as logs are written. Raise ConfigError if it fails."""
-    probe = folder / f".probe-{os.getpid()}"
+    """Try to create a file in the output folder, and to append to it, as logs are written. Raise ConfigError if it fails.
+
+    The folder is not created, as the run may yet be refused: its nearest parent is tried in its place.
+    """
+    probe = folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        probe = existing / f".probe-{os.getpid()}"
         with probe.open("w") as file:
             file.write("a new file\n")
     except OSError as error:

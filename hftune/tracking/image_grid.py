@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hftune.checkpoints.atomic_files import flush, named_where_it_fails
+from hftune.atomic import atomic_path
+from hftune.checkpoints.atomic_files import named_where_it_fails
 
 GAP = 4
 """White pixels between two pictures."""
@@ -36,7 +37,5 @@ def write_picture(path: Path, pixels_HWC: np.ndarray) -> None:
     """
     with named_where_it_fails(path):
         path.parent.mkdir(exist_ok=True)
-        fresh = path.with_name(f".{path.name}.writing")
-        Image.fromarray(pixels_HWC).save(fresh, format="PNG")
-        flush(fresh)
-        fresh.replace(path)
+        with atomic_path(path) as temporary:
+            Image.fromarray(pixels_HWC).save(temporary, format="PNG")

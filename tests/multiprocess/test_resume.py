@@ -154,7 +154,7 @@ def test_any_file_cut_or_flipped_makes_resume_fall_back_to_the_checkpoint_before
     (newest_one / "optimizer.safetensors").write_bytes(b"")
     run = Run(train(recipe(copy)).output_dir)
     said = capsys.readouterr().out
-    assert f"Skipped {newest_one}: optimizer.safetensors has 0 bytes where " in said and "Resuming from step 9 of 14" in said
+    assert f"Skipped {newest_one}: optimizer.safetensors has 0 bytes instead of the " in said and "Resuming from step 9 of 14" in said
     assert_bit_equal(run, unbroken[1]["dropout"])
     assert without_speed(run) == without_speed(unbroken[1]["dropout"])
 
@@ -176,7 +176,7 @@ def test_folder_without_a_whole_checkpoint_is_refused_and_left_alone(copy):
     count = len(list((copy / "checkpoints").iterdir()))
     said = refused(copy)
     assert said.startswith(f"Skipped {copy}/checkpoints/step_00000010: manifest.json is missing. Skipped ")
-    assert said.endswith(" No whole one is left. resume=never starts anew, and removes them.")
+    assert said.endswith(" No intact checkpoint is left. resume=never removes them and starts over.")
     assert len(list((copy / "checkpoints").iterdir())) == count
 
 
@@ -238,7 +238,7 @@ def test_planted_pickle_is_refused_and_never_executed(copy, tmp_path):
     manifest.pop("sha256")
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
     found, skipped = newest(copy / "checkpoints")
-    assert found.step == 9 and skipped[0].startswith(f"Skipped {path}: model.safetensors is no safetensors file")
+    assert found.step == 9 and skipped[0].startswith(f"Skipped {path}: model.safetensors is not a safetensors file")
     assert not (tmp_path / "executed").exists()
 
 
@@ -260,8 +260,8 @@ def test_finished_run_with_another_rate_is_refused_and_left_as_it_is(copy, capsy
     before = result.read_bytes()
     expected = (
         f"{copy} holds a finished run of 14 steps, and this recipe differs from it: train.lr=0.0001 (it was 5e-05), "
-        "train.weight_decay=0.1 (it was 0.0). Nothing would be trained. Set output_dir=... to a new folder; or resume=never, "
-        "which replaces that run."
+        "train.weight_decay=0.1 (it was 0.0). Nothing would be trained. Set output_dir=... to a new folder, or resume=never "
+        "to replace that run."
     )
     assert refused(copy, "train.weight_decay=0.1", "train.lr=1e-4", "train.log_every=7") == expected
     capsys.readouterr()
@@ -307,8 +307,8 @@ def test_what_cannot_change_is_refused_with_both_values_and_nothing_is_touched(c
     before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*") if path.name not in (".lock", ".owner"))
     at = f"{copy}/checkpoints/step_00000010"
     assert refused(copy, "seed=7", "train.batch_size=32", "task.max_length=32", "train.lr=1") == (
-        f"{at} cannot go on with seed=7 (it was 42), task.max_length=32 (it was 64), train.batch_size=32 (it was 16). Set it "
-        "back; or start anew with resume=never, which replaces that run, or with another output_dir."
+        f"{at} cannot resume with seed=7 (it was 42), task.max_length=32 (it was 64), train.batch_size=32 (it was 16). "
+        "Restore the earlier values; or start over with resume=never, which replaces that run, or with a different output_dir."
     )
     assert refused(copy, "train.epochs=1") == (
         "The checkpoint is of step 10, and train.epochs=1 with train.max_steps=null ends after step 7. Raise them, or set "
@@ -324,15 +324,15 @@ def test_paths_that_are_no_checkpoints_are_refused(copy, tmp_path):
     checkpoints = copy / "checkpoints"
     assert refused(copy, "resume=nevr") == (
         f"resume=nevr: there is no such folder. Did you mean 'never'? Name a checkpoint, such as {checkpoints}/step_00000500, "
-        "or say auto or never."
+        "or use auto or never."
     )
     assert refused(copy, f"resume={copy}") == (
-        f"resume={copy} is no checkpoint to go on from: manifest.json is missing. Name a folder such as "
-        f"{checkpoints}/step_00000500, or say resume=auto for the newest whole one."
+        f"resume={copy} is not a usable checkpoint: manifest.json is missing. Name a folder such as "
+        f"{checkpoints}/step_00000500, or use resume=auto for the newest intact checkpoint."
     )
     assert refused(copy, f"resume={checkpoints}/step_00000009") == (
-        f"resume={checkpoints}/step_00000009: {checkpoints} already holds a later checkpoint, of step 10. Two histories do not fit "
-        "into one folder: set output_dir=... to a new one, or remove the later checkpoints."
+        f"resume={checkpoints}/step_00000009: {checkpoints} already holds a later checkpoint, of step 10. Set output_dir=... to "
+        "a new folder, or remove the later checkpoints."
     )
 
 
@@ -344,7 +344,7 @@ def test_checkpoint_of_a_newer_format_is_refused(copy):
     manifest.pop("sha256")
     path.write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
     assert refused(copy, f"resume={path.parent}").startswith(
-        f"resume={path.parent} is no checkpoint to go on from: it has format 99, and this hftune reads formats up to 1: a newer "
+        f"resume={path.parent} is not a usable checkpoint: its format is 99, and this hftune reads formats up to 1: a newer "
         "hftune wrote it."
     )
 
@@ -612,8 +612,8 @@ def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert re.fullmatch(
-        rf"hftune: {folder}/\S+ cannot be written: (No space left on device|.*os error 28.*)\. What was saved before is whole\. "
-        "Make room or set it right; then resume=auto goes on from the newest checkpoint\\.",
+        rf"hftune: {folder}/\S+ cannot be written: (No space left on device|.*os error 28.*)\. Earlier checkpoints are intact\. "
+        "Free disk space or fix permissions; then resume=auto continues from the newest checkpoint\\.",
         said.splitlines()[-1],
     )
     kept = newest(folder / "checkpoints")[0].step
@@ -638,9 +638,9 @@ def test_audit_command_says_what_it_proves(unbroken, tmp_path, capsys):
     folder = unbroken[2]["dropout"].folder
     assert cli.main(["audit", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "  began on 2 processes",
-        f"{folder}: 14 steps, 200 samples, 2 whole epochs.",
-        "Every step used the samples of its plan, each exactly once an epoch.",
+        "  started on 2 processes",
+        f"{folder}: 14 steps, 200 samples, 2 complete epochs.",
+        "Every step used the samples of its plan, each exactly once per epoch.",
     ]
     whole = (folder / "ledger.jsonl").read_text().splitlines()
     (tmp_path / "ledger.jsonl").write_text("\n".join(whole[:5] + whole[6:]) + "\n")

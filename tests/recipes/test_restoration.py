@@ -155,10 +155,10 @@ def refusal(capsys, *words):
 def test_what_cannot_be_restored_is_named(demo, damaged, tmp_path, capsys):
     folder, images, masks = demo[0].folder, damaged / "image", damaged / "mask"
     assert refusal(capsys, folder, "--input", damaged) == (
-        "hftune: The answers are pictures. Name a folder for them: --output FOLDER.\n"
+        "hftune: The predictions are images. Name a folder for them: --output FOLDER.\n"
     )
     assert refusal(capsys, folder, "--input", damaged, "--output", images) == (
-        f"hftune: --output {images} is the folder of the inputs, which would be replaced. Name another.\n"
+        f"hftune: --output {images} is the folder of the inputs, which would be overwritten. Name a different folder.\n"
     )
     assert refusal(capsys, folder, "--input", images, "--output", tmp_path / "out") == (
         "hftune: Input 0 is a PosixPath, not a pair of image and mask. `hftune predict` takes --masks.\n"

@@ -171,5 +171,5 @@ def test_the_test_is_logged_at_the_step_where_training_ended(tmp_path):
 def test_another_test_part_is_another_run(tmp_path):
     train(tiny(tmp_path))
     (tmp_path / "result.json").unlink()
-    with pytest.raises(ConfigError, match=r"cannot go on with task\.max_test_samples=10 \(it was 11\)\."):
+    with pytest.raises(ConfigError, match=r"cannot resume with task\.max_test_samples=10 \(it was 11\)\."):
         train(tiny(tmp_path, "task.max_test_samples=10"))

@@ -50,15 +50,15 @@ def test_checkpoint_of_this_version_opens(checkpoint):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda manifest: manifest.pop("files"), "manifest.json lists no files and no step: hftune did not write it"),
-        (lambda manifest: manifest.pop("step"), "manifest.json lists no files and no step: hftune did not write it"),
+        (lambda manifest: manifest.pop("files"), "manifest.json lists no files or no step: hftune did not write it"),
+        (lambda manifest: manifest.pop("step"), "manifest.json lists no files or no step: hftune did not write it"),
         (
             lambda manifest: manifest["files"].update({"recipe.yaml": 3}),
-            "manifest.json does not say what recipe.yaml holds: hftune did not write it",
+            "manifest.json gives no size and SHA-256 for recipe.yaml: hftune did not write it",
         ),
     ],
 )
-def test_manifest_of_another_hand_is_no_checkpoint(checkpoint, change, message):
+def test_manifest_that_hftune_did_not_write_is_refused(checkpoint, change, message):
     with pytest.raises(BrokenCheckpoint) as caught:
         open_checkpoint(checkpoint(PROGRESS, change))
     assert str(caught.value) == message

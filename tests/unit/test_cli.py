@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
+from hftune.commands.evaluate_output import check_output
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.preflight import launch_options
 from hftune.launchers.slurm import time_s
@@ -41,8 +42,8 @@ def test_version_is_printed(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"hftune {__version__}\n"
 
 
-def test_nothing_to_answer(capsys, tmp_path):
-    assert refused(capsys, "predict", tmp_path) == "Nothing to answer: give --text, --text-file or --input."
+def test_predicting_without_an_input_is_refused(capsys, tmp_path):
+    assert refused(capsys, "predict", tmp_path) == "There is no input. Give --text, --text-file or --input."
 
 
 def test_file_that_is_not_there_or_not_utf8(capsys, tmp_path):
@@ -68,7 +69,7 @@ def test_folder_that_holds_no_run(capsys, tmp_path):
     )
 
 
-def test_task_that_answers_nothing(capsys, tmp_path):
+def test_task_that_cannot_predict_from_raw_inputs(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: {type: tests.support.tasks.Tagging}\n")
     (tmp_path / "model").mkdir()
     assert refused(capsys, "predict", tmp_path, "--text", "x", "--trust-code") == (
@@ -150,7 +151,7 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "4gpus") == (
         f"4gpus: there is no such launch configuration. Did you mean '4gpu'? Shipped: {shipped}."
     )
-    assert refused(capsys, "configs", "--copy") == f"--copy what? Name a launch configuration: {shipped}."
+    assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
 COMMANDS = "train, recipes, show, plan, predict, evaluate, configs, slurm, audit, doctor, vocab"
@@ -161,8 +162,8 @@ COMMANDS = "train, recipes, show, plan, predict, evaluate, configs, slurm, audit
     [
         ("evaluat recipe=yelp", " Did you mean 'evaluate'?"),
         ("run recipe=yelp", " Did you mean 'train'?"),
-        ("recipe=yelp train.lr=1", " To train, say: hftune train recipe=yelp train.lr=1"),
-        ("yelp train.lr=1", " To train, say: hftune train recipe=yelp train.lr=1"),
+        ("recipe=yelp train.lr=1", " To train: hftune train recipe=yelp train.lr=1"),
+        ("yelp train.lr=1", " To train: hftune train recipe=yelp train.lr=1"),
         ("xyz", ""),
     ],
 )
@@ -240,7 +241,7 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
 def test_output_that_can_be_written_is_left_as_it_was(tmp_path):
     (tmp_path / "old.json").write_text("mine")
     for name in ("old.json", "new.json"):
-        cli.check_output(tmp_path / name)
+        check_output(tmp_path / name)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "mine")]
 
 
@@ -294,12 +295,39 @@ def test_folder_that_may_not_be_read_is_named(capsys, unreadable):
     )
 
 
-def test_reader_that_goes_away_is_no_error():
-    command = [sys.executable, "-m", "hftune.cli", "configs"]
+@pytest.mark.parametrize("words", [["configs"], ["--help"], ["train", "--help", "task"]], ids=" ".join)
+def test_reader_that_goes_away_is_no_error(words):
+    command = [sys.executable, "-m", "hftune.cli", *words]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == 141
+    # argparse drops the error of an unbuffered help by itself.
+    assert process.returncode == 141 or (words == ["--help"] and process.returncode == 0)
+
+
+def test_training_outlives_the_reader_of_its_output(tmp_path):
+    code = "import sys; from pathlib import Path; from hftune import run; run.outlive_readers(); sys.stdin.readline()\n"
+    code += "print('step 1', flush=True); print('step 2', flush=True); Path(sys.argv[1]).touch()"
+    command, pipe = [sys.executable, "-c", code, str(tmp_path / "trained")], subprocess.PIPE
+    with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdout.close()
+        _, err = process.communicate(b"\n")
+    assert (process.returncode, (tmp_path / "trained").exists()) == (0, True)
+    assert err == b"hftune: nobody reads the output any more; the run continues.\n"
+
+
+def test_help_of_train_shows_the_keys_of_the_sections_that_are_named(capsys):
+    for words, expected in {
+        (): "usage: hftune train [-h ",
+        ("eval",): "  eval.every=",
+        ("task", "train"): "task.type: ",
+        ("trian",): "trian is not a section. Sections: task, train, eval, checkpoint, parallel, track. Did you mean 'train'?",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "--help", *words])
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0 and shown.startswith(expected)
+        assert not words or shown == f"{run.help_text([*words])}\n"
 
 
 def test_recipe_that_is_a_folder_says_so(capsys, finished):
@@ -317,15 +345,15 @@ def test_characters_that_the_output_does_not_know_are_escaped():
 
 
 def test_first_line_comes_before_torch_and_from_the_main_process_alone(capsys, monkeypatch):
-    code = "import os, sys; from hftune import run; real = run.say_start\n"
+    code = "import os, sys; from hftune import run; real = run.announce\n"
     code += "def said(recipe):\n    real(recipe)\n    print('torch' in sys.modules, flush=True)\n    os._exit(0)\n"
-    code += "run.say_start = said; run.main(['recipe=yelp_demo'])"
+    code += "run.announce = said; run.main(['recipe=yelp_demo'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.stdout == f"hftune {__version__}: recipe yelp_demo, 1 process; loading libraries ...\nFalse\n"
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        run.say_start(Recipe.load("yelp_demo"))
+        run.announce(Recipe.load("yelp_demo"))
     assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo, 2 processes; loading libraries ...\n"
 
 

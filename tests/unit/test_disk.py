@@ -14,5 +14,6 @@ def test_a_folder_in_use_names_its_user_and_a_way_out_if_that_one_is_lost(tmp_pa
         pass
     assert str(caught.value) == (
         f"output_dir={tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}. Wait for that run to end, or set "
-        f"output_dir=... to another folder. If it has ended for certain (its machine was lost, say), remove {tmp_path}/.lock."
+        "output_dir=... to a different folder. If that process no longer exists (its machine was lost, for example), "
+        f"remove {tmp_path}/.lock."
     )

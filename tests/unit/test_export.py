@@ -44,8 +44,8 @@ def test_failed_export_leaves_the_earlier_one_untouched(tmp_path):
     with pytest.raises(TrainingError) as caught:
         export(Saver("second", fail=True), nn.Identity(), tmp_path / "model")
     assert str(caught.value) == (
-        f"{tmp_path}/model cannot be written: No space left on device. What was saved before is whole. Make room or set it right; "
-        "then resume=auto goes on from the newest checkpoint."
+        f"{tmp_path}/model cannot be written: No space left on device. Earlier checkpoints are intact. Free disk space or "
+        "fix permissions; then resume=auto continues from the newest checkpoint."
     )
     assert contents(tmp_path / "model") == {"config.json": "first", "weights/part1": "first"}
 

@@ -20,9 +20,27 @@ def refused(call, *arguments):
     return str(caught.value)
 
 
-def test_folder_on_a_disk_is_writable_and_left_empty(tmp_path):
+def test_checking_that_a_folder_is_writable_leaves_nothing_behind(tmp_path):
     check_writable(tmp_path / "new" / "out")
-    assert list((tmp_path / "new" / "out").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refused_run_leaves_no_folder_of_its_own_but_everything_of_others(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("new/out", "empty", "written"):
+        with pytest.raises(ConfigError), only_writer(tmp_path / name):
+            if name == "written":
+                (tmp_path / name / "metrics.jsonl").touch()
+            raise ConfigError("refused")
+    assert not (tmp_path / "new" / "out").exists()
+    assert (tmp_path / "empty").exists() and (tmp_path / "written" / "metrics.jsonl").exists()
+
+
+def test_folder_that_cannot_be_created_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    assert refused(only_writer(tmp_path / "file" / "out").__enter__) == (
+        f"output_dir={tmp_path}/file/out cannot be created: Not a directory. Set output_dir=... to a different folder."
+    )
 
 
 def test_folder_that_takes_no_appended_lines_is_refused(tmp_path, monkeypatch):
@@ -48,7 +66,7 @@ def test_folder_on_a_file_system_without_locks_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr("fcntl.flock", flock)
     assert refused(only_writer(tmp_path).__enter__) == (
         f"output_dir={tmp_path} is on a file system without file locks (No locks available), which keep two runs out of one "
-        "folder. Set output_dir=... to a folder on another one, and copy it afterwards."
+        "folder. Set output_dir=... to a folder on a different file system, and copy it afterwards."
     )
 
 
@@ -61,7 +79,7 @@ def test_cache_that_cannot_be_made_names_what_to_set(tmp_path, monkeypatch):
     )
 
 
-def test_a_run_that_begins_anew_leaves_no_model_of_the_earlier_one(tmp_path):
+def test_a_run_that_starts_over_leaves_no_model_of_the_earlier_one(tmp_path):
     for name in ("model", ".model_last.replaced", "checkpoints/step_00000004"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")

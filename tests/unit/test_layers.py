@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
-errors
+errors  atomic
 task  metrics  batch_plan
 config
 data
@@ -13,12 +13,13 @@ models  optim  distributed
 tasks  strategies
 build  checkpoints  evaluation
 inference
-tracking  commands
+tracking
 loop  planning
 training
 run
 launchers  doctor
-spark  cli
+commands  spark
+cli
 """
 """The files at the root of hftune and its packages: each imports only what stands on a line above its own."""
 FLOOR_OF = {name: floor for floor, line in enumerate(FLOORS.split("\n")) for name in line.split()}

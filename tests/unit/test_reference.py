@@ -60,7 +60,9 @@ def test_every_section_of_a_recipe_has_its_place_in_the_reference():
 
 def test_help_of_what_is_no_section_says_what_is(capsys):
     assert main(["--help", "trian"]) == 0
-    assert capsys.readouterr().out == "trian is not a section: task, train, eval, checkpoint, parallel, track.\n"
+    assert capsys.readouterr().out == (
+        "trian is not a section. Sections: task, train, eval, checkpoint, parallel, track. Did you mean 'train'?\n"
+    )
 
 
 def test_help_imports_nothing_heavy():

@@ -1,0 +1,38 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hftune.errors import ConfigError
+
+
+def add_recipe(parser: argparse.ArgumentParser, is_required: bool = False) -> None:
+    """Add the recipe with its overrides, as ``options.words``."""
+    parser.add_argument(
+        "words",
+        nargs="+" if is_required else "*",
+        metavar="KEY=VALUE",
+        help="recipe=NAME or recipe=PATH.yaml, and overrides of its keys, such as train.lr=3e-5",
+    )
+
+
+def add_trust_code(parser: argparse.ArgumentParser) -> None:
+    """Add ``options.trust_code``."""
+    parser.add_argument(
+        "--trust-code", action="store_true", help="import code outside hftune that the recipe names, such as a task of your own"
+    )
+
+
+def check_at_least_1(options: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError if one of these options is a number below 1."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+
+
+def find_modules_here() -> None:
+    """Let the user's own modules be imported from the current folder: last, so that none of them hides an installed one."""
+    if "" not in sys.path:
+        sys.path.append("")

@@ -1,0 +1,30 @@
+"""``hftune audit``: prove from a run's ledger that each epoch used every sample exactly once."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="output folder of a run, such as outputs/yelp")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the ledger proves. Exit code 1 if it does not prove the promise."""
+    from hftune.tracking.ledger import audit
+
+    result = audit(options.folder)
+    for start in result.starts:
+        began = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
+        print(f"  {began} on {start['world_size']} process{'es' if start['world_size'] > 1 else ''}")
+    epochs = f"{result.whole_epochs} complete epoch{'' if result.whole_epochs == 1 else 's'}"
+    print(f"{options.folder}: {result.steps:,} steps, {result.samples:,} samples, {epochs}.")
+    for problem in result.problems:
+        print(f"  {problem}")
+    if result.problems:
+        print("Not proven.")
+    elif result.steps:
+        print("Every step used the samples of its plan, each exactly once per epoch.")
+    else:
+        print("The run has not finished a step yet.")
+    return 1 if result.problems else 0

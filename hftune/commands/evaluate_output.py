@@ -1,0 +1,107 @@
+"""``hftune evaluate``: check the arguments, evaluate a finished model or a checkpoint, print and write its metrics.
+
+``commands/evaluate.py`` computes them; it imports torch, which this module does only once the arguments are known to be valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.commands.arguments import add_recipe, add_trust_code, find_modules_here
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hftune.commands.evaluate import Score
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser, is_required=True)
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint to evaluate instead of the model")
+    parser.add_argument("--split", choices=("eval", "test"), default="eval", help="split to evaluate on (default %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file for the metrics")
+    add_trust_code(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a table of the metrics. Under a launcher every process calls it."""
+    from hftune.run import fail, outlive_readers
+
+    outlive_readers()
+    if options.trust_code:
+        find_modules_here()
+    try:
+        result = check_and_evaluate(options)
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
+    if result.is_main:
+        report(result, options.output)
+    return 0
+
+
+def check_and_evaluate(options: argparse.Namespace) -> Score:
+    """Check the arguments, then evaluate. Collective."""
+    from hftune.checkpoints.run_folder import check_checkpoint, check_model
+    from hftune.config import Recipe
+
+    words = options.words
+    if not any(word.startswith("replace=") for word in words):
+        words = [
+            *words,
+            "replace=[track]",
+        ]  # trackers are not used here, and may name environment variables of the other machine
+    recipe = Recipe.from_argv(words, options.trust_code)
+    recipe.validate()
+    model = model_of(options.words, recipe.output_dir)
+    if options.checkpoint is None:
+        check_model(model)
+    else:
+        check_checkpoint(options.checkpoint)
+    if options.output is not None and ProcessInfo.from_environment().is_main:
+        check_output(options.output)
+    from hftune.commands.evaluate import evaluate
+    from hftune.tracking.console import hide_progress_bars
+
+    hide_progress_bars()
+    return evaluate(recipe, model, options.checkpoint, options.split)
+
+
+def report(result: Score, output: Path | None) -> None:
+    """Write the metrics to ``output``, if given, and print them: written first, as nobody may be reading what is printed."""
+    from hftune.tracking.console import is_number, short, table
+
+    if output is not None:
+        write_output(output, {name: getattr(result, name) for name in ("metrics", "model", "num_samples", "world_size")})
+    rows = {name: short(value) for name, value in result.metrics.items() if is_number(value)}
+    print(table({**rows, "samples": f"{result.num_samples:,}", "model": result.model}), flush=True)
+
+
+def model_of(words: Sequence[str], output_dir: str) -> Path:
+    """Return the folder of a run's model: beside the recipe file, which may have been moved; otherwise in ``output_dir``."""
+    source = next(word for word in words if word.startswith("recipe=")).partition("=")[2]
+    beside = Path(source).expanduser().with_name("model")
+    return beside if source.endswith(".yaml") and beside.is_dir() else Path(output_dir) / "model"
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError if a file cannot be written, before hours are spent on its contents."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
+
+
+def write_output(path: Path, values: dict[str, Any]) -> None:
+    """Write values to a JSON file, or raise ConfigError."""
+    from hftune.tracking.jsonl import strict_json
+
+    try:
+        path.write_text(strict_json(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
