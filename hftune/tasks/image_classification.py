@@ -5,22 +5,22 @@ torch, datasets and Pillow are imported inside the methods, so that a mistyped r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError, did_you_mean, format_value
-from hftune.task import Task
+from hftune.errors import did_you_mean, format_value
+from hftune.tasks.classification import evaluation_rows, most_probable
+from hftune.tasks.images import ImageTask, check_same_network
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
     from hftune.data.images import Images, Layout, Source
-    from hftune.models.convnet import ConvNet
     from hftune.task import Batch
 
 SMALLEST_IMAGE = 16
@@ -30,28 +30,23 @@ MOST = {"shift": None, "rotate": 180}
 
 
 @dataclass
-class ImageClassification(Task):
+class ImageClassification(ImageTask):
     """Classify images with a ConvNet. The loss is cross-entropy (of log-softmax), an item is an image."""
 
+    network: str | None = None
+    """Import path of your own network class, package.module.Class. It is called with normalised images (N, C, H, W), float32,
+    and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout."""
+    network_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own network, such as {num_classes: 10}."""
+    dataset: str = "ylecun/mnist"
+    """Name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with data_files; or
+    module:function that returns rows."""
+    data_dir: str | None = None
+    """Folder of imagefolder or idx."""
     width: int = 1
     """Multiplies the network's 10 and 20 channels and its 50 features."""
     dropout: float = 0.5
     """Share of the second convolution's channels, and of the features, that are dropped in training."""
-    dataset: str = "ylecun/mnist"
-    """Name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with data_files; or
-    module:function that returns rows."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    data_dir: str | None = None
-    """Folder of imagefolder or idx."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the data set to train on."""
-    eval_split: str = "test"
-    """Split of the data set to evaluate on."""
-    image_column: str = "image"
-    """Column of the images."""
     label_column: str = "label"
     """Column of the classes: numbers from 0, or names."""
     label_names: list[str] | None = None
@@ -67,10 +62,6 @@ class ImageClassification(Task):
     """Divides them then."""
     augmentation: dict[str, Any] | None = None
     """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees). null: not at all."""
-    max_train_samples: int | None = None
-    """Train on this many images, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many images, drawn at random once. null: all."""
 
     metric_directions = {"accuracy": "max"}
 
@@ -78,15 +69,12 @@ class ImageClassification(Task):
         from hftune.data.files import data_file_problems, image_folder_problems
 
         splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
-        least = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
+        minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *image_folder_problems(self.dataset, self.data_dir, splits),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
+            *self._network_problems(),
             *self._value_problems(),
         ]
 
@@ -112,18 +100,11 @@ class ImageClassification(Task):
 
         return Layout(self.image_size, len(self.mean), self.resize)
 
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
+    @property
+    def _instead_of_hub(self) -> str:
         from hftune.data.images import INSTEAD
 
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.dataset": self.dataset_commit})
+        return INSTEAD
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
@@ -166,14 +147,20 @@ class ImageClassification(Task):
             for part, source in self._sources.items()
         }
 
-    def build_model(self) -> ConvNet:
+    def build_model(self) -> nn.Module:
         from hftune.models.convnet import ConvNet
+        from hftune.models.custom import Classifier, build_network
 
-        return ConvNet(**self._model_arguments(len(self.labels)))
+        if self.network is not None:
+            return Classifier(build_network(self.network, self.network_args), len(self.labels))
+        return ConvNet(**self._network(len(self.labels)))
 
-    def _model_arguments(self, num_classes: int) -> dict[str, Any]:
-        sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
-        return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
+    def _network(self, num_classes: int) -> dict[str, Any]:
+        """Return what decides the network: its arguments, or the path and arguments of one of your own."""
+        sizes = {"image_size": self.image_size, "in_channels": len(self.mean)}
+        if self.network is not None:
+            return {**self._own_network(), **sizes, "num_classes": num_classes}
+        return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
 
     def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from hftune.data import notices
@@ -217,14 +204,8 @@ class ImageClassification(Task):
         return cross_entropy(outputs.float(), target, reduction="sum")
 
     def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Rows of label and prediction (class numbers) and the prediction's probability."""
-        probability_N, prediction_N = outputs.float().softmax(-1).max(-1)
-        return [
-            {"label": label, "prediction": prediction, "probability": round(probability, 6)}
-            for label, prediction, probability in zip(
-                batch["labels"].tolist(), prediction_N.tolist(), probability_N.tolist(), strict=True
-            )
-        ]
+        """Return rows of label and prediction (class numbers) and the prediction's probability."""
+        return evaluation_rows(outputs, batch["labels"])
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import Accuracy, ConfusionMatrix
@@ -235,22 +216,13 @@ class ImageClassification(Task):
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write model.safetensors, and config.json with all that it takes to build the network and to feed it."""
         super().save(model, directory)
-        config = {
-            "model": self._model_arguments(len(self.labels)),
-            "label_names": self.labels,
-            "mean": self.mean,
-            "std": self.std,
-        }
-        (directory / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        network = self._network(len(self.labels))
+        self._save_config({"model": network, "label_names": self.labels, "mean": self.mean, "std": self.std}, directory)
 
     def load(self, directory: Path) -> nn.Module:
         """Build the network of config.json, and take the names of the classes from there."""
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        for name, own in self._model_arguments(len(config["label_names"])).items():
-            if (saved := config["model"][name]) != own:
-                raise ConfigError(
-                    f"{directory} is of a network with task.{name}={saved}, and the recipe has task.{name}={own}."
-                )
+        config = self._saved_config(directory)
+        check_same_network(config["model"], self._network(len(config["label_names"])), directory)
         self.label_names = config["label_names"]
         return super().load(directory)
 
@@ -264,8 +236,5 @@ class ImageClassification(Task):
 
         images = [read_input(value, place, self.layout) for place, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
-        probability_N, label_N = model(batch["image"].to(model.conv1.weight.device)).float().softmax(-1).max(-1)
-        return [
-            {"label": self.labels[label], "probability": round(probability, 6)}
-            for label, probability in zip(label_N.tolist(), probability_N.tolist(), strict=True)
-        ]
+        outputs = model(batch["image"].to(next(model.parameters()).device))
+        return [{"label": self.labels[label], "probability": probability} for label, probability in most_probable(outputs)]

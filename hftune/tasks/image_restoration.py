@@ -5,15 +5,13 @@ torch, datasets and Pillow are imported inside the methods, so that a mistyped r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.images import ImageTask, check_same_network
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,34 +26,19 @@ MANY = 0.6
 
 
 @dataclass
-class ImageRestoration(Task):
+class ImageRestoration(ImageTask):
     """Restore damaged images (RGB). The loss is the mean absolute error of a pixel's colours; an item is a pixel."""
 
     network: str | None = None
     """Import path of a network of your own, package.module.Class: called with image (N, 3, H, W), damaged, in [0, 1], and mask
     (N, 1, H, W), 1 where it is damaged; returns images. null: the U-Net of hftune.models.unet."""
-    network_args: dict[str, Any] = field(default_factory=dict)
-    """What that class is called with."""
+    data_dir: str | None = None
+    """Folder of imagefolder, with a subfolder for each split: of clean images; or, where there is a mask_column, of further
+    subfolders with the columns' names, whose images belong together by name."""
     width: int = 32
     """Of the U-Net: channels at full resolution, a multiple of 8; doubled at each halving."""
     depth: int = 3
     """Of the U-Net: how often height and width are halved."""
-    dataset: str = "imagefolder"
-    """imagefolder with data_dir; a name on the Hub (owner/name); parquet or arrow with data_files; or module:function that
-    returns rows."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    data_dir: str | None = None
-    """Folder of imagefolder, with a subfolder for each split: of clean images; or, where there is a mask_column, of further
-    subfolders with the columns' names, whose images belong together by name."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the data set to train on."""
-    eval_split: str = "test"
-    """Split of the data set to evaluate on."""
-    image_column: str = "image"
-    """Column of the images."""
     mask_column: str | None = None
     """Column of the masks, white (or any colour at least half bright) where the image is damaged; transparent parts count as
     black. null: masks are drawn, anew in each epoch; for the evaluation always the same."""
@@ -69,10 +52,6 @@ class ImageRestoration(Task):
     """Mirror half of the training images, left to right."""
     mask_weight: float = 1.0
     """Weight in the loss of a pixel inside of the mask; outside it is 1."""
-    max_train_samples: int | None = None
-    """Train on this many images, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many images, drawn at random once. null: all."""
 
     metric_directions = {
         f"{metric}{region}": direction
@@ -83,15 +62,12 @@ class ImageRestoration(Task):
     def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems
 
-        least = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
+        minimum = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *image_folder_problems(self.dataset, self.data_dir, {}),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
+            *self._network_problems(),
             *self._value_problems(),
         ]
 
@@ -100,8 +76,6 @@ class ImageRestoration(Task):
             yield "task.dataset=idx has images and labels, no masks. Use imagefolder."
         if self.width % 8:
             yield f"task.width={self.width} must be a multiple of 8."
-        if self.network_args and self.network is None:
-            yield "task.network_args is for a network of your own: set task.network=package.module.Class."
         if self.target_column is not None and self.mask_column is None:
             yield f"task.target_column={self.target_column} needs task.mask_column: which pixels are damaged cannot be told."
         if len(self.fill) != 3 or not all(0 <= value <= 255 for value in self.fill):
@@ -109,18 +83,11 @@ class ImageRestoration(Task):
         if not self.mask_weight > 0:
             yield f"task.mask_weight={self.mask_weight} must be above 0."
 
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
+    @property
+    def _instead_of_hub(self) -> str:
         from hftune.data.pictures import INSTEAD
 
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.dataset": self.dataset_commit})
+        return INSTEAD
 
     def datasets(self) -> dict[str, Pictures]:
         """Return both parts; see Pictures for a sample."""
@@ -267,19 +234,16 @@ class ImageRestoration(Task):
         return said
 
     def _network(self) -> dict[str, Any]:
-        own = {"network": self.network, "network_args": dict(self.network_args)}
-        return own if self.network else {"width": self.width, "depth": self.depth}
+        return self._own_network() if self.network else {"width": self.width, "depth": self.depth}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write model.safetensors, and config.json with what it takes to build the network."""
         super().save(model, directory)
-        (directory / "config.json").write_text(json.dumps(self._network(), indent=2) + "\n", encoding="utf-8")
+        self._save_config(self._network(), directory)
 
     def load(self, directory: Path) -> nn.Module:
         """Build the recipe's network, and give it the weights that were saved."""
-        saved = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if saved != self._network():
-            raise ConfigError(f"{directory} has a network with {saved}, and the recipe says {self._network()}.")
+        check_same_network(self._saved_config(directory), self._network(), directory)
         return super().load(directory)
 
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -29,17 +30,31 @@ TRAINED = ("words", "basic_english")
 
 
 @dataclass
-class LanguageModeling(Task):
+class LanguageModeling(TextTask):
     """Predict the next token. The loss is cross-entropy, an item is a token. All rows of a part are one stream of tokens, cut
     into blocks: a sample is a block, and every token but the first is predicted exactly once."""
 
     model: str | None = None
     """A causal language model: name on the Hub (owner/name) or local folder. null: a fresh model from model_config."""
-    model_revision: str | None = None
-    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override; all of them, with model_type (transformer_lm, gpt2, llama, ...), where model is
     null."""
+    dataset: str = "Salesforce/wikitext"
+    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (text, json, csv,
+    parquet or arrow), if their names do not tell."""
+    dataset_config: str | None = "wikitext-2-v1"
+    """Which of the Hub's data sets of that name. null: the only one."""
+    data_files: dict[str, Any] | None = None
+    """Files (or lists, or globs) of the parts: data_files.train, data_files.eval and, if you like, data_files.test. They win
+    over dataset."""
+    test_split: str | None = "test"
+    """Split of the Hub's data set on which the best model is scored at the end. null: none."""
+    max_train_samples: int | None = None
+    """Train on this many blocks, drawn at random once. null: all."""
+    max_eval_samples: int | None = None
+    """Evaluate on this many blocks, drawn at random once. null: all."""
+    max_test_samples: int | None = None
+    """Score the best model on this many blocks of the test part, drawn at random once. null: all."""
     tokenizer: str | None = None
     """words: split at white space, nothing changed. basic_english: lower-cased, punctuation apart. Both are made from the
     training text, for fresh models. Or a name on the Hub or a local folder. null: the model's own."""
@@ -47,34 +62,10 @@ class LanguageModeling(Task):
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
     vocab_size: int | None = None
     """Most tokens of words and basic_english; rarer words are <unk>. null: all words."""
-    dataset: str = "Salesforce/wikitext"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (text, json, csv,
-    parquet or arrow), if their names do not tell."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    dataset_config: str | None = "wikitext-2-v1"
-    """Which of the Hub's data sets of that name. null: the only one."""
-    data_dir: str | None = None
-    """Folder of the repository on the Hub to read instead of all of it, for one whose README does not list its files."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the parts: data_files.train, data_files.eval and, if you like, data_files.test. They win
-    over dataset."""
-    train_split: str = "train"
-    """Split of the Hub's data set to train on."""
-    eval_split: str = "validation"
-    """Split of the Hub's data set to evaluate on."""
-    test_split: str | None = "test"
-    """Split of the Hub's data set on which the best model is scored at the end. null: none."""
     text_column: str = "text"
     """Column of the texts; empty ones are empty lines."""
     block_length: int = 35
     """Tokens in a sample, the article's bptt. A model sees no further back."""
-    max_train_samples: int | None = None
-    """Train on this many blocks, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many blocks, drawn at random once. null: all."""
-    max_test_samples: int | None = None
-    """Score the best model on this many blocks of the test part, drawn at random once. null: all."""
     generation: dict[str, Any] = field(default_factory=dict)
     """How texts are continued, such as max_new_tokens, do_sample, temperature: fields of GenerationConfig."""
 
@@ -84,16 +75,12 @@ class LanguageModeling(Task):
     def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems
 
-        least = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
+        minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files, optional=("test",)),
             *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
         ]
 
     def _tokenizer_problems(self) -> list[str]:
@@ -124,20 +111,9 @@ class LanguageModeling(Task):
         has_test = "test" in self.data_files if self.data_files else self.test_split is not None
         return {"train": self.train_split, "eval": self.eval_split, **({"test": self.test_split or ""} if has_test else {})}
 
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
-
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    @cached_property
-    def model_commit(self) -> str | None:
-        """What is loaded of a model on the Hub; None for folders and fresh models."""
-        from hftune.data.files import model_commit
-
-        return model_commit(self.model, self.model_revision)
+    @property
+    def _counts(self) -> dict[str, int | None]:
+        return dict.fromkeys(self._splits)  # max_*_samples count blocks, not rows
 
     @cached_property
     def tokenizer_commit(self) -> str | None:
@@ -150,26 +126,11 @@ class LanguageModeling(Task):
     def commits(self) -> dict[str, str]:
         from hftune.data.hub import known
 
-        return known(
-            {"task.model": self.model_commit, "task.tokenizer": self.tokenizer_commit, "task.dataset": self.dataset_commit}
-        )
+        return super().commits() | known({"task.tokenizer": self.tokenizer_commit})
 
     @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
-        from hftune.data.text import load_parts
-
-        return load_parts(
-            self.dataset,
-            self.data_files,
-            splits=self._splits,
-            counts=dict.fromkeys(self._splits),
-            columns={"task.text_column": self.text_column},
-            texts=[self.text_column],
-            config=self.dataset_config,
-            data_dir=self.data_dir,
-            commit=self.dataset_commit,
-            may_be_empty=True,
-        )
+        return self._load_rows({"task.text_column": self.text_column}, texts=[self.text_column], may_be_empty=True)
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -244,14 +205,14 @@ class LanguageModeling(Task):
         return dataset.lengths
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Pad on the right: input_ids, labels (N, T) int64, labels -100 on padding.
+        """Pad on the right: input_ids, labels (N, T) int64, labels NO_LABEL on padding.
 
         There is no attention mask: no token sees what comes after it, and without one attention takes its fastest kernel.
         """
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
-        padding = {"input_ids": self.text_tokenizer.pad_token_id, "labels": -100}
+        padding = {"input_ids": self.text_tokenizer.pad_token_id, "labels": NO_LABEL}
         return {
             name: pad_sequence([torch.as_tensor(example[name]) for example in examples], batch_first=True, padding_value=value)
             for name, value in padding.items()
@@ -261,18 +222,16 @@ class LanguageModeling(Task):
         return {"input_ids": batch["input_ids"], "use_cache": False}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
-        return cross_entropy(outputs.logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+        return token_loss(outputs.logits, target)
 
     def num_items(self, target: Tensor) -> int:
-        return int((target != -100).sum())
+        return count_labels(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Rows of text (a block's first words), tokens (that were predicted), loss (their sum) and perplexity (a token's)."""
         labels_NT = batch["labels"]
         losses_N = token_losses(outputs.logits, labels_NT).sum(1).tolist()
-        counts_N = (labels_NT != -100).sum(1).tolist()
+        counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
         texts = self.text_tokenizer.batch_decode(batch["input_ids"][:, :12])
         return [
             {"text": text, "tokens": count, "loss": loss, "perplexity": perplexity(loss, count)}
@@ -283,22 +242,14 @@ class LanguageModeling(Task):
         total = math.fsum(row["loss"] for row in rows)
         return {"perplexity": perplexity(total, sum(row["tokens"] for row in rows))}
 
-    def save(self, model: PreTrainedModel, directory: Path) -> None:
-        """Write what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load.
-
-        For a transformer_lm, import hftune.models.transformer_lm first: the class is its.
-        """
-        model.save_pretrained(directory)
-        self.text_tokenizer.save_pretrained(directory)
-
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
-        from hftune.models.pretrained import load_config, load_model, load_tokenizer
+        from hftune.models.pretrained import load_tokenizer
 
         self.text_tokenizer = load_tokenizer(str(directory))
-        model = load_model(AutoModelForCausalLM, str(directory), load_config(str(directory), {}))
+        model = self._load_saved(AutoModelForCausalLM, directory)
         model.generation_config.update(**self.generation)  # a recipe may continue otherwise
         return model
 
@@ -336,11 +287,8 @@ class LanguageModeling(Task):
 
 
 def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
-    """Return each token's cross-entropy (N, T) float32, 0 where the label is -100."""
-    from torch.nn.functional import cross_entropy
-
-    flat = cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=-100, reduction="none")
-    return flat.view_as(labels_NT)
+    """Return each token's cross-entropy (N, T) float32, 0 where the label is NO_LABEL."""
+    return token_loss(logits_NTV, labels_NT, reduction="none").view_as(labels_NT)
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:

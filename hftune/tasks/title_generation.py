@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -25,37 +26,25 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TitleGeneration(Task):
+class TitleGeneration(TextTask):
     """Write titles. The loss is cross-entropy; an item is a token of the title, or the token that ends it."""
 
+    model: str | None = "Lowin/chinese-bigbird-base-4096"
+    """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
+    dataset: str = "csebuetnlp/xlsum"
+    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet or
+    arrow), if their names do not tell."""
+    data_dir: str | None = None
+    """Folder of the repository on the Hub to read instead of all of it, such as XL-Sum's chinese_simplified."""
     architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
     """prefix_lm: one stack reads the source in full and writes the title. encoder_decoder: a block-sparse BigBird encoder,
     whose work grows with the length and not its square, and a BERT decoder, both from the same weights."""
-    model: str | None = "Lowin/chinese-bigbird-base-4096"
-    """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
-    model_revision: str | None = None
-    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
-    model_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
     vocabulary: str | None = None
     """Where model is null: a folder that `hftune vocab` wrote. null: a vocabulary is trained on the texts."""
     vocab_size: int = 8000
     """Size of the vocabulary that is trained on the texts."""
-    dataset: str = "csebuetnlp/xlsum"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet or
-    arrow), if their names do not tell."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    dataset_config: str | None = None
-    """Which of the Hub's data sets of that name. null: the only one."""
-    data_dir: str | None = None
-    """Folder of the repository on the Hub to read instead of all of it, such as XL-Sum's chinese_simplified."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the Hub's data set to train on."""
-    eval_split: str = "validation"
-    """Split of the Hub's data set to evaluate on."""
     source_column: str | None = None
     """Column of the texts. null: content, text or article, whichever the data have."""
     target_column: str = "title"
@@ -64,10 +53,6 @@ class TitleGeneration(Task):
     """Longest source in tokens; what is longer is cut at the end."""
     max_target_length: int = 64
     """Longest title in tokens, generated ones included."""
-    max_train_samples: int | None = None
-    """Train on this many rows, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many rows, drawn at random once. null: all."""
     generation: dict[str, Any] = field(default_factory=dict)
     """How titles are searched, such as num_beams, length_penalty, no_repeat_ngram_size: fields of GenerationConfig."""
 
@@ -80,38 +65,14 @@ class TitleGeneration(Task):
     def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems, vocabulary_problems
 
-        least = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
-        least |= {"max_train_samples": 1, "max_eval_samples": 1}
+        minimum = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
+        minimum |= {"max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
             *vocabulary_problems(self.vocabulary, self.model),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
         ]
-
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
-
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    @cached_property
-    def model_commit(self) -> str | None:
-        """What is loaded of a model on the Hub; None for folders and fresh models."""
-        from hftune.data.files import model_commit
-
-        return model_commit(self.model, self.model_revision)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
 
     @property
     def _rows(self) -> dict[str, datasets.Dataset]:
@@ -124,19 +85,9 @@ class TitleGeneration(Task):
 
     @cached_property
     def _loaded(self) -> tuple[dict[str, datasets.Dataset], str]:
-        from hftune.data.text import check_column, check_texts, find_column, load_parts
+        from hftune.data.text import check_column, check_texts, find_column
 
-        parts = load_parts(
-            self.dataset,
-            self.data_files,
-            splits={"train": self.train_split, "eval": self.eval_split},
-            counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
-            columns={},
-            texts=[],
-            config=self.dataset_config,
-            data_dir=self.data_dir,
-            commit=self.dataset_commit,
-        )
+        parts = self._load_rows(columns={}, texts=[])
         source = self.source_column or find_column(parts["train"], "task.source_column", SOURCES)
         for part, rows in parts.items():
             for key, column in (("task.source_column", source), ("task.target_column", self.target_column)):
@@ -145,7 +96,7 @@ class TitleGeneration(Task):
         return parts, source
 
     @cached_property
-    def tokenizer(self) -> JiebaTokenizer:
+    def text_tokenizer(self) -> JiebaTokenizer:
         """The model's jieba tokenizer or the vocabulary's, checked to segment the texts; or one trained on them."""
         from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer
         from hftune.data.vocabulary import train_tokenizer
@@ -170,10 +121,10 @@ class TitleGeneration(Task):
             part: cached_map(
                 rows,
                 encode,
-                key=[text.tokenizer_key(self.tokenizer), *self._encoded_by.values()],
+                key=[text.tokenizer_key(self.text_tokenizer), *self._encoded_by.values()],
                 note=f"Tokenising {part}",
                 processes=idle_cores(len(rows)),
-                tokenizer=self.tokenizer,
+                tokenizer=self.text_tokenizer,
                 **self._encoded_by,
             )
             .add_column("index", list(range(len(rows))))
@@ -199,11 +150,11 @@ class TitleGeneration(Task):
         return make_config(BigBirdConfig, self._overrides())
 
     def _overrides(self) -> dict[str, Any]:
-        return {**self.model_config, **self._ids, **({"vocab_size": len(self.tokenizer)} if self.model is None else {})}
+        return {**self.model_config, **self._ids, **({"vocab_size": len(self.text_tokenizer)} if self.model is None else {})}
 
     @property
     def _ids(self) -> dict[str, int]:
-        tokens = self.tokenizer
+        tokens = self.text_tokenizer
         return {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
 
     @cached_property
@@ -255,13 +206,10 @@ class TitleGeneration(Task):
             )
 
     def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
-        from hftune.data import notices
         from hftune.data.text import cut_notices
 
         said = [] if self.source_column else [f"task.source_column is not set: the texts are those of column {self._source!r}."]
-        said += notices.ignored_splits(self)
-        said += notices.left_out({part: notices.num_rows(rows) for part, rows in self._rows.items()})
-        said += notices.shared(notices.shared_texts(self._rows, self._source))
+        said += self._row_notices(self._rows, self._source)
         said += cut_notices(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
@@ -295,21 +243,24 @@ class TitleGeneration(Task):
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Lay out source and title as two blocks of columns, S and T wide, the title padded on the right.
 
-        For prefix_lm the source is padded on the left, so that it ends where its title begins, in training and generating
-        alike. source, source_mask (N, S), title (N, T): int64; labels (N, T): the token after each of the title's, -100 after
-        the last; index (N,): the row of the data.
+        For prefix_lm the source is padded on the left, so that it ends where its title begins, both in training and in
+        generation.
+
+        Returns:
+            source and source_mask (N, S), title (N, T): int64. labels (N, T): the token after each token of the title, NO_LABEL
+            after the last. index (N,): row of the data.
         """
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
-        pad, side = self.tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
+        pad, side = self.text_tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
         sources = [torch.tensor(example["source"]) for example in examples]
         titles = [torch.tensor(example["title"]) for example in examples]
         return {
             "source": pad_sequence(sources, batch_first=True, padding_value=pad, padding_side=side),
             "source_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True, padding_side=side),
             "title": pad_sequence([title[:-1] for title in titles], batch_first=True, padding_value=pad),
-            "labels": pad_sequence([title[1:] for title in titles], batch_first=True, padding_value=-100),
+            "labels": pad_sequence([title[1:] for title in titles], batch_first=True, padding_value=NO_LABEL),
             "index": torch.tensor([int(example["index"]) for example in examples]),
         }
 
@@ -318,15 +269,13 @@ class TitleGeneration(Task):
         if self.architecture == "encoder_decoder":
             return {"input_ids": source, "attention_mask": batch["source_mask"], "decoder_input_ids": title}
         # Logits of the title's places only: those of a source of 4,096 tokens would be 650 MB a row.
-        return {**_joined(batch, title, batch["labels"] != -100), "logits_to_keep": title.shape[1]}
+        return {**_joined(batch, title, batch["labels"] != NO_LABEL), "logits_to_keep": title.shape[1]}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
-        return cross_entropy(outputs.logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+        return token_loss(outputs.logits, target)
 
     def num_items(self, target: Tensor) -> int:
-        return int((target != -100).sum())
+        return count_labels(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
@@ -340,7 +289,7 @@ class TitleGeneration(Task):
             ids = model.generate(batch["source"], attention_mask=batch["source_mask"])
         else:
             ids = model.generate(**_joined(batch, start, start == start))[:, batch["source"].shape[1] :]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
@@ -349,24 +298,15 @@ class TitleGeneration(Task):
         computed = [metric().compute(**said) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
         return {name: value for part in computed for name, value in part.items()}
 
-    def save(self, model: PreTrainedModel, directory: Path) -> None:
-        """Write what ``AutoModelForCausalLM`` (encoder_decoder: ``AutoModelForSeq2SeqLM``) and ``AutoTokenizer`` load.
-
-        Import hftune.models.bigbird and hftune.data.jieba_tokenizer first: the classes are theirs.
-        """
-        model.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
-
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         import hftune.models.bigbird  # noqa: F401 - registers the classes
         from hftune.data.jieba_tokenizer import JiebaTokenizer
-        from hftune.models.pretrained import load_config, load_model
 
-        self.tokenizer = JiebaTokenizer.from_pretrained(directory)
+        self.text_tokenizer = JiebaTokenizer.from_pretrained(directory)
         auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
-        model = load_model(auto, str(directory), load_config(str(directory), {}))
+        model = self._load_saved(auto, directory)
         model.generation_config.update(
             max_new_tokens=self.max_target_length, **self.generation
         )  # a recipe may search otherwise
@@ -380,8 +320,8 @@ class TitleGeneration(Task):
         from hftune.data.text import check_inputs, to_ids
 
         check_inputs(inputs)
-        sources, _ = to_ids(inputs, self.tokenizer, self.max_source_length)
-        title = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id]
+        sources, _ = to_ids(inputs, self.text_tokenizer, self.max_source_length)
+        title = [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]
         batch = self.collate([{"source": source, "title": title, "index": 0} for source in sources])
         batch = {name: value.to(model.device) for name, value in batch.items()}
         return [{"generated": text} for text in self._write(model, batch)]

@@ -210,8 +210,8 @@ def test_a_network_of_ones_own_trains_on_folders_and_loads_again(damaged, tmp_pa
     with pytest.raises(ConfigError) as caught:
         loaded.recipe.task.load(result.model_dir)
     assert str(caught.value) == (
-        f"{result.model_dir} has a network with {{'network': 'tests.support.tasks.Blend', 'network_args': {{'start': 0.25}}}}, and "
-        "the recipe says {'network': 'tests.support.tasks.Blend', 'network_args': {'start': 0.5}}."
+        f"{result.model_dir} has a network with task.network_args={{'start': 0.25}}, but the recipe has "
+        "task.network_args={'start': 0.5}."
     )
 
 

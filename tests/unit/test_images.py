@@ -434,7 +434,7 @@ def test_export_of_another_network_is_refused(finished):
     _, folder = finished
     with pytest.raises(ConfigError) as caught:
         ImageClassification(width=2).load(folder)
-    assert str(caught.value) == f"{folder} is of a network with task.width=1, and the recipe has task.width=2."
+    assert str(caught.value) == f"{folder} has a network with task.width=1, but the recipe has task.width=2."
 
 
 def test_shipped_recipes_are_those_of_the_same_task():
@@ -443,3 +443,34 @@ def test_shipped_recipes_are_those_of_the_same_task():
     assert (plain.train.epochs, plain.train.schedule, plain.train.clip_norm) == (3, "constant", None)
     assert sum(parameter.numel() for parameter in plain.task.build_model().parameters()) == 21_840
     assert type(best.task) is type(plain.task) and best.task.augmentation
+
+
+def test_a_network_of_ones_own_classifies_and_is_loaded_again(tmp_path):
+    fields = {"network": "hftune.models.convnet.ConvNet", "network_args": {"width": 2, "num_classes": 10}}
+    task = of_idx(write_idx(tmp_path / "data"), **fields)
+    task.datasets()
+    model = task.build_model().eval()
+    assert model.network.conv1.out_channels == 20
+    (folder := tmp_path / "model").mkdir()
+    task.save(model, folder)
+    fresh = of_idx(tmp_path / "data", **fields)
+    loaded = fresh.load(folder).eval()
+    with torch.no_grad():
+        assert fresh.predict(loaded, [IMAGES[0]]) == task.predict(model, [IMAGES[0]])
+    with pytest.raises(ConfigError) as caught:
+        of_idx(tmp_path / "data", network=fields["network"], network_args={"num_classes": 10}).load(folder)
+    assert str(caught.value) == (
+        f"{folder} has a network with task.network_args={{'width': 2, 'num_classes': 10}}, but the recipe has "
+        "task.network_args={'num_classes': 10}."
+    )
+
+
+def test_a_network_with_another_number_of_classes_is_refused(tmp_path):
+    fields = {"network": "hftune.models.convnet.ConvNet", "network_args": {"num_classes": 11}}
+    task = of_idx(write_idx(tmp_path / "data"), **fields)
+    batch = task.collate([task.datasets()["train"][0]])
+    with pytest.raises(ConfigError) as caught:
+        task.build_model()(**task.inputs(batch))
+    assert str(caught.value) == (
+        "task.network: for images (1, 1, 28, 28) ConvNet returned (1, 11), not logits (1, 10), one for each class."
+    )
