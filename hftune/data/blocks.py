@@ -48,10 +48,10 @@ class Blocks(Sequence):
         return np.minimum(self.block_length, len(self.stream) - 1 - starts).astype(np.int32)
 
 
-def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, part: str) -> np.ndarray:
+def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:
     """Return all rows' tokens in a row, int32: each row's words and <eos>; or, of other tokenizers, its text and a newline."""
     encoded = cached_map(
-        rows, encode, [tokenizer_key(tokenizer), column], f"Tokenising {part}", tokenizer=tokenizer, column=column
+        rows, encode, [tokenizer_key(tokenizer), column], f"Tokenising {split}", tokenizer=tokenizer, column=column
     )
     chunks = encoded.data.column("input_ids").chunks
     return np.concatenate([chunk.flatten().to_numpy().astype(np.int32) for chunk in chunks])
@@ -66,10 +66,10 @@ def encode(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, colu
     return {"input_ids": tokenizer([f"{line}\n" for line in lines], add_special_tokens=False, verbose=False)["input_ids"]}
 
 
-def check_stream(stream: np.ndarray, block_length: int, part: str) -> None:
+def check_stream(stream: np.ndarray, block_length: int, split: str) -> None:
     """Raise DataError unless the stream fills a block."""
     if len(stream) <= block_length:
         raise DataError(
-            f"task.block_length={block_length} needs {block_length + 1} tokens; the {part} split has {len(stream)}. "
+            f"task.block_length={block_length} needs {block_length + 1} tokens; the {split} split has {len(stream)}. "
             "Lower it, or give more text."
         )

@@ -47,19 +47,19 @@ FILL = {
 }
 
 
-def reviews(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def reviews(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield restaurant reviews of 5 to 400 words with a grade from 0 to 4, like Yelp's stars less one.
 
     The grade is the rounded mean of the opinions in the review, so all of it has to be read, negations included.
     Lengths have a long tail (median about 45 words). "train" and "eval" share no text.
 
     Args:
-        part: "train" or "eval".
-        count: how many; by default NUM_REVIEWS of the part.
+        split: "train" or "eval".
+        count: how many; by default NUM_REVIEWS of the split.
     """
-    rng = random.Random(f"{seed} {part}")
-    seen = {row["text"] for row in reviews("train", NUM_REVIEWS["train"], seed)} if part == "eval" else set()
-    for _ in range(NUM_REVIEWS[part] if count is None else count):
+    rng = random.Random(f"{seed} {split}")
+    seen = {row["text"] for row in reviews("train", NUM_REVIEWS["train"], seed)} if split == "eval" else set()
+    for _ in range(NUM_REVIEWS[split] if count is None else count):
         row = _review(rng)
         while row["text"] in seen:
             row = _review(rng)
@@ -244,7 +244,7 @@ WHAT = {  # gap of a sentence or title -> what may stand there
 }
 
 
-def articles(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def articles(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield Chinese news of 60 to 800 characters ("content") with a title of 8 to 20 characters ("title").
 
     The title is put together from three sentences that stand anywhere in the article, among others that speak of other firms,
@@ -252,13 +252,13 @@ def articles(part: str, count: int | None = None, seed: int = 0) -> Iterator[dic
     share no article and no title.
 
     Args:
-        part: "train" or "eval".
-        count: how many; by default NUM_ARTICLES of the part.
+        split: "train" or "eval".
+        count: how many; by default NUM_ARTICLES of the split.
     """
-    rng = random.Random(f"{seed} {part}")
-    trained = articles("train", NUM_ARTICLES["train"], seed) if part == "eval" else ()
+    rng = random.Random(f"{seed} {split}")
+    trained = articles("train", NUM_ARTICLES["train"], seed) if split == "eval" else ()
     seen = {text for row in trained for text in row.values()}
-    for _ in range(NUM_ARTICLES[part] if count is None else count):
+    for _ in range(NUM_ARTICLES[split] if count is None else count):
         row = _article(rng)
         while row["content"] in seen or row["title"] in seen:
             row = _article(rng)

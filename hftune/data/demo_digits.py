@@ -50,18 +50,18 @@ WAYS: list[tuple[int, list[Stroke]]] = [
 ]
 
 
-def digits(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def digits(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield images of digits: ``image``, grey, 28 x 28 pixels, white on black, and ``label``, the digit.
 
-    Size, place, slant, turn, thickness, every point of a stroke and the noise are drawn at random; both parts from streams of
+    Size, place, slant, turn, thickness, every point of a stroke and the noise are drawn at random; both splits from streams of
     their own.
 
     Args:
-        part: "train" or "eval".
-        count: how many; by default NUM_DIGITS of the part.
+        split: "train" or "eval".
+        count: how many; by default NUM_DIGITS of the split.
     """
-    rng = np.random.RandomState([seed, list(NUM_DIGITS).index(part)])
-    for _ in range(NUM_DIGITS[part] if count is None else count):
+    rng = np.random.RandomState([seed, list(NUM_DIGITS).index(split)])
+    for _ in range(NUM_DIGITS[split] if count is None else count):
         label = int(rng.randint(10))
         yield {"image": _write(label, rng), "label": label}
 

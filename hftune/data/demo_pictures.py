@@ -14,15 +14,15 @@ from PIL import Image, ImageDraw
 NUM_PICTURES = {"train": 120, "eval": 24}
 
 
-def pictures(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def pictures(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield pictures: ``image``, RGB, 40 to 56 pixels a side, of several sizes.
 
     Args:
-        part: "train" or "eval"; each has a stream of its own.
-        count: how many; by default NUM_PICTURES of the part.
+        split: "train" or "eval"; each has a stream of its own.
+        count: how many; by default NUM_PICTURES of the split.
     """
-    rng = np.random.RandomState([seed, list(NUM_PICTURES).index(part)])
-    for _ in range(NUM_PICTURES[part] if count is None else count):
+    rng = np.random.RandomState([seed, list(NUM_PICTURES).index(split)])
+    for _ in range(NUM_PICTURES[split] if count is None else count):
         width, height = (4 * rng.randint(10, 15, size=2)).tolist()
         yield {"image": _paint(width, height, rng)}
 

@@ -73,19 +73,19 @@ PATHS = ["walks to", "hurries to", "returns to", "rests at", "leaves"]
 ENDS = ["until {hour} because {they} must", "as long as {they} can", "as {they} did last {hour}", "whenever {they} like"]
 
 
-def paragraphs(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def paragraphs(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield a heading, an empty line and a paragraph ("text", words between spaces), again and again, as WikiText has them.
 
-    A paragraph has 3 to 9 sentences of 8 to 16 words. No paragraph comes twice, in whichever parts.
+    A paragraph has 3 to 9 sentences of 8 to 16 words. No paragraph comes twice, in whichever splits.
 
     Args:
-        part: "train", "eval" or "test".
-        count: how many paragraphs; by default NUM_PARAGRAPHS of the part.
+        split: "train", "eval" or "test".
+        count: how many paragraphs; by default NUM_PARAGRAPHS of the split.
     """
-    rng = random.Random(f"{seed} {part}")
-    parts = list(NUM_PARAGRAPHS)
-    seen = {row["text"] for earlier in parts[: parts.index(part)] for row in paragraphs(earlier, seed=seed)}
-    for _ in range(NUM_PARAGRAPHS[part] if count is None else count):
+    rng = random.Random(f"{seed} {split}")
+    splits = list(NUM_PARAGRAPHS)
+    seen = {row["text"] for earlier in splits[: splits.index(split)] for row in paragraphs(earlier, seed=seed)}
+    for _ in range(NUM_PARAGRAPHS[split] if count is None else count):
         topic = rng.choice(list(TOPICS))
         text = _paragraph(rng, topic)
         while text in seen:

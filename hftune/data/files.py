@@ -22,27 +22,30 @@ FORMAT_OF = {
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which datasets unpacks."""
 
-
-FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Which of FILE_FORMATS reads the files of a corpus, by their ending."""
-
 FOLDER_FORMATS = ("idx", "imagefolder")
 """What reads ``task.data_dir``."""
 
 
 def check_corpus(files: Sequence[str]) -> None:
-    """Refuse files of a corpus that are not there or of an unknown type, or raise ConfigError."""
+    """Check that the files of a corpus exist and that their names tell their format.
+
+    Raises:
+        ConfigError: naming the file.
+    """
     for file in map(Path, files):
         if not file.is_file():
             raise ConfigError(f"{file}: there is no such file.")
-        if file.suffix not in FILE_TYPES:
-            raise ConfigError(f"{file} is of no known type. Known: {', '.join(FILE_TYPES)}.")
+        if format_of(file.name) is None:
+            raise ConfigError(f"{file} has none of the known suffixes: {', '.join(FORMAT_OF)}. Convert or rename it.")
 
 
 def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each; ``optional``: parts beside two.
+    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each.
 
-    Files win over whatever ``dataset`` names, unless it names their format.
+    Files take precedence over ``dataset``, which may then name their format.
+
+    Args:
+        optional: splits that may be given besides "train" and "eval".
     """
     if not data_files:
         if dataset in FILE_FORMATS:
@@ -52,39 +55,40 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optio
         elif is_repository(dataset):
             yield from name_problems("task.dataset", dataset, "dataset", (*FILE_FORMATS, *FOLDER_FORMATS))
         return
-    for part in ("train", "eval"):
-        if part not in data_files:
-            yield f"task.data_files.{part} is missing. Name the files of the {part} split: task.data_files.{part}=..."
-    for part in data_files:
-        if part not in (known := ("train", "eval", *optional)):
-            yield f"task.data_files.{part} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."
-    for part, patterns in data_files.items():
+    for split in ("train", "eval"):
+        if split not in data_files:
+            yield f"task.data_files.{split} is missing. Name the files of the {split} split: task.data_files.{split}=..."
+    for split in data_files:
+        if split not in (known := ("train", "eval", *optional)):
+            yield f"task.data_files.{split} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."
+    for split, patterns in data_files.items():
         paths = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-            yield f"task.data_files.{part}={patterns!r} is not a path or a list of paths."
+            yield f"task.data_files.{split}={patterns!r} is not a path or a list of paths."
             continue
         for pattern in paths:
             if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
-                yield f"task.data_files.{part}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
+                yield f"task.data_files.{split}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
             elif dataset not in FILE_FORMATS and file_format(pattern) is None:
                 yield (
-                    f"task.data_files.{part}={pattern}: its name does not end in one of {', '.join(FORMAT_OF)}. "
+                    f"task.data_files.{split}={pattern}: its name does not end in one of {', '.join(FORMAT_OF)}. "
                     f"Name the format: task.dataset={', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]}."
                 )
         if dataset not in FILE_FORMATS and len(found := {file_format(pattern) for pattern in paths} - {None}) > 1:
-            yield f"task.data_files.{part} has files of several formats: {', '.join(sorted(found))}. Give them one."
+            yield f"task.data_files.{split} has files of several formats: {', '.join(sorted(found))}. Give them one."
 
 
 def file_format(pattern: str) -> str | None:
-    """Return the format of a file, or of all that a pattern matches, by their names; None if those do not tell."""
+    """Return the format of a file, or of all files that a pattern matches, by their names; None if they do not tell."""
     names = [pattern] if "://" in pattern else glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - as above
-    found = {FORMAT_OF.get(_suffix(name)) for name in names}
-    return found.pop() if len(found) == 1 else None
+    formats = {format_of(name) for name in names}
+    return formats.pop() if len(formats) == 1 else None
 
 
-def _suffix(name: str) -> str:
-    """Return a file's suffix, that of a compression left out."""
-    return next((suffix for suffix in reversed(Path(name.lower()).suffixes) if suffix not in PACKED), "")
+def format_of(name: str) -> str | None:
+    """Return the format that a file's suffix stands for, not counting that of a compression; None if it is unknown."""
+    suffixes = reversed(Path(name.lower()).suffixes)
+    return FORMAT_OF.get(next((suffix for suffix in suffixes if suffix not in PACKED), ""))
 
 
 def is_repository(dataset: str) -> bool:

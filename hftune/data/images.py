@@ -102,8 +102,8 @@ def load_rows(
     dataset: str,
     data_dir: str | None,
     data_files: Mapping[str, Any] | None,
+    source_split: str,
     split: str,
-    part: str,
     count: int | None,
     columns: Mapping[str, str],
     layout: Layout,
@@ -116,27 +116,27 @@ def load_rows(
         commit: of a data set on the Hub.
 
     Raises:
-        DataError: naming part, column and row.
+        DataError: naming split, column and row.
     """
-    rows = subsample(load_split(dataset, split, data_files, part, data_dir, INSTEAD, commit=commit), count, seed=42)
+    rows = subsample(load_split(dataset, source_split, data_files, split, data_dir, INSTEAD, commit=commit), count, seed=42)
     for key, column in columns.items():
-        check_column(rows, key, column, part)
+        check_column(rows, key, column, split)
     image_column, label_column = columns.values()
     numbers = row_numbers(rows, range(len(rows)))
-    labels = read_labels(rows, label_column, part, row_of=numbers.__getitem__)
+    labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)
-    pixels_NHWC = decode(rows, image_column, part, layout)
+    pixels_NHWC = decode(rows, image_column, split, layout)
     return Source(Images(pixels_NHWC, labels), names and list(names), numbers, rows.data.num_rows)
 
 
-def decode(rows: datasets.Dataset, column: str, part: str, layout: Layout) -> np.ndarray:
+def decode(rows: datasets.Dataset, column: str, split: str, layout: Layout) -> np.ndarray:
     """Decode a column of images once a machine, into a file that is mapped into memory: (N, H, W, C) uint8.
 
     Raises:
         DataError: naming the first image that cannot be read, or does not fit the layout.
     """
     if not isinstance(kind := rows.features[column], datasets.Image):
-        raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not images.")
+        raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
     raw = rows.select_columns([column]).cast_column(column, datasets.Image(decode=False))
 
     def chunks() -> Iterator[np.ndarray]:
@@ -144,14 +144,14 @@ def decode(rows: datasets.Dataset, column: str, part: str, layout: Layout) -> np
             for start in range(0, len(raw), CHUNK):
                 stored = raw[start : start + CHUNK][column]
                 places = range(start, start + len(stored))
-                yield np.stack([*threads.map(partial(_decode, rows=raw, part=part, layout=layout), stored, places)])
+                yield np.stack([*threads.map(partial(_decode, rows=raw, split=split, layout=layout), stored, places)])
 
     shape = (len(raw), layout.size, layout.size, layout.num_channels)
     return cached_bytes([raw._fingerprint, column, layout, PIL.__version__], shape, chunks())
 
 
-def _decode(stored: Mapping[str, Any] | None, place: int, rows: datasets.Dataset, part: str, layout: Layout) -> np.ndarray:
-    said = f"Row {row_numbers(rows, [place])[0]} of the {part} split"
+def _decode(stored: Mapping[str, Any] | None, place: int, rows: datasets.Dataset, split: str, layout: Layout) -> np.ndarray:
+    said = f"Row {row_numbers(rows, [place])[0]} of the {split} split"
     if stored is None:
         raise DataError(f"{said} has no image. Remove such rows.")
     if stored["bytes"] is None:

@@ -15,7 +15,7 @@ MISSING = ("na", "n/a", "nan", "null", "none", "<na>")
 """What files write, in upper or lower case, where a value is missing. Each may be the name of a class just as well."""
 
 
-def read_labels(rows: datasets.Dataset, column: str, part: str, row_of: Callable[[int], int]) -> list[Any]:
+def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callable[[int], int]) -> list[Any]:
     """Return the labels of a column: names, where it has any (those of its ``ClassLabel``, too), else whole numbers.
 
     Args:
@@ -28,23 +28,23 @@ def read_labels(rows: datasets.Dataset, column: str, part: str, row_of: Callable
     said = str(getattr(kind, "dtype", kind))
     is_known = said.removeprefix("u").startswith(("int", "string", "large_string", "null"))
     if not is_known and not said.startswith(("float", "double")):
-        raise DataError(f"Column {column!r} of the {part} split holds {said}, not whole numbers or names.")
+        raise DataError(f"Column {column!r} of the {split} split holds {said}, not whole numbers or names.")
     labels = list(rows[column])
     if missing := [place for place, label in enumerate(labels) if label is None or label == ""]:
         more = f", and {len(missing) - 1} more rows have none" if len(missing) > 1 else ""
         raise DataError(
-            f"Row {row_of(missing[0])} of the {part} split has no label in column {column!r}{more}. "
+            f"Row {row_of(missing[0])} of the {split} split has no label in column {column!r}{more}. "
             "Fill it in, or remove the row."
         )
     if not is_known:  # whole numbers with a missing one among them are floats, too: hence only now
-        raise DataError(f"Column {column!r} of the {part} split holds {said}, not whole numbers or names.")
+        raise DataError(f"Column {column!r} of the {split} split holds {said}, not whole numbers or names.")
     names = getattr(kind, "names", None)
     if not names:
         return labels
     return [names[label] if 0 <= label < len(names) else label for label in labels]  # -1 stands for a missing label
 
 
-def class_names(labels: Sequence[Any], part: str, row_of: Callable[[int], int], ordinal: bool = False) -> list[str]:
+def class_names(labels: Sequence[Any], split: str, row_of: Callable[[int], int], ordinal: bool = False) -> list[str]:
     """Return the names of the classes that are found, in order: "0" to the largest number, or the labels themselves.
 
     Texts that are all whole numbers are sorted as numbers, others by letters.
@@ -66,7 +66,7 @@ def class_names(labels: Sequence[Any], part: str, row_of: Callable[[int], int], 
     if numbers and missing == texts - numbers:
         place = next(place for place, label in enumerate(labels) if label in missing)
         raise DataError(
-            f"Row {row_of(place)} of the {part} split has the label {labels[place]!r}, where others have numbers. Correct the "
+            f"Row {row_of(place)} of the {split} split has the label {labels[place]!r}, where others have numbers. Correct the "
             "row, or name all classes in task.label_names."
         )
     if ordinal:
@@ -98,9 +98,9 @@ def _numbers_by_name(names: Sequence[str], own: Sequence[str] | None) -> dict[st
 
 
 def class_numbers(
-    labels: Sequence[Any], names: Sequence[str], own: Sequence[str] | None, part: str, row_of: Callable[[int], int]
+    labels: Sequence[Any], names: Sequence[str], own: Sequence[str] | None, split: str, row_of: Callable[[int], int]
 ) -> list[int]:
-    """Translate the labels of a part, as ``read_labels`` returns them, to class numbers.
+    """Translate the labels of a split, as ``read_labels`` returns them, to class numbers.
 
     Args:
         names: of the classes, in the order of their numbers; ``task.label_names``, if that is set.
@@ -119,7 +119,7 @@ def class_numbers(
         isinstance(label, int) for label in labels
     ):
         raise DataError(
-            f"The {part} split's labels are numbers without names, and task.label_names puts the train split's own names "
+            f"The {split} split's labels are numbers without names, and task.label_names puts the train split's own names "
             f"({', '.join(own)}) into a different order: what the numbers mean is not known. Set task.label_names=null."
         )
     found = [numbers.get(label) if isinstance(label, str) else label for label in labels]
@@ -129,7 +129,7 @@ def class_numbers(
         odd = (place for place in wrong if isinstance(labels[place], str) and not is_whole(labels[place]))
         place = next(odd, wrong[0])
         raise DataError(
-            f"Row {row_of(place)} of the {part} split has the label {labels[place]!r}; "
+            f"Row {row_of(place)} of the {split} split has the label {labels[place]!r}; "
             f"there are {count} labels, 0 to {count - 1} ({', '.join(names[:10])}). "
             "Correct the row, or set task.label_names; null takes the data's own."
         )

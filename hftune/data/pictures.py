@@ -44,7 +44,7 @@ class Pictures:
 
     rows: datasets.Dataset
     """Undecoded, with the columns that the data have of image, mask and target."""
-    part: str
+    split: str
     sizes: list[tuple[int, int]]
     """Height and width of each image."""
     num_converted: int
@@ -77,12 +77,7 @@ class Pictures:
 
     def said(self, place: int) -> str:
         """Name a sample in a message."""
-        return f"Row {row_numbers(self.rows, [place])[0]} of the {self.part} split"
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether the masks are part of the data, not drawn."""
-        return "mask" in self.rows.column_names
+        return f"Row {row_numbers(self.rows, [place])[0]} of the {self.split} split"
 
     @property
     def areas(self) -> np.ndarray | None:
@@ -98,14 +93,14 @@ def load_pictures(
     dataset: str,
     data_dir: str | None,
     data_files: Mapping[str, Any] | None,
+    source_split: str,
     split: str,
-    part: str,
     count: int | None,
     columns: Mapping[str, str | None],
     least: int | None,
     commit: str | None = None,
 ) -> Pictures:
-    """Load and check ``count`` pictures (None: all) of one part, "train" or "eval".
+    """Load and check ``count`` pictures (None: all) of one split, "train" or "eval".
 
     Args:
         columns: of image, mask and target; None for those that the data do not have. In folders, they name subfolders.
@@ -113,21 +108,21 @@ def load_pictures(
         commit: of a data set on the Hub.
 
     Raises:
-        DataError: naming part, column, row and file.
+        DataError: naming split, column, row and file.
     """
     columns = {name: column for name, column in columns.items() if column is not None}
     if dataset == "imagefolder" and not data_files:
-        rows = _from_folder(Path(data_dir).expanduser() / split, f"task.data_dir={data_dir}", columns)
+        rows = _from_folder(Path(data_dir).expanduser() / source_split, f"task.data_dir={data_dir}", columns)
     else:
-        rows = load_split(dataset, split, data_files, part, instead=INSTEAD, commit=commit)
+        rows = load_split(dataset, source_split, data_files, split, instead=INSTEAD, commit=commit)
         for name, column in columns.items():
-            check_column(rows, f"task.{name}_column", column, part)
+            check_column(rows, f"task.{name}_column", column, split)
             if not isinstance(kind := rows.features[column], datasets.Image):
-                raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not images.")
+                raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
         rows = rows.select_columns([*columns.values()]).rename_columns({column: name for name, column in columns.items()})
         for name in columns:
             rows = rows.cast_column(name, datasets.Image(decode=False))
-    return _checked(subsample(rows, count, seed=42), part, least)
+    return _checked(subsample(rows, count, seed=42), split, least)
 
 
 def _from_folder(folder: Path, said: str, columns: Mapping[str, str]) -> datasets.Dataset:
@@ -172,9 +167,9 @@ def paired(folders: Mapping[str, Path], said: str) -> dict[str, list[Path]]:
     return {name: [files[key] for key in order] for name, files in found.items()}
 
 
-def _checked(rows: datasets.Dataset, part: str, least: int | None) -> Pictures:
+def _checked(rows: datasets.Dataset, split: str, least: int | None) -> Pictures:
     """Look at every picture's size, and at every mask, before training begins."""
-    pictures = Pictures(rows, part, [], 0, [])
+    pictures = Pictures(rows, split, [], 0, [])
 
     def look(place: int) -> tuple[tuple[int, int], int, float | None]:
         return _look(rows[place], pictures.said(place), least)
@@ -265,7 +260,7 @@ def read_pair(value: Any, place: int) -> tuple[np.ndarray, np.ndarray]:
     said = f"Input {place}"
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise DataError(f"{said} is a {type(value).__name__}, not a pair of image and mask. `hftune predict` takes --masks.")
-    (image, image_said), (mask, mask_said) = (read_image(part, said) for part in value)
+    (image, image_said), (mask, mask_said) = (read_image(item, said) for item in value)
     sizes = {"image": (image.height, image.width), "mask": (mask.height, mask.width)}
     check_sizes(sizes, {"image": image_said, "mask": mask_said})
     check_marks(mask_HW := to_mask(mask, mask_said), mask_said)

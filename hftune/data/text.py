@@ -29,21 +29,21 @@ READ_BY = {"csv": {"keep_default_na": False, "na_values": [""]}}
 
 def load_split(
     dataset: str,
-    split: str,
+    source_split: str,
     data_files: Mapping[str, Any] | None,
-    part: str,
+    split: str,
     data_dir: str | None = None,
     instead: str = INSTEAD,
     config: str | None = None,
     commit: str | None = None,
 ) -> datasets.Dataset:
-    """Load the rows of one part ("train", "eval" or "test") of a data set.
+    """Load the rows of one split ("train", "eval" or "test") of a data set.
 
     Args:
         dataset: a name on the Hub, with its ``commit``; imagefolder, with ``data_dir``; a folder; or ``module:function``,
-            called with the part's name, which returns the rows as dictionaries. With data_files, one of FILE_FORMATS, or
+            called with the split's name, which returns the rows as dictionaries. With data_files, one of FILE_FORMATS, or
             anything else: then their names tell the format.
-        split: of the Hub's data set or the folder, such as "train", "test" or "train[:10%]".
+        source_split: of the Hub's data set or the folder, such as "train", "test" or "train[:10%]".
         data_files: {"train": path, "eval": path}; they win over what ``dataset`` names.
         data_dir: folder of imagefolder; or a folder in the Hub's repository, which is read instead of all of it.
         instead: what to name if the Hub cannot be reached.
@@ -53,25 +53,25 @@ def load_split(
         DataError: it cannot be loaded, or has no rows.
     """
     if data_files:
-        rows = _from_files(dataset, data_files[part], part)
+        rows = _from_files(dataset, data_files[split], split)
     elif ":" in dataset:
-        rows = _from_function(dataset, part)
+        rows = _from_function(dataset, split)
     elif commit is not None:
-        rows = _from_hub(dataset, commit, split, config, data_dir, instead)
+        rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
     elif data_dir:
         said = f"task.data_dir={data_dir}"
-        rows = load(dataset, said, instead, split=split, data_dir=str(Path(data_dir).expanduser()))
+        rows = load(dataset, said, instead, split=source_split, data_dir=str(Path(data_dir).expanduser()))
     else:
-        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=split)
+        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
-        raise DataError(f"The {part} split of {dataset} has no rows{_of(data_files, part)}.")
+        raise DataError(f"The {split} split of {dataset} has no rows{_of(data_files, split)}.")
     return rows
 
 
-def load_parts(
+def load_splits(
     dataset: str,
     data_files: Mapping[str, Any] | None,
-    splits: Mapping[str, str],
+    source_splits: Mapping[str, str],
     counts: Mapping[str, int | None],
     columns: Mapping[str, str],
     texts: Sequence[str],
@@ -80,53 +80,56 @@ def load_parts(
     commit: str | None = None,
     may_be_empty: bool = False,
 ) -> dict[str, datasets.Dataset]:
-    """Load the parts of a text data set, drawn and checked.
+    """Load the splits of a text data set, drawn and checked.
 
     Args:
-        splits, counts: of "train", "eval" and, where there is one, "test"; see ``load_split`` and ``rng``.
+        source_splits, counts: of "train", "eval" and, where there is one, "test"; see ``load_split`` and ``rng``.
         columns: that must be there, by the key that names them: {"task.text_column": "text"}.
         texts: those of ``columns`` that must hold texts, none of them empty, unless they ``may_be_empty``.
 
     Raises:
-        DataError: naming part, column and row.
+        DataError: naming split, column and row.
     """
-    parts = {}
-    for part, split in splits.items():
-        rows = load_split(dataset, split, data_files, part, data_dir, config=config, commit=commit)
-        rows = parts[part] = subsample(rows, counts[part], seed=42)
+    loaded = {}
+    for split, source_split in source_splits.items():
+        rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
+        rows = loaded[split] = subsample(rows, counts[split], seed=42)
         for key, column in columns.items():
-            check_column(rows, key, column, part)
+            check_column(rows, key, column, split)
         for column in texts:
-            check_texts(rows, column, part, may_be_empty)
-    return parts
+            check_texts(rows, column, split, may_be_empty)
+    return loaded
 
 
-def _of(data_files: Mapping[str, Any] | None, part: str) -> str:
-    return f" ({data_files[part]})" if data_files else ""
+def _of(data_files: Mapping[str, Any] | None, split: str) -> str:
+    return f" ({data_files[split]})" if data_files else ""
 
 
-def _from_function(name: str, part: str) -> datasets.Dataset:
+def _from_function(name: str, split: str) -> datasets.Dataset:
     module, _, attribute = name.partition(":")
     function = import_named("task.dataset", name, module, attribute)
-    return datasets.Dataset.from_list(list(function(part)))
+    return datasets.Dataset.from_list(list(function(split)))
 
 
-def _from_files(dataset: str, files: str | Sequence[str], part: str) -> datasets.Dataset:
+def _from_files(dataset: str, files: str | Sequence[str], split: str) -> datasets.Dataset:
     patterns = [files] if isinstance(files, str) else files
     paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-    kind, options = dataset if dataset in FILE_FORMATS else file_format(paths[0]), {}
-    if kind == "tsv":
-        kind, options = "csv", {"sep": "\t"}
-    return load(kind, f"task.data_files.{part}={files}", data_files={part: paths}, split=part, **options)
+    kind = dataset if dataset in FILE_FORMATS else file_format(paths[0])
+    return load_files(kind, f"task.data_files.{split}={files}", data_files={split: paths}, split=split)
+
+
+def load_files(kind: str, said: str, **kwargs: Any) -> datasets.Dataset:
+    """Call ``load`` for files of one of the formats of ``FORMAT_OF``."""
+    return load("csv", said, sep="\t", **kwargs) if kind == "tsv" else load(kind, said, **kwargs)
 
 
 def _from_hub(
-    dataset: str, commit: str, split: str, config: str | None, data_dir: str | None, instead: str
+    dataset: str, commit: str, source_split: str, config: str | None, data_dir: str | None, instead: str
 ) -> datasets.Dataset:
     """Load a split of exactly this commit, also from the cache alone."""
     said, instead = f"task.dataset={dataset}", f"Without the Hub, name files: {instead}."
     if data_dir:
-        return _from_hub_folder(dataset, commit, split, data_dir, instead)
+        return _from_hub_folder(dataset, commit, source_split, data_dir, instead)
     if config:
         said += f" with task.dataset_config={config}"
     if not is_offline_mode():  # datasets does not tell why it cannot reach a repository; this does
@@ -139,7 +142,7 @@ def _from_hub(
                 f"HF_HUB_OFFLINE, or set task.dataset_revision={builder.hash}."
             )
         builder.download_and_prepare()
-        return builder.as_dataset(split=split)
+        return builder.as_dataset(split=source_split)
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
@@ -155,7 +158,7 @@ def _from_hub(
         raise DataError(f"{said} cannot be loaded: {error}") from error
 
 
-def _from_hub_folder(dataset: str, commit: str, split: str, data_dir: str, instead: str) -> datasets.Dataset:
+def _from_hub_folder(dataset: str, commit: str, source_split: str, data_dir: str, instead: str) -> datasets.Dataset:
     """Fetch a folder of a repository, and read it as one of this machine.
 
     Offline, datasets 5.2 does not find again what it loaded from the Hub with a data_dir.
@@ -165,7 +168,7 @@ def _from_hub_folder(dataset: str, commit: str, split: str, data_dir: str, inste
     said = f"task.dataset={dataset} with task.data_dir={data_dir}"
     if not folder.is_dir():
         raise DataError(f"{said}: commit {commit} has no such folder.")
-    return load(str(folder), said, split=split)
+    return load(str(folder), said, split=source_split)
 
 
 def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:
@@ -199,11 +202,11 @@ def drawn(num_rows: int, count: int | None, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).permutation(num_rows)[:count])  # as datasets (5.0) shuffles; a test compares
 
 
-def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:
+def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
     """Raise DataError unless ``column`` exists; the message lists those that do."""
     if column not in rows.column_names:
         hint = did_you_mean(column, rows.column_names)
-        raise DataError(f"{key}={column} is not a column of the {part} split. It has: {', '.join(rows.column_names)}.{hint}")
+        raise DataError(f"{key}={column} is not a column of the {split} split. It has: {', '.join(rows.column_names)}.{hint}")
 
 
 def find_column(rows: datasets.Dataset, key: str, choices: Sequence[str]) -> str:
@@ -217,19 +220,19 @@ def find_column(rows: datasets.Dataset, key: str, choices: Sequence[str]) -> str
     )
 
 
-def check_texts(rows: datasets.Dataset, column: str, part: str, may_be_empty: bool = False) -> None:
+def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool = False) -> None:
     """Raise DataError where a text is missing, not a text, or empty and must not be; the message names the first rows."""
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not text.")
+        raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
     try:
         empty = [place for place, text in enumerate(rows[column]) if text is None or not (may_be_empty or text.strip())]
     except UnicodeDecodeError as error:
-        raise DataError(f"Column {column!r} of the {part} split is not UTF-8: {error}. Convert its file.") from error
+        raise DataError(f"Column {column!r} of the {split} split is not UTF-8: {error}. Convert its file.") from error
     if empty:
         what = "no text" if may_be_empty else "an empty text"
         raise DataError(
-            f"The {part} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
+            f"The {split} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
             "Remove such rows, or fill them."
         )
 
@@ -281,8 +284,8 @@ def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[
 
 def cut_notices(datasets: Mapping[str, datasets.Dataset], column: str, what: str) -> list[str]:
     """Say which share of the rows was cut in tokenising, by the flags in ``column``; nothing where none was."""
-    shares = {part: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for part, rows in datasets.items()}
-    said = " and ".join(f"{share:.1%} of {part}" for part, share in shares.items() if share)
+    shares = {split: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for split, rows in datasets.items()}
+    said = " and ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
     return [f"{what} are cut at the end: {said}."] if said else []
 
 

@@ -12,9 +12,9 @@ from datasets.fingerprint import Hasher
 from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
 from hftune.data.cache import cache_dir
-from hftune.data.files import FILE_TYPES, check_corpus
+from hftune.data.files import check_corpus, format_of
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
-from hftune.data.text import load
+from hftune.data.text import load_files
 from hftune.errors import ConfigError, DataError
 
 
@@ -22,7 +22,7 @@ def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, fo
     """Train a vocabulary on texts in files and write its tokenizer, for ``task.vocabulary``, into ``folder``.
 
     Args:
-        files: .txt, a text a line; or .json, .jsonl, .csv, .parquet, whose ``columns`` are taken.
+        files: .txt, one text per line; or .json, .jsonl, .csv, .tsv, .parquet or .arrow, whose ``columns`` are used.
         size: most tokens in the vocabulary.
 
     Returns:
@@ -53,8 +53,9 @@ def _read(files: Sequence[str], columns: Sequence[str]) -> list[str]:
     texts: list[str] = []
     check_corpus(files)
     for file in map(Path, files):
-        rows = load(FILE_TYPES[file.suffix], str(file), data_files=str(file), split="train")
-        for column in ["text"] if file.suffix == ".txt" else columns:
+        kind = format_of(file.name)
+        rows = load_files(kind, str(file), data_files=str(file), split="train")
+        for column in ["text"] if kind == "text" else columns:
             if column not in rows.column_names:
                 raise DataError(
                     f"{file} has no column {column!r}, but {', '.join(rows.column_names)}. Name them: --columns ..."

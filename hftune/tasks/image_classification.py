@@ -113,14 +113,14 @@ class ImageClassification(ImageTask):
             "eval": self._source("eval", self.eval_split, self.max_eval_samples),
         }
 
-    def _source(self, part: str, split: str, count: int | None) -> Source:
+    def _source(self, split: str, source_split: str, count: int | None) -> Source:
         from hftune.data.images import load_idx, load_rows
 
         if self.dataset == "idx":
-            return load_idx(self.data_dir, split, count, self.layout)
+            return load_idx(self.data_dir, source_split, count, self.layout)
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
         return load_rows(
-            self.dataset, self.data_dir, self.data_files, split, part, count, columns, self.layout, self.dataset_commit
+            self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, self.layout, self.dataset_commit
         )
 
     @cached_property
@@ -134,17 +134,17 @@ class ImageClassification(ImageTask):
         return list(train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__))
 
     def datasets(self) -> dict[str, Images]:
-        """Return both parts: each sample has an image (H, W, C) uint8 and a label, its class number."""
+        """Return both splits: each sample has an image (H, W, C) uint8 and a label, its class number."""
         from hftune.data.images import Images
         from hftune.data.labels import class_numbers
 
         own = self._sources["train"].label_names
         return {
-            part: Images(
+            split: Images(
                 source.images.pixels_NHWC,
-                class_numbers(source.images.labels, self.labels, own, part, row_of=source.rows.__getitem__),
+                class_numbers(source.images.labels, self.labels, own, split, row_of=source.rows.__getitem__),
             )
-            for part, source in self._sources.items()
+            for split, source in self._sources.items()
         }
 
     def build_model(self) -> nn.Module:
@@ -167,9 +167,9 @@ class ImageClassification(ImageTask):
 
         said = notices.ignored_splits(self)
         said += notices.left_out(
-            {part: (len(datasets[part]), source.total) for part, source in self._sources.items()}, "images"
+            {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}, "images"
         )
-        pixels = {part: images.pixels_NHWC for part, images in datasets.items()}
+        pixels = {split: images.pixels_NHWC for split, images in datasets.items()}
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
             return said
         return [*said, *notices.shared(notices.shared_arrays(pixels), "images")]

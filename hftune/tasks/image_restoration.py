@@ -90,19 +90,19 @@ class ImageRestoration(ImageTask):
         return INSTEAD
 
     def datasets(self) -> dict[str, Pictures]:
-        """Return both parts; see Pictures for a sample."""
+        """Return both splits; see Pictures for a sample."""
         from hftune.data.pictures import load_pictures
 
         columns = {"image": self.image_column, "mask": self.mask_column, "target": self.target_column}
-        parts = {
+        sources = {
             "train": (self.train_split, self.max_train_samples, self.crop),
             "eval": (self.eval_split, self.max_eval_samples, None),
         }
         return {
-            part: load_pictures(
-                *(self.dataset, self.data_dir, self.data_files, split, part, count, columns, least, self.dataset_commit)
+            split: load_pictures(
+                *(self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, least, self.dataset_commit)
             )
-            for part, (split, count, least) in parts.items()
+            for split, (source_split, count, least) in sources.items()
         }
 
     def build_model(self) -> AnySize:
@@ -113,7 +113,7 @@ class ImageRestoration(ImageTask):
 
     def lengths(self, dataset: Pictures) -> np.ndarray | None:
         """Pixels of each image, where they differ; None for crops."""
-        return None if dataset.part == "train" and self.crop is not None else dataset.areas
+        return None if dataset.split == "train" and self.crop is not None else dataset.areas
 
     def sizes(self, dataset: Pictures) -> np.ndarray | None:
         """Height and width, where ``lengths`` are pixels."""
@@ -202,8 +202,8 @@ class ImageRestoration(ImageTask):
         """Yield image, mask, output and target of each sample, without padding."""
         whole = [tuple(outputs.shape[2:])] * len(outputs)
         sizes = batch["size"].tolist() if "size" in batch else whole
-        parts = zip(batch["image"], batch["mask"], outputs, batch["labels"][:, :3], strict=True)
-        for (height, width), values in zip(sizes, parts, strict=True):
+        samples = zip(batch["image"], batch["mask"], outputs, batch["labels"][:, :3], strict=True)
+        for (height, width), values in zip(sizes, samples, strict=True):
             yield tuple(value[:, :height, :width] for value in values)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -219,17 +219,17 @@ class ImageRestoration(ImageTask):
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         said = [f"Training on {crops}; evaluation on whole images{padded}."]
         said += notices.ignored_splits(self)
-        said += notices.left_out({part: notices.num_rows(pictures.rows) for part, pictures in datasets.items()}, "images")
-        files = {part: pictures.rows["image"][:] for part, pictures in datasets.items()}
+        said += notices.left_out({split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}, "images")
+        files = {split: pictures.rows["image"][:] for split, pictures in datasets.items()}
         said += notices.shared(notices.shared_files(files), "images")
-        if shares := {part: sum(found.marked) / len(found.marked) for part, found in datasets.items() if found.marked}:
-            marked = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items())
+        if shares := {split: sum(found.marked) / len(found.marked) for split, found in datasets.items() if found.marked}:
+            marked = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items())
             doubt = " Are the masks inverted? White is what is damaged." if max(shares.values()) > MANY else ""
             said.append(f"The masks mark, on average, {marked}.{doubt}")
-        for part, pictures in datasets.items():
+        for split, pictures in datasets.items():
             if pictures.num_converted:
                 said.append(
-                    f"Grey, transparent or the like, and made RGB: {pictures.num_converted} of the {part} split's images."
+                    f"Grey, transparent or the like, and made RGB: {pictures.num_converted} of the {split} split's images."
                 )
         return said
 

@@ -31,7 +31,7 @@ TRAINED = ("words", "basic_english")
 
 @dataclass
 class LanguageModeling(TextTask):
-    """Predict the next token. The loss is cross-entropy, an item is a token. All rows of a part are one stream of tokens, cut
+    """Predict the next token. The loss is cross-entropy, an item is a token. All rows of a split are one stream of tokens, cut
     into blocks: a sample is a block, and every token but the first is predicted exactly once."""
 
     model: str | None = None
@@ -45,7 +45,7 @@ class LanguageModeling(TextTask):
     dataset_config: str | None = "wikitext-2-v1"
     """Which of the Hub's data sets of that name. null: the only one."""
     data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the parts: data_files.train, data_files.eval and, if you like, data_files.test. They win
+    """Files (or lists, or globs) of the splits: data_files.train, data_files.eval and, if you like, data_files.test. They win
     over dataset."""
     test_split: str | None = "test"
     """Split of the Hub's data set on which the best model is scored at the end. null: none."""
@@ -54,7 +54,7 @@ class LanguageModeling(TextTask):
     max_eval_samples: int | None = None
     """Evaluate on this many blocks, drawn at random once. null: all."""
     max_test_samples: int | None = None
-    """Score the best model on this many blocks of the test part, drawn at random once. null: all."""
+    """Score the best model on this many blocks of the test split, drawn at random once. null: all."""
     tokenizer: str | None = None
     """words: split at white space, nothing changed. basic_english: lower-cased, punctuation apart. Both are made from the
     training text, for fresh models. Or a name on the Hub or a local folder. null: the model's own."""
@@ -106,14 +106,14 @@ class LanguageModeling(TextTask):
         return []
 
     @property
-    def _splits(self) -> dict[str, str]:
-        """The split of each part that there is; files and functions have parts and no splits."""
+    def _source_splits(self) -> dict[str, str]:
+        """Name in the data set of each split that there is; files and functions may leave test out."""
         has_test = "test" in self.data_files if self.data_files else self.test_split is not None
         return {"train": self.train_split, "eval": self.eval_split, **({"test": self.test_split or ""} if has_test else {})}
 
     @property
     def _counts(self) -> dict[str, int | None]:
-        return dict.fromkeys(self._splits)  # max_*_samples count blocks, not rows
+        return dict.fromkeys(self._source_splits)  # max_*_samples count blocks, not rows
 
     @cached_property
     def tokenizer_commit(self) -> str | None:
@@ -145,16 +145,16 @@ class LanguageModeling(TextTask):
         return load_tokenizer(self.model, commit=self.model_commit)
 
     def datasets(self) -> dict[str, Blocks]:
-        """Return the parts as blocks: input_ids and labels, int64."""
+        """Return the splits as blocks: input_ids and labels, int64."""
         from hftune.data.blocks import Blocks, check_stream, token_stream
 
         counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}
-        parts = {}
-        for part, rows in self._rows.items():
-            stream = token_stream(rows, self.text_column, self.text_tokenizer, part)
-            check_stream(stream, self.block_length, part)
-            parts[part] = Blocks(stream, self.block_length, counts[part])
-        return parts
+        blocks = {}
+        for split, rows in self._rows.items():
+            stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
+            check_stream(stream, self.block_length, split)
+            blocks[split] = Blocks(stream, self.block_length, counts[split])
+        return blocks
 
     def build_model(self) -> PreTrainedModel:
         """Load or draw the model, and settle how it generates."""
@@ -189,16 +189,16 @@ class LanguageModeling(TextTask):
         from hftune.data import notices
 
         said = notices.ignored_splits(self)
-        said += notices.left_out({part: (len(blocks), blocks.total) for part, blocks in datasets.items()}, "blocks")
-        inputs = {part: (block["input_ids"] for block in blocks) for part, blocks in datasets.items()}
+        said += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
+        inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         return [*said, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
 
     def _unknown_words(self, datasets: Mapping[str, Blocks]) -> list[str]:
         unknown = self.text_tokenizer.unk_token_id
         if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
             return []
-        shares = {part: float((blocks.stream == unknown).mean()) for part, blocks in datasets.items()}
-        said = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items() if share)
+        shares = {split: float((blocks.stream == unknown).mean()) for split, blocks in datasets.items()}
+        said = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
         return [f"{self.text_tokenizer.unk_token} stands for {said}."] if said else []
 
     def lengths(self, dataset: Blocks) -> np.ndarray:
@@ -279,7 +279,7 @@ class LanguageModeling(TextTask):
         room = positions - (model.generation_config.max_new_tokens or 20)  # generate's own default
         prompt = ids[-room:] if 0 < room < len(ids) else ids
         written = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]))[0, len(prompt) :]
-        total = math.fsum(float(part.sum()) for part in losses)
+        total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
         return {
             "generated": tokens.decode(written, skip_special_tokens=True),
             "perplexity": round(perplexity(total, len(ids) - 1), 2) if losses else None,

@@ -83,15 +83,15 @@ class SequenceClassification(TextTask):
     def _own_label_names(self) -> list[str] | None:
         return getattr(self._rows["train"].features[self.label_column], "names", None)
 
-    def _raw_labels(self, part: str) -> list[Any]:
+    def _raw_labels(self, split: str) -> list[Any]:
         from hftune.data.labels import read_labels
 
-        return read_labels(self._rows[part], self.label_column, part, self._row_of(part))
+        return read_labels(self._rows[split], self.label_column, split, self._row_of(split))
 
-    def _row_of(self, part: str) -> Callable[[int], int]:
+    def _row_of(self, split: str) -> Callable[[int], int]:
         from hftune.data.text import row_numbers
 
-        return lambda place: row_numbers(self._rows[part], [place])[0]
+        return lambda place: row_numbers(self._rows[split], [place])[0]
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -103,25 +103,25 @@ class SequenceClassification(TextTask):
         return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised parts: columns input_ids (list of int), length (int), cut (bool), label (int)."""
-        return {part: self._tokenized(part) for part in ("train", "eval")}
+        """Return the tokenised splits: columns input_ids (list of int), length (int), cut (bool), label (int)."""
+        return {split: self._tokenized(split) for split in ("train", "eval")}
 
-    def _tokenized(self, part: str) -> datasets.Dataset:
+    def _tokenized(self, split: str) -> datasets.Dataset:
         from hftune.data import text
         from hftune.data.cache import cached_map
         from hftune.data.labels import class_numbers
 
-        rows = self._rows[part]
+        rows = self._rows[split]
         encoded = cached_map(
             rows,
             text.tokenize,
             key=[text.tokenizer_key(self.text_tokenizer), self.text_column, self.max_length],
-            note=f"Tokenising {part}",
+            note=f"Tokenising {split}",
             tokenizer=self.text_tokenizer,
             column=self.text_column,
             max_length=self.max_length,
         )
-        numbers = class_numbers(self._raw_labels(part), self.labels, self._own_label_names, part, self._row_of(part))
+        numbers = class_numbers(self._raw_labels(split), self.labels, self._own_label_names, split, self._row_of(split))
         return encoded.add_column("label", numbers).with_format("numpy")
 
     def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:

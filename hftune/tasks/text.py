@@ -80,7 +80,7 @@ class TextTask(Task):
         return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
 
     @property
-    def _splits(self) -> dict[str, str]:
+    def _source_splits(self) -> dict[str, str]:
         """Name in the data set of each split that there is; unused if files or a function provide the splits."""
         return {"train": self.train_split, "eval": self.eval_split}
 
@@ -92,13 +92,13 @@ class TextTask(Task):
     def _load_rows(
         self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False
     ) -> dict[str, datasets.Dataset]:
-        """Load the rows of each split; arguments as for ``load_parts``."""
-        from hftune.data.text import load_parts
+        """Load the rows of each split; arguments as for ``load_splits``."""
+        from hftune.data.text import load_splits
 
-        return load_parts(
+        return load_splits(
             self.dataset,
             self.data_files,
-            splits=self._splits,
+            source_splits=self._source_splits,
             counts=self._counts,
             columns=columns,
             texts=texts,
@@ -114,7 +114,7 @@ class TextTask(Task):
 
         return [
             *notices.ignored_splits(self),
-            *notices.left_out({part: notices.num_rows(own) for part, own in rows.items()}),
+            *notices.left_out({split: notices.num_rows(own) for split, own in rows.items()}),
             *notices.shared(notices.shared_texts(rows, text_column)),
         ]
 

@@ -87,13 +87,13 @@ class TitleGeneration(TextTask):
     def _loaded(self) -> tuple[dict[str, datasets.Dataset], str]:
         from hftune.data.text import check_column, check_texts, find_column
 
-        parts = self._load_rows(columns={}, texts=[])
-        source = self.source_column or find_column(parts["train"], "task.source_column", SOURCES)
-        for part, rows in parts.items():
+        rows = self._load_rows(columns={}, texts=[])
+        source = self.source_column or find_column(rows["train"], "task.source_column", SOURCES)
+        for split, split_rows in rows.items():
             for key, column in (("task.source_column", source), ("task.target_column", self.target_column)):
-                check_column(rows, key, column, part)
-                check_texts(rows, column, part)
-        return parts, source
+                check_column(split_rows, key, column, split)
+                check_texts(split_rows, column, split)
+        return rows, source
 
     @cached_property
     def text_tokenizer(self) -> JiebaTokenizer:
@@ -110,7 +110,7 @@ class TitleGeneration(TextTask):
         return tokenizer
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised parts.
+        """Return the tokenised splits.
 
         Columns: source, title (lists of int), length (their sum), source_cut, title_cut (bool), index (of the row).
         """
@@ -118,18 +118,18 @@ class TitleGeneration(TextTask):
         from hftune.data.cache import cached_map, idle_cores
 
         return {
-            part: cached_map(
+            split: cached_map(
                 rows,
                 encode,
                 key=[text.tokenizer_key(self.text_tokenizer), *self._encoded_by.values()],
-                note=f"Tokenising {part}",
+                note=f"Tokenising {split}",
                 processes=idle_cores(len(rows)),
                 tokenizer=self.text_tokenizer,
                 **self._encoded_by,
             )
             .add_column("index", list(range(len(rows))))
             .with_format("numpy")
-            for part, rows in self._rows.items()
+            for split, rows in self._rows.items()
         }
 
     @property
@@ -296,7 +296,7 @@ class TitleGeneration(TextTask):
 
         said = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
         computed = [metric().compute(**said) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
-        return {name: value for part in computed for name, value in part.items()}
+        return {name: value for scores in computed for name, value in scores.items()}
 
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM

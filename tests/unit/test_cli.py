@@ -82,7 +82,7 @@ def test_corpus_that_cannot_be_read(capsys, tmp_path, corpus):
     assert refused(capsys, "vocab", none, *output) == f"{none}: there is no such file."
     none.with_suffix(".md").write_text("x")
     assert refused(capsys, "vocab", none.with_suffix(".md"), *output) == (
-        f"{none.with_suffix('.md')} is of no known type. Known: .txt, .json, .jsonl, .csv, .parquet."
+        f"{none.with_suffix('.md')} has none of the known suffixes: .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt. Convert or rename it."
     )
     assert refused(capsys, "vocab", corpus, "--columns", "text", *output) == (
         f"{corpus} has no column 'text', but content, title. Name them: --columns ..."
