@@ -1,4 +1,4 @@
-"""What a user should know of the data before training: rows left out, splits not used, rows in two splits. Knows no task."""
+"""Notices of the data before training: rows left out, keys without effect, rows in two splits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.compute
 
 DOING = {"train": "Training", "eval": "Evaluating", "test": "Testing"}
 MOST_BYTES = 2**31
-"""Of images in memory that are compared: a second or two of hashing."""
+"""Bytes of images in memory up to which splits are compared: a second or two of hashing."""
 
 
 def ignored_splits(task: Any) -> list[str]:
@@ -28,13 +28,13 @@ def ignored_splits(task: Any) -> list[str]:
     if not (task.data_files or ":" in task.dataset):
         return []
     defaults = {item.name: item.default for item in dataclasses.fields(task)}
-    set_ones = [
+    ineffective = [
         f"task.{name}={value}"
         for name in ("train_split", "eval_split", "test_split")
         if (value := getattr(task, name, None)) is not None and value != defaults[name]
     ]
     source = "task.data_files" if task.data_files else f"task.dataset={task.dataset}"
-    return [f"No effect: {', '.join(set_ones)}. The splits come from {source}."] if set_ones else []
+    return [f"No effect: {', '.join(ineffective)}. The splits come from {source}."] if ineffective else []
 
 
 def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[str]:

@@ -12,20 +12,20 @@ from hftune.errors import ConfigError
 
 
 def build_network(path: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Call the class ``package.module.Class`` with keyword arguments.
+    """Import the class ``package.module.Class`` and call it with keyword arguments.
 
     Raises:
-        ConfigError: it cannot be imported, does not take the arguments, or is no torch.nn.Module.
+        ConfigError: it cannot be imported, does not take the arguments, or is not a torch.nn.Module.
     """
     module, _, attribute = path.rpartition(".")
     try:
-        found = import_named("task.network", path, module, attribute)
+        network_class = import_named("task.network", path, module, attribute)
     except ConfigError as error:
         raise ConfigError(f"{error} Write package.module.Class.") from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if not (isinstance(network_class, type) and issubclass(network_class, nn.Module)):
         raise ConfigError(f"task.network={path} is not a subclass of torch.nn.Module.")
     try:
-        return found(**arguments)
+        return network_class(**arguments)
     except TypeError as error:
         raise ConfigError(f"task.network={path} cannot be built from task.network_args={dict(arguments)}: {error}.") from error
 

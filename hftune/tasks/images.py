@@ -1,6 +1,6 @@
-"""What the image tasks share: the keys that name the data set and a network of your own, and saving and loading that network.
+"""What the image tasks share: keys for the data set and for a network of your own, and the description saved with a network.
 
-torch, datasets and Pillow are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, datasets and Pillow are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CONFIG = "config.json"
 
 @dataclass
 class ImageTask(Task):
-    """A task on the images of a data set, with a small network of hftune or one of your own."""
+    """A task on the images of a data set, with a small network of hftune's or one of your own."""
 
     network: str | None = None
-    """Import path of your own network, package.module.Class. null: hftune's network."""
+    """Import path of your own network class, package.module.Class. null: hftune's network."""
     network_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of your own network."""
+    """Keyword arguments of your own network class."""
     dataset: str = "imagefolder"
     """Data set name on the Hub (owner/name); imagefolder with data_dir; parquet or arrow with data_files; or module:function
     that returns rows."""
@@ -56,7 +56,7 @@ class ImageTask(Task):
 
     @property
     def _instead_of_hub(self) -> str:
-        """Keys to set if the Hub cannot be reached, for messages."""
+        """Keys to set if the Hub cannot be reached, for error messages."""
         raise NotImplementedError
 
     def commits(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Text in, one of several classes out: Yelp's stars, topics, sentiment. For AutoModelForSequenceClassification.
+"""Text classification, such as Yelp's stars, topics or sentiment, with AutoModelForSequenceClassification.
 
-torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class SequenceClassification(TextTask):
-    """Classify texts. The loss is cross-entropy, an item is a text."""
+    """Classify texts. The loss is cross-entropy; an item is a text."""
 
     model: str | None = "google-bert/bert-base-cased"
-    """Name on the Hub (owner/name) or local folder. null: a fresh model from model_config, with a tokenizer trained on the
-    texts."""
+    """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
+    trained on the texts."""
     dataset: str = "Yelp/yelp_review_full"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet,
-    arrow or text), if their names do not tell."""
+    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
+    parquet, arrow or text), needed only if their suffixes do not tell."""
     eval_split: str = "test"
-    """Split of the Hub's data set to evaluate on."""
+    """Split of the data set on the Hub to evaluate on."""
     vocab_size: int = 4096
-    """Size of the trained tokenizer's vocabulary, where model is null."""
+    """Vocabulary size of the trained tokenizer, if model is null."""
     text_column: str = "text"
     """Column of the texts."""
     label_column: str = "label"
-    """Column of the classes: numbers from 0, or names."""
+    """Column of the labels: class numbers from 0, or class names."""
     label_names: list[str] | None = None
-    """Names of the classes, in order: the data set's own names, in whatever order, or a new name for each of its classes. null:
-    the data set's own, or the distinct labels of the training split."""
+    """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
+    its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
     ordinal: bool = False
-    """The classes are grades, in the order of label_names, lowest first: also report mae, the mean distance between true and
-    predicted grade."""
+    """Whether the classes are grades, such as stars, and label_names lists them from lowest to highest. Adds the metric mae,
+    the mean distance between true and predicted grade."""
     max_length: int = 512
-    """Longest text in tokens; what is longer is cut at the end."""
+    """Maximum length of a text in tokens; longer texts are truncated at the end."""
 
     @property
     def metric_directions(self) -> dict[str, Direction]:
@@ -72,15 +72,15 @@ class SequenceClassification(TextTask):
 
     @cached_property
     def labels(self) -> list[str]:
-        """Names of the classes, in the order of their numbers."""
+        """Class names in the order of the class numbers."""
         from hftune.data.labels import class_names
 
-        if names := self.label_names or self._own_label_names:
+        if names := self.label_names or self._data_label_names:
             return list(names)
         return class_names(self._raw_labels("train"), "train", self._row_of("train"), self.ordinal)
 
     @property
-    def _own_label_names(self) -> list[str] | None:
+    def _data_label_names(self) -> list[str] | None:
         return getattr(self._rows["train"].features[self.label_column], "names", None)
 
     def _raw_labels(self, split: str) -> list[Any]:
@@ -91,11 +91,11 @@ class SequenceClassification(TextTask):
     def _row_of(self, split: str) -> Callable[[int], int]:
         from hftune.data.text import row_numbers
 
-        return lambda place: row_numbers(self._rows[split], [place])[0]
+        return lambda index: row_numbers(self._rows[split], [index])[0]
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's own tokenizer, or one trained on the training texts."""
+        """The tokenizer of the model, or one trained on the training texts."""
         from hftune.models.pretrained import load_tokenizer, train_wordpiece
 
         if self.model is not None:
@@ -103,7 +103,7 @@ class SequenceClassification(TextTask):
         return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised splits: columns input_ids (list of int), length (int), cut (bool), label (int)."""
+        """Return the tokenized splits, with columns input_ids (list of int), length (int), cut (bool) and label (int)."""
         return {split: self._tokenized(split) for split in ("train", "eval")}
 
     def _tokenized(self, split: str) -> datasets.Dataset:
@@ -116,25 +116,25 @@ class SequenceClassification(TextTask):
             rows,
             text.tokenize,
             key=[text.tokenizer_key(self.text_tokenizer), self.text_column, self.max_length],
-            note=f"Tokenising {split}",
+            note=f"Tokenizing {split}",
             tokenizer=self.text_tokenizer,
             column=self.text_column,
             max_length=self.max_length,
         )
-        numbers = class_numbers(self._raw_labels(split), self.labels, self._own_label_names, split, self._row_of(split))
+        numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
         return encoded.add_column("label", numbers).with_format("numpy")
 
     def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
 
-        said = self._row_notices(self._rows, self.text_column)
-        said += cut_notices(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
+        messages = self._row_notices(self._rows, self.text_column)
+        messages += cut_notices(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
         if self.ordinal and not self.label_names:
-            said.append(f"task.ordinal=true: the grades are, lowest first, {', '.join(self.labels)}.")
-        return said
+            messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels)}.")
+        return messages
 
     def build_model(self) -> PreTrainedModel:
-        """Load or draw the model, with label names in its config."""
+        """Load the model, or build a new one, with the class names in its config."""
         from transformers import AutoModelForSequenceClassification
 
         from hftune.models.pretrained import load_config, load_model, max_positions
@@ -148,7 +148,7 @@ class SequenceClassification(TextTask):
         model = load_model(AutoModelForSequenceClassification, self.model, config, self.model_commit)
         positions = max_positions(model)
         if positions is not None and positions < self.max_length:
-            raise ConfigError(f"task.max_length={self.max_length} is more than the {positions} positions of the model.")
+            raise ConfigError(f"task.max_length={self.max_length} exceeds the model's {positions} positions. Lower it.")
         return model
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
@@ -157,7 +157,7 @@ class SequenceClassification(TextTask):
         return lengths(dataset)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Pad to the longest: input_ids and attention_mask (N, T) int64, labels (N,) int64."""
+        """Pad to the longest text: input_ids and attention_mask (N, T) int64, labels (N,) int64."""
         import torch
 
         from hftune.data.text import pad
@@ -178,13 +178,13 @@ class SequenceClassification(TextTask):
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1, MeanAbsoluteError
 
-        said = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
+        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
         count = len(self.labels)
         return {
-            **Accuracy().compute(**said),
-            **MacroF1().compute(**said, num_labels=count),
-            **(MeanAbsoluteError().compute(**said) if self.ordinal else {}),
-            **ConfusionMatrix().compute(**said, num_labels=count),
+            **Accuracy().compute(**pairs),
+            **MacroF1().compute(**pairs, num_labels=count),
+            **(MeanAbsoluteError().compute(**pairs) if self.ordinal else {}),
+            **ConfusionMatrix().compute(**pairs, num_labels=count),
         }
 
     def load(self, directory: Path) -> PreTrainedModel:
@@ -202,7 +202,7 @@ class SequenceClassification(TextTask):
         return self._rows["eval"][:2][self.text_column]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Return each text's most probable label, by name, and its probability."""
+        """Return the most probable label of each text, by name, and its probability."""
         from hftune.data.text import check_inputs, pad, to_ids
 
         check_inputs(inputs)

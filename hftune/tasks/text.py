@@ -1,6 +1,6 @@
-"""What the text tasks share: the keys that name data set and model, loading and saving them, and the loss of token labels.
+"""What the text tasks share: keys for data set and model, loading and saving, and the loss on token labels.
 
-torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class TextTask(Task):
 
     @property
     def _source_splits(self) -> dict[str, str]:
-        """Name in the data set of each split that there is; unused if files or a function provide the splits."""
+        """Names of the splits in the data set, by split; without effect if files or a function provide the splits."""
         return {"train": self.train_split, "eval": self.eval_split}
 
     @property
     def _counts(self) -> dict[str, int | None]:
-        """Number of rows to use of each split; None for all."""
+        """Number of rows to use, by split; None for all."""
         return {"train": self.max_train_samples, "eval": self.max_eval_samples}
 
     def _load_rows(
@@ -109,12 +109,12 @@ class TextTask(Task):
         )
 
     def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str) -> list[str]:
-        """Return notices on keys that have no effect, rows that are left out and rows that two splits share."""
+        """Return notices of keys without effect, of rows left out, and of rows that are in two splits."""
         from hftune.data import notices
 
         return [
             *notices.ignored_splits(self),
-            *notices.left_out({split: notices.num_rows(own) for split, own in rows.items()}),
+            *notices.left_out({split: notices.num_rows(split_rows) for split, split_rows in rows.items()}),
             *notices.shared(notices.shared_texts(rows, text_column)),
         ]
 
@@ -131,7 +131,7 @@ class TextTask(Task):
 
 
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:
-    """Return the cross-entropy of all labels but NO_LABEL, in float32: their sum, or with "none" one for each label, flat."""
+    """Return the sum of the cross-entropies of all labels but NO_LABEL, float32; with reduction "none", each one, flat."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)

@@ -1,6 +1,6 @@
-"""A long Chinese text in, its title out, written token by token. Works from BERT's or BigBird's weights, or from none.
+"""Generation of titles for long Chinese texts, from the weights of BERT or BigBird, or from scratch.
 
-torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 
 @dataclass
 class TitleGeneration(TextTask):
-    """Write titles. The loss is cross-entropy; an item is a token of the title, or the token that ends it."""
+    """Generate titles. The loss is cross-entropy; an item is a token of the title, its end token included."""
 
     model: str | None = "Lowin/chinese-bigbird-base-4096"
-    """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
+    """BERT, BigBird or a model trained with this task: name on the Hub or local folder. null: new, from model_config."""
     model_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
+    """Fields of the model's config to override; if model is null, those that differ from the defaults of BERT."""
     dataset: str = "csebuetnlp/xlsum"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet or
-    arrow), if their names do not tell."""
+    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
+    parquet or arrow), needed only if their suffixes do not tell."""
     data_dir: str | None = None
-    """Folder of the repository on the Hub to read instead of all of it, such as XL-Sum's chinese_simplified."""
+    """Folder of the Hub repository to read instead of the whole repository, such as XL-Sum's chinese_simplified."""
     architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
-    """prefix_lm: one stack reads the source in full and writes the title. encoder_decoder: a block-sparse BigBird encoder,
-    whose work grows with the length and not its square, and a BERT decoder, both from the same weights."""
+    """prefix_lm: a single stack with full attention on the source generates the title. encoder_decoder: a block-sparse BigBird
+    encoder, whose cost is linear in the source length, and a BERT decoder, both initialized from model; for less memory."""
     vocabulary: str | None = None
-    """Where model is null: a folder that `hftune vocab` wrote. null: a vocabulary is trained on the texts."""
+    """Folder written by `hftune vocab`, for a new model (model: null). null: a vocabulary is trained on the texts."""
     vocab_size: int = 8000
-    """Size of the vocabulary that is trained on the texts."""
+    """Size of the vocabulary that is trained on the texts, if model and vocabulary are null."""
     source_column: str | None = None
-    """Column of the texts. null: content, text or article, whichever the data have."""
+    """Column of the source texts. null: the one of content, text and article that the data have."""
     target_column: str = "title"
     """Column of the titles."""
     max_source_length: int = 4096
-    """Longest source in tokens; what is longer is cut at the end."""
+    """Maximum length of a source in tokens; longer sources are truncated at the end."""
     max_target_length: int = 64
-    """Longest title in tokens, generated ones included."""
+    """Maximum length of a title in tokens, for references and generated titles."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """How titles are searched, such as num_beams, length_penalty, no_repeat_ngram_size: fields of GenerationConfig."""
+    """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
@@ -80,7 +80,7 @@ class TitleGeneration(TextTask):
 
     @property
     def _source(self) -> str:
-        """Column of the texts."""
+        """Column of the source texts."""
         return self._loaded[1]
 
     @cached_property
@@ -97,22 +97,22 @@ class TitleGeneration(TextTask):
 
     @cached_property
     def text_tokenizer(self) -> JiebaTokenizer:
-        """The model's jieba tokenizer or the vocabulary's, checked to segment the texts; or one trained on them."""
+        """The jieba tokenizer of the model or the vocabulary, checked on the texts; or one trained on them."""
         from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer
         from hftune.data.vocabulary import train_tokenizer
         from hftune.models.pretrained import TOKENIZER, folder_of
 
-        train, words = self._rows["train"], self.model or self.vocabulary
-        if words is None:
+        train, folder = self._rows["train"], self.model or self.vocabulary
+        if folder is None:
             return train_tokenizer([*train[self._source], *train[self.target_column]], self.vocab_size)
-        tokenizer = JiebaTokenizer.from_pretrained(folder_of(words, self.model_commit, TOKENIZER))
-        check_tokenizer(tokenizer, words, train[:100][self._source])
+        tokenizer = JiebaTokenizer.from_pretrained(folder_of(folder, self.model_commit, TOKENIZER))
+        check_tokenizer(tokenizer, folder, train[:100][self._source])
         return tokenizer
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised splits.
+        """Return the tokenized splits.
 
-        Columns: source, title (lists of int), length (their sum), source_cut, title_cut (bool), index (of the row).
+        Columns: source, title (lists of int), length (of both), source_cut, title_cut (bool), index (of the row).
         """
         from hftune.data import text
         from hftune.data.cache import cached_map, idle_cores
@@ -122,7 +122,7 @@ class TitleGeneration(TextTask):
                 rows,
                 encode,
                 key=[text.tokenizer_key(self.text_tokenizer), *self._encoded_by.values()],
-                note=f"Tokenising {split}",
+                note=f"Tokenizing {split}",
                 processes=idle_cores(len(rows)),
                 tokenizer=self.text_tokenizer,
                 **self._encoded_by,
@@ -134,12 +134,12 @@ class TitleGeneration(TextTask):
 
     @property
     def _encoded_by(self) -> dict[str, Any]:
-        """What ``encode`` is called with."""
+        """Keyword arguments of ``encode``."""
         columns = {"source_column": self._source, "target_column": self.target_column}
         return {**columns, "max_source_length": self.max_source_length, "max_target_length": self.max_target_length}
 
     def _base_config(self) -> Any:
-        """Config of the BERT or BigBird that the model is built from, or of the model itself if it is one of ours."""
+        """Return the config of the BERT or BigBird that the model is built from, or of an export of this task."""
         from transformers import BigBirdConfig
 
         from hftune.models.bigbird import make_config
@@ -159,18 +159,18 @@ class TitleGeneration(TextTask):
 
     @cached_property
     def _padded_source(self) -> Callable[[int], int]:
-        """Return how many tokens a source is computed with: a block-sparse encoder pads it to whole blocks."""
+        """Function from the length of a source to its padded length: a block-sparse encoder pads to whole blocks."""
         from hftune.models.bigbird import BlockSparseBigBirdConfig
 
         if self.architecture == "prefix_lm":
             return int
         base = self._base_config()
-        own = {name: value for name, value in self.model_config.items() if name != "decoder"}
-        encoder = getattr(base, "encoder", None) or BlockSparseBigBirdConfig.warm_start(base, **own)
+        overrides = {name: value for name, value in self.model_config.items() if name != "decoder"}
+        encoder = getattr(base, "encoder", None) or BlockSparseBigBirdConfig.warm_start(base, **overrides)
         return getattr(encoder, "padded_length", int)
 
     def build_model(self) -> PreTrainedModel:
-        """Load or draw the model, and settle how it generates."""
+        """Load the model, or build a new one, and set its generation config."""
         import torch
         from transformers import GenerationConfig
 
@@ -188,7 +188,7 @@ class TitleGeneration(TextTask):
             special |= {"pad_token_id": ids["pad_token_id"], "commit": self.model_commit}
             model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
-                raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
+                raise ConfigError(NO_FLEX_ON_CPU)  # rather than in the first step
         model.generation_config = GenerationConfig(
             **ids, decoder_start_token_id=ids["bos_token_id"], max_new_tokens=self.max_target_length, **self.generation
         )
@@ -202,33 +202,35 @@ class TitleGeneration(TextTask):
         if longest > config.max_position_embeddings:
             raise ConfigError(
                 f"task.max_source_length={self.max_source_length} and task.max_target_length={self.max_target_length} need "
-                f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}."
+                f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}. "
+                "Lower one of them."
             )
 
     def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
 
-        said = [] if self.source_column else [f"task.source_column is not set: the texts are those of column {self._source!r}."]
-        said += self._row_notices(self._rows, self._source)
-        said += cut_notices(
+        messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
+        messages += self._row_notices(self._rows, self._source)
+        messages += cut_notices(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
-        said += cut_notices(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
+        limit = f"task.max_target_length={self.max_target_length}"
+        messages += cut_notices(datasets, "title_cut", f"Titles longer than {limit} tokens")
         if self.architecture == "encoder_decoder":
             padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
             if padded > self.max_source_length:
-                said.append(
-                    f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's block of {block}: "
-                    f"sources as long as that are padded to {padded}."
+                messages.append(
+                    f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's block size {block}: "
+                    f"the longest sources are padded to {padded} tokens."
                 )
-        return said
+        return messages
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
-        """Tokens that the model reads: of the source, and of the title but its last."""
+        """Return the tokens that the model reads: of the source, and of the title without its last token."""
         return self.sizes(dataset).sum(1, dtype="int32")
 
     def sizes(self, dataset: datasets.Dataset) -> np.ndarray:
-        """Tokens of source and title, which ``collate`` pads each by itself; no token follows the title's last."""
+        """Return the tokens of source and title, which ``collate`` pads independently, without the title's last token."""
         import numpy as np
         import pyarrow.compute
 
@@ -268,7 +270,7 @@ class TitleGeneration(TextTask):
         source, title = batch["source"], batch["title"]
         if self.architecture == "encoder_decoder":
             return {"input_ids": source, "attention_mask": batch["source_mask"], "decoder_input_ids": title}
-        # Logits of the title's places only: those of a source of 4,096 tokens would be 650 MB a row.
+        # Logits of the title only: those of a source of 4,096 tokens would take 650 MB per row.
         return {**_joined(batch, title, batch["labels"] != NO_LABEL), "logits_to_keep": title.shape[1]}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
@@ -278,12 +280,12 @@ class TitleGeneration(TextTask):
         return count_labels(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
+        """Generate titles. Return rows of title (the reference in the data), generated, and source (its beginning)."""
         rows = self._rows["eval"][batch["index"].tolist()]
-        columns = zip(rows[self.target_column], self._write(model, batch), rows[self._source], strict=True)
+        columns = zip(rows[self.target_column], self._generate(model, batch), rows[self._source], strict=True)
         return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
 
-    def _write(self, model: PreTrainedModel, batch: Batch) -> list[str]:
+    def _generate(self, model: PreTrainedModel, batch: Batch) -> list[str]:
         start = batch["title"][:, :1]
         if self.architecture == "encoder_decoder":
             ids = model.generate(batch["source"], attention_mask=batch["source_mask"])
@@ -294,8 +296,8 @@ class TitleGeneration(TextTask):
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
 
-        said = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
-        computed = [metric().compute(**said) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
+        pairs = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
+        computed = [metric().compute(**pairs) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
         return {name: value for scores in computed for name, value in scores.items()}
 
     def load(self, directory: Path) -> PreTrainedModel:
@@ -307,16 +309,15 @@ class TitleGeneration(TextTask):
         self.text_tokenizer = JiebaTokenizer.from_pretrained(directory)
         auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
         model = self._load_saved(auto, directory)
-        model.generation_config.update(
-            max_new_tokens=self.max_target_length, **self.generation
-        )  # a recipe may search otherwise
+        # The recipe's settings may have changed since.
+        model.generation_config.update(max_new_tokens=self.max_target_length, **self.generation)
         return model
 
     def example_inputs(self) -> list[str]:
         return self._rows["eval"][:2][self._source]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Write each text's title, as ``generated``."""
+        """Return a row for each text, whose ``generated`` is its title."""
         from hftune.data.text import check_inputs, to_ids
 
         check_inputs(inputs)
@@ -324,11 +325,11 @@ class TitleGeneration(TextTask):
         title = [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]
         batch = self.collate([{"source": source, "title": title, "index": 0} for source in sources])
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        return [{"generated": text} for text in self._write(model, batch)]
+        return [{"generated": text} for text in self._generate(model, batch)]
 
 
 def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
-    """Put the title's block behind the source's: input_ids, attention_mask, token_type_ids (0 source, 1 title)."""
+    """Concatenate source and title: input_ids, attention_mask, token_type_ids (0 source, 1 title)."""
     import torch
 
     types = [torch.zeros_like(batch["source"]), torch.ones_like(title)]
@@ -340,7 +341,7 @@ def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
 
 
 SOURCES = ("content", "text", "article")
-"""Columns that may hold the texts, if ``source_column`` does not say."""
+"""Columns that may hold the source texts, if ``source_column`` is not set."""
 
 
 def encode(
@@ -351,7 +352,7 @@ def encode(
     max_source_length: int,
     max_target_length: int,
 ) -> dict[str, list]:
-    """Tokenise: source [CLS] ... [SEP], title [CLS] ... [SEP], of which [CLS] starts and [SEP] ends the writing."""
+    """Tokenize: source [CLS] ... [SEP], title [CLS] ... [SEP]; in generation, [CLS] starts the title and [SEP] ends it."""
     from hftune.data.text import to_ids
 
     sources, source_cut = to_ids(batch[source_column], tokenizer, max_source_length)

@@ -156,5 +156,5 @@ def test_file_given_to_a_model_of_texts_says_how_texts_are_given():
     with pytest.raises(DataError) as caught:
         text.check_inputs([Path("photo.png")])
     assert str(caught.value) == (
-        "Input 0 is the file photo.png; texts come from --text and --text-file. This model answers texts."
+        "Input 0 is the file photo.png; texts come from --text and --text-file. This model takes texts."
     )
