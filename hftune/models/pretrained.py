@@ -60,7 +60,7 @@ def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     kind = fields["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"task.model_config.model_type={kind!r} is not one that transformers knows.{did_you_mean(kind, CONFIG_MAPPING)}"
+            f"task.model_config.model_type={kind!r} is not known to transformers.{did_you_mean(kind, CONFIG_MAPPING)}"
         )
     default = CONFIG_MAPPING[kind]()
     _refuse_unknown([key for key in fields if not hasattr(default, key)], default)

@@ -85,7 +85,7 @@ def test_corpus_that_cannot_be_read(capsys, tmp_path, corpus):
         f"{none.with_suffix('.md')} has none of the known suffixes: .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt. Convert or rename it."
     )
     assert refused(capsys, "vocab", corpus, "--columns", "text", *output) == (
-        f"{corpus} has no column 'text', but content, title. Set --columns ..."
+        f"{corpus} has no column 'text', only content, title. Set --columns ..."
     )
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n")

@@ -325,7 +325,7 @@ def test_tokenizer_that_does_not_segment_is_refused(tmp_path):
             check_tokenizer(silent, "models/title")
         word = next(word for word in vocabulary() if re.fullmatch("[\u4e00-\u9fff]{2,}", word))
         assert str(caught.value) == (
-            f"The tokenizer of models/title, a BertTokenizer, cuts {word!r} into {' '.join(word)!r}, although its vocabulary "
+            f"The tokenizer of models/title, a BertTokenizer, splits {word!r} into {' '.join(word)!r}, although its vocabulary "
             "has the word. Load it with hftune.data.jieba_tokenizer.JiebaTokenizer.from_pretrained('models/title')."
         )
 

@@ -120,7 +120,7 @@ def test_grades_that_are_words_need_label_names(tmp_path):
     grades = ["good", "bad", "fair"]
     assert refused(task("texts", tmp_path, (grades,), (grades,), ordinal=True)) == (
         "task.ordinal=true: the labels are texts (bad, fair, good), whose order is unknown. Set task.label_names to all of "
-        "them, the lowest grade first; or task.ordinal=false if they are not grades."
+        "them, the lowest grade first, or task.ordinal=false if they are not grades."
     )
     found = task("texts", tmp_path, (grades,), (grades,), ordinal=True, label_names=["bad", "fair", "good"])
     assert scored_as(found, "train") == grades
