@@ -187,7 +187,7 @@ def train_with_trainer(options: argparse.Namespace) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    collate = DataCollatorWithPadding(recipe.task.tokenizer)
+    collate = DataCollatorWithPadding(recipe.task.text_tokenizer)
     trainer = Trainer(model, arguments, collate, train_dataset=data["train"].with_format(None))
     trainer.remove_callback(PrinterCallback)
     losses: list[float] = []

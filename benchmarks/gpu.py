@@ -113,7 +113,7 @@ class PaddedReviews(SequenceClassification):
         return np.full(len(dataset), self.max_length, np.int32)
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return pad_to(self.max_length, super().collate(examples), self.tokenizer.pad_token_id)
+        return pad_to(self.max_length, super().collate(examples), self.text_tokenizer.pad_token_id)
 
 
 @dataclass

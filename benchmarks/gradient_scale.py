@@ -135,7 +135,7 @@ def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, f
         disable_tqdm=True,
         use_cpu=True,
     )
-    collate = DataCollatorWithPadding(recipe.task.tokenizer)
+    collate = DataCollatorWithPadding(recipe.task.text_tokenizer)
     trainer = Trainer(build_model(recipe), arguments, collate, train_dataset=data.with_format(None))
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -148,7 +148,7 @@ class Padded(Contender):
         accumulation = config.batch_size // config.micro_batch_size
 
         def collate(examples: list) -> dict[str, torch.Tensor]:
-            return pad_to(task.max_length, task.collate(examples), task.tokenizer.pad_token_id)
+            return pad_to(task.max_length, task.collate(examples), task.text_tokenizer.pad_token_id)
 
         self.model.train()
         began = now()
@@ -182,7 +182,7 @@ class ByTrainer(Contender):
             report_to="none",
             disable_tqdm=True,
         )
-        collate = DataCollatorWithPadding(recipe.task.tokenizer)
+        collate = DataCollatorWithPadding(recipe.task.text_tokenizer)
         self.stopwatch = Stopwatch()
         self.trainer = InOrder(self.model, arguments, collate, callbacks=[self.stopwatch])
         self.trainer.remove_callback(PrinterCallback)

@@ -1,4 +1,4 @@
-"""A finished model that answers: titles for texts, labels for reviews. Loads an export with its recipe; knows no training."""
+"""Inference with a finished model: loads an export with its recipe. Independent of training."""
 
 from __future__ import annotations
 
@@ -21,49 +21,50 @@ from hftune.task import Task
 
 @dataclass
 class TrainedModel:
-    """A model in evaluation mode with the recipe that it came from."""
+    """A model in evaluation mode, with the recipe that it was trained with."""
 
     recipe: Recipe
     model: nn.Module
 
     def predict(self, inputs: Sequence[Any], batch_size: int = 8) -> list[dict[str, Any]]:
-        """Answer raw inputs in their order: one row each, with the fields that ``Task.predict`` says.
+        """Return a row for each raw input, in order, with the fields of the task's ``predict``.
 
-        Texts are strings; images are paths, Pillow images or arrays of uint8; what is to be restored are pairs of image and
-        mask. ``generated`` comes from titles, ``label`` and ``probability`` from classes, ``image`` from restoring.
+        Texts are strings. Images are paths, Pillow images or uint8 arrays; for restoration, pairs of image and mask. Rows have
+        ``generated`` (titles, language models), ``label`` and ``probability`` (classification) or ``image`` (restoration).
 
         Raises:
-            DataError: an input that cannot be answered, such as an empty text or a file that is no image.
-            ConfigError: the task has no method ``answer``.
+            DataError: an input cannot be used, such as an empty text or a file that is not an image.
+            ConfigError: the task has no method ``predict``.
         """
         return list(self.answers(inputs, batch_size))
 
     def answers(self, inputs: Sequence[Any], batch_size: int = 8) -> Iterator[dict[str, Any]]:
-        """Yield what ``predict`` returns, row by row: pictures of a large folder need not all be in memory."""
+        """Yield the rows of ``predict`` one by one, so that the images of a large folder need not fit in memory."""
         check_answers(self.recipe.task)
         for start in range(0, len(inputs), batch_size):
             try:
                 with torch.no_grad():
                     rows = self.recipe.task.predict(self.model, list(inputs[start : start + batch_size]))
-            except DataError as error:  # which counts from the beginning of the batch
+            except DataError as error:  # whose index counts from the start of the batch
                 raise DataError(count_from(start, str(error))) from error
             yield from rows
 
 
 def count_from(start: int, message: str) -> str:
-    """Let the number of an input in a message count from the first of all inputs."""
-    return re.sub(r"^Input (\d+)", lambda place: f"Input {start + int(place[1])}", message)
+    """Add ``start`` to the index of the input at the beginning of a message."""
+    return re.sub(r"^Input (\d+)", lambda match: f"Input {start + int(match[1])}", message)
 
 
 def load_model(directory: str | Path, device: str | torch.device | None = None, *, trust_code: bool = False) -> TrainedModel:
     """Load the best model of a run.
 
     Args:
-        directory: a run's output folder; or one of its models, such as outputs/bigbird/model_last.
-        device: such as "cpu" or "cuda:1". None: the first GPU, or the CPU where there is none.
+        directory: output folder of a run, or one of its models, such as outputs/bigbird/model_last.
+        device: such as "cpu" or "cuda:1". None: the first GPU, or the CPU if there is none.
+        trust_code: import the code that the recipe names, such as a task or network of your own. False: refuse such recipes.
 
     Raises:
-        ConfigError: the folder holds no finished model or no recipe, or its task does not answer inputs.
+        ConfigError: the folder has no finished model or no recipe, or names code that is not trusted.
     """
     recipe, folder = open_run(directory, trust_code)
     model = load_export(recipe.task, folder)
@@ -73,16 +74,16 @@ def load_model(directory: str | Path, device: str | torch.device | None = None, 
 
 
 def load_export(task: Task, folder: Path) -> nn.Module:
-    """Load a finished model on the CPU, or raise ConfigError where the folder holds none."""
+    """Load a finished model on the CPU, or raise ConfigError if the folder has none."""
     try:
         return read(folder, task.load)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder} holds no model that can be loaded: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{folder} has no model that can be loaded: {str(error).splitlines()[0]}") from error
     except Exception as error:
         if type(task).load is not Task.load:
             raise
-        said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"{folder} cannot be loaded by {type_name(type(task))}: {said}. Its model is built without the data here: if "
-            "build_model needs more than the task's fields, give the task methods save and load that keep it."
+            f"{folder} cannot be loaded by {type_name(type(task))}: {reason}. The model is built without the data here. If "
+            "build_model needs more than the task's fields, write save and load methods that keep it."
         ) from error

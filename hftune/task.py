@@ -1,4 +1,4 @@
-"""What is learned. A Task knows data, model, loss and metrics; it knows no rank, no device and no launcher."""
+"""The Task: data, model, loss and metrics of a training. Independent of ranks, devices and launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-if TYPE_CHECKING:  # a recipe must be readable, and refusable, before torch is imported
+if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     import numpy as np
     from torch import Tensor, nn
 
@@ -26,202 +26,202 @@ RENAMED = {
     "problems": "validate",
     "remarks": "notices",
 }
-"""Methods of a Task by the names that they had before version 0.3."""
+"""New names of Task methods, by their names before version 0.3."""
 
-FOUND = "task.json"
-"""File beside the weights with what ``datasets`` has set on the task."""
+DERIVED = "task.json"
+"""File beside the weights with the attributes that ``datasets`` set on the task."""
 
 
 @dataclass
 class Task(ABC):
-    """Subclass it as a dataclass: its fields are the recipe's ``task:`` section.
+    """Base class of all tasks. Subclasses are dataclasses whose fields are the recipe's ``task:`` section.
 
-    ``datasets``, ``build_model`` and ``loss`` must be written; everything else has a default that fits models called by keyword
-    and batches that hold their ``labels``. Import torch inside the methods if mistyped recipes are to be refused fast.
+    ``datasets``, ``build_model`` and ``loss`` are required. The other methods have defaults that fit models called with keyword
+    arguments and batches with ``labels``. Import torch inside the methods, so that mistyped recipes are refused at once.
     """
 
     metric_directions: ClassVar[Mapping[str, Direction | None] | None] = None
-    """Names that ``metrics`` returns, each with "max" if more of it is better, "min" if less is, None if neither (a length).
-    Lets ``eval.metric`` be checked before training and ``eval.greater_is_better`` be left out. None: not known beforehand."""
+    """Names of the metrics that ``metrics`` returns, each with "max" if greater is better, "min" if smaller is better, or None
+    if neither is (such as a length). With it, ``eval.metric`` is checked before training and ``eval.greater_is_better`` can be
+    left out. None: the names are not known in advance."""
     sample_fields: ClassVar[Sequence[str]] = ()
-    """Fields of ``predictions``'s rows that are shown for a few samples after each evaluation, in terminal and dashboards."""
+    """Fields of the rows of ``predictions`` to show for a few samples after each evaluation, in terminal and trackers."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
-    """Fields that may name code to import, package.module.Class or module:function."""
+    """Fields that may name code to import: package.module.Class or module:function."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods under the names that they had before hftune 0.3: they would silently be called for something else.
+        """Refuse methods with names from before hftune 0.3: they would silently be called for something else.
 
         Raises:
-            TypeError: naming the method and its new name.
+            TypeError: a method has an old name; the message gives the new one.
         """
         super().__init_subclass__(**options)
-        own = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
-        if "predict" in own and list(inspect.signature(own["predict"]).parameters)[1:2] == ["outputs"]:
+        methods = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
+        if "predict" in methods and list(inspect.signature(methods["predict"]).parameters)[1:2] == ["outputs"]:
             raise TypeError(f"{cls.__name__}.predict(outputs, model, batch) is called predictions(outputs, model, batch) now")
-        if old := [name for name in own if name in RENAMED]:
+        if old := [name for name in methods if name in RENAMED]:
             raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED[old[0]]} now")
 
     def validate(self) -> list[str]:
-        """Say what is wrong with the fields or the files they name, one sentence each; called before torch is imported."""
+        """Return the problems of the fields and of the files they name, one sentence each. Called before torch is imported."""
         return []
 
     @abstractmethod
     def datasets(self) -> Mapping[str, Any]:
-        """Return ``{"train": dataset, "eval": dataset}``, all with a length and integer indexing.
+        """Return ``{"train": dataset, "eval": dataset}``; each data set has a length and is indexed by integers.
 
-        Where there is a third part, "test", the best model is scored on it, once, after the last step.
-        Called on every process, one process of a machine after the other, so that a cache filled by the first serves all.
+        If there is a third split, "test", the best model is evaluated on it once, after the last step.
+        Called on every process. The processes of a machine take turns, so that all of them use the cache that the first fills.
 
         Raises:
-            DataError: naming split, row and column.
+            DataError: the data cannot be used; the message names split, row and column.
         """
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """Return a fresh model on the CPU. Called after ``datasets`` and after seeding, on every process.
+        """Return a new model on the CPU. Called on every process, after ``datasets`` and after seeding.
 
-        For pipelines it is a transformers decoder, or has a method ``stage(index, count)``, which
-        hftune.strategies.pipeline_stages describes.
+        For pipeline parallelism it must be a transformers decoder or have a method ``stage(index, count)``; see
+        hftune.strategies.pipeline_stages.
         """
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
-        """Return one positive length a sample (int; tokens, say), or None where all samples cost the same."""
+        """Return a positive integer length per sample, such as its tokens, or None if all samples cost the same."""
         return None
 
     def sizes(self, dataset: Any) -> np.ndarray | None:
-        """Return what of a sample is padded by itself: (N, K) int, such as lengths of source and title, or height and width.
+        """Return the K sizes of each sample that are padded independently, (N, K) int, such as height and width of an image.
 
-        A micro-batch is padded to the largest of each. None, the default: to the largest of ``lengths``.
+        A micro-batch is padded to the maximum of each size. None, the default: to the maximum of ``lengths``.
         """
         return None
 
     def padded_length(self, sizes: Sequence[int]) -> int:
-        """Return what one row costs that is padded to these K sizes, in the units of ``lengths``: their sum by default.
+        """Return the cost of a sample padded to these K sizes, in units of ``lengths``: by default their sum.
 
-        It must not fall where a size grows.
+        The cost must not decrease when a size increases.
         """
         return sum(sizes)
 
     @property
     def augments(self) -> bool:
-        """Whether training samples go through ``augment``: where it is written, unless this says otherwise."""
+        """Whether training samples pass through ``augment``: by default, if the task defines it."""
         return type(self).augment is not Task.augment
 
     def augment(self, example: Any, rng: np.random.RandomState) -> Any:
-        """Return a training sample with what is random in it drawn anew, such as a shift, a crop or some damage.
+        """Return a randomly varied copy of a training sample, such as a shifted or cropped image.
 
-        Called for each sample in each epoch, before ``collate``; never for evaluation. ``rng`` is seeded by (seed, epoch,
-        sample): take every random number from it, and the samples do not depend on who loads them. Do not change ``example``
-        in place, which is the data set's own, nor its length.
+        Called for each sample in each epoch, before ``collate``; never in evaluation. ``rng`` is seeded by (seed, epoch,
+        sample). Take all random numbers from it, so that samples do not depend on the process that loads them. Do not modify
+        ``example`` in place, as it belongs to the data set, and keep its length.
         """
         return example
 
     def collate(self, examples: list) -> Batch:
-        """Stack the samples of one micro-batch into tensors (CPU), first dimension = samples.
+        """Stack the samples of a micro-batch into CPU tensors whose first dimension is the samples.
 
-        Draw nothing at random here or in the data set: only ``augment`` and the model's forward are keyed.
+        Use no random numbers here or in the data set: only ``augment`` and the model's forward pass are seeded per sample and
+        step.
         """
         from torch.utils.data import default_collate
 
         return default_collate(examples)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the model's keyword arguments: all of the batch but its labels."""
+        """Return the model's keyword arguments: by default the whole batch except ``labels``."""
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def target(self, batch: Batch) -> Tensor:
-        """Return what ``loss`` compares the outputs with."""
+        """Return what ``loss`` compares the outputs with: by default ``labels``."""
         return batch["labels"]
 
     @abstractmethod
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        """Return the SUM of the item losses, a float32 scalar. The loop divides by the items of the global batch."""
+        """Return the SUM of the item losses, a float32 scalar. The training loop divides by the items of the global batch."""
 
     def num_items(self, target: Tensor) -> int:
-        """Count the items that ``loss`` sums over: samples by default; label tokens or pixels where those are the items."""
+        """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels."""
         return len(target)
 
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Return one JSON-able row a sample, with all that ``metrics`` needs (its reference, too).
+        """Return a JSON-serializable row for each sample, with all that ``metrics`` needs, including the reference.
 
-        ``outputs`` is what the model returned for this batch, no gradient; a task that generates calls ``model`` instead.
-        The rows become predictions.jsonl.
+        ``outputs`` is what the model returned for this batch, without gradients. Tasks that generate text call ``model``
+        instead. The rows are written to predictions.jsonl.
         """
         return [{} for _ in range(len(self.target(batch)))]
 
-    def sample_images(self, outputs: Any, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
-        """Return a picture (H, W, 3) uint8 of each sample at these places of the batch; none where there is nothing to see.
+    def sample_images(self, outputs: Any, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
+        """Return an image (H, W, 3) uint8 of the samples at these indices of the batch; an empty list if there are no images.
 
-        Arguments as for ``predictions``. Those of the first ``eval.show_samples`` samples are kept after each evaluation.
+        The other arguments are those of ``predictions``. Each evaluation logs the first ``eval.show_samples`` images.
         """
         return []
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the metrics of a whole split from its rows, one a sample, in dataset order. Main process only."""
+        """Return the metrics of a whole split from its rows, one per sample, in data set order. Main process only."""
         return {}
 
     def commits(self) -> dict[str, str]:
-        """Return the commits (SHA-1) that were loaded from the Hub, by the key that named the repository: {"task.model": ...}.
+        """Return the commit (SHA-1) of each repository loaded from the Hub, by the key that named it: {"task.model": ...}.
 
-        Called after ``datasets`` and ``build_model``. Runs are resumed with the same ones only.
+        Called after ``datasets`` and ``build_model``. A run is resumed only with the same commits.
         """
         return {}
 
     def notices(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
-        """Return what a user should know before training, such as how many texts are cut; one sentence each, said once."""
+        """Return what a user should know before training, such as how many texts are truncated, one sentence each."""
         return []
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write the finished, unwrapped model into an empty directory. Main process only.
 
-        Beside the weights it writes what ``datasets`` has set on the task, such as a number of classes, so far as JSON can
-        hold it: ``build_model`` may need it when the model is loaded. Write ``save`` and ``load`` if that is not enough.
+        Also writes the attributes that ``datasets`` set on the task, such as a number of classes, if JSON can represent them:
+        ``build_model`` may need them when the model is loaded. Override ``save`` and ``load`` if that is not enough.
         """
         from safetensors.torch import save_model
 
         save_model(model, str(directory / "model.safetensors"))
         names = {item.name for item in fields(self)}
-        derived = {
-            name for kind in type(self).__mro__ for name, item in vars(kind).items() if isinstance(item, cached_property)
-        }
-        found = {name: value for name, value in vars(self).items() if name not in names | derived and _survives_json(value)}
-        if found:
-            (directory / FOUND).write_text(json.dumps(found), encoding="utf-8")
+        cached = {name for kind in type(self).__mro__ for name, item in vars(kind).items() if isinstance(item, cached_property)}
+        derived = {name: value for name, value in vars(self).items() if name not in names | cached and _survives_json(value)}
+        if derived:
+            (directory / DERIVED).write_text(json.dumps(derived), encoding="utf-8")
 
     def load(self, directory: Path) -> nn.Module:
-        """Return the model that ``save`` wrote, on the CPU, and take from there what ``predict`` needs beside it."""
+        """Return the model that ``save`` wrote, on the CPU, and restore what else ``predict`` needs."""
         from safetensors.torch import load_model
 
-        if (directory / FOUND).is_file():
-            found, names = json.loads((directory / FOUND).read_text(encoding="utf-8")), {item.name for item in fields(self)}
-            vars(self).update({name: value for name, value in found.items() if name not in names})
+        if (path := directory / DERIVED).is_file():
+            derived, names = json.loads(path.read_text(encoding="utf-8")), {item.name for item in fields(self)}
+            vars(self).update({name: value for name, value in derived.items() if name not in names})
         model = self.build_model()
         load_model(model, str(directory / "model.safetensors"))
         return model
 
     def transformers_pipeline(self) -> dict[str, Any] | None:
-        """Return the arguments of the transformers pipeline that loads what ``save`` wrote, or None."""
+        """Return the arguments of a ``transformers.pipeline`` that loads what ``save`` wrote; None if there is none."""
         return None
 
     def example_inputs(self) -> list:
-        """Return a few raw inputs as ``predict`` takes them, after ``datasets``; MLflow shows them with the model."""
+        """Return a few raw inputs for ``predict``; MLflow logs them with the model. Called after ``datasets``."""
         return []
 
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return one row for each raw input, such as a text; no gradient. For ``hftune.load_model``.
+        """Return a row for each raw input, such as a text, without gradients. Used by ``hftune.load_model``.
 
-        Its values are JSON-able, or Pillow images, which ``hftune predict`` writes into its --output folder.
+        Values are JSON-serializable or Pillow images, which ``hftune predict`` writes into its --output folder.
 
         Raises:
-            DataError: an input that cannot be answered, named by its place.
+            DataError: an input cannot be used; the message begins with "Input" and its index.
         """
         raise NotImplementedError
 
 
 def _survives_json(value: Any) -> bool:
-    """Say whether JSON gives a value back as it is: not a tuple, nor a mapping whose keys are numbers."""
+    """Return whether JSON restores a value unchanged; it does not for tuples or for mappings with numeric keys."""
     try:
-        again = json.loads(json.dumps(value))
+        restored = json.loads(json.dumps(value))
     except (TypeError, ValueError):
         return False
-    return type(again) is type(value) and again == value
+    return type(restored) is type(value) and restored == value

@@ -33,14 +33,21 @@ def task_types() -> dict[str, type]:
 
 
 def fields(type_: type) -> list[tuple[str, str, str]]:
-    """Return (key, default, docstring) of each field, in the order of the source."""
+    """Return (key, default, docstring) of each field, inherited ones first."""
+    texts: dict[str, str] = {}
+    for kind in reversed([kind for kind in type_.__mro__ if dataclasses.is_dataclass(kind)]):
+        texts |= _docstrings(kind)
+    return [(key_of(item.name), _default(item), texts.get(item.name, "")) for item in dataclasses.fields(type_)]
+
+
+def _docstrings(type_: type) -> dict[str, str]:
+    """Return the docstrings below the fields that a class itself declares."""
     (body,) = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(type_))).body]
-    said = {
+    return {
         node.target.id: inspect.cleandoc(after.value.value)
         for node, after in pairwise(body)
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
-    return [(key_of(item.name), _default(item), said.get(item.name, "")) for item in dataclasses.fields(type_)]
 
 
 def _default(item: dataclasses.Field) -> str:

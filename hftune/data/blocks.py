@@ -1,4 +1,4 @@
-"""A text as one stream of tokens, cut into blocks of equal length to learn from. Knows no model and no file."""
+"""Token streams, cut into blocks of equal length for language modeling. Independent of models and files."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hftune.data.cache import cached_map
-from hftune.data.text import drawn, tokenizer_key
+from hftune.data.text import subsample_indices, tokenizer_key
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
 
 
 class Blocks(Sequence):
-    """Blocks of a stream: every token but the first is a label exactly once, however long the blocks are.
+    """Blocks of a token stream: every token but the first is a label exactly once, whatever the block length.
 
-    Block k of length L holds ``input_ids``, the tokens from kL, and ``labels``, those from kL + 1: each one's successor. Only
-    the last block may be shorter.
+    Block k of length L has ``input_ids``, the tokens from kL on, and ``labels``, the tokens from kL + 1 on. Only the last block
+    may be shorter.
 
     Args:
-        count: keep this many blocks, drawn at random once. None: all.
+        count: number of blocks to use, a random subset that is always the same. None: all.
     """
 
     def __init__(self, stream: np.ndarray, block_length: int, count: int | None = None):
         self.stream, self.block_length = stream, block_length
         self.total = -(-(len(stream) - 1) // block_length)
-        self.kept = drawn(self.total, count, seed=42)
+        self.indices = subsample_indices(self.total, count, seed=42)
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.indices)
 
-    def __getitem__(self, place: int) -> dict[str, np.ndarray]:
-        start = self.kept[place] * self.block_length
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        start = self.indices[index] * self.block_length
         tokens = self.stream[start : start + self.block_length + 1].astype(np.int64)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def contents(self) -> dict[str, np.ndarray]:
-        """Return what there is to hash: see hftune.data.digest."""
-        return {"stream": self.stream, "kept": self.kept, "block_length": np.array([self.block_length])}
+        """Return the content to hash; see hftune.data.digest. Its names are hashed, too: checkpoints hold the digest."""
+        return {"stream": self.stream, "kept": self.indices, "block_length": np.array([self.block_length])}
 
     @property
     def lengths(self) -> np.ndarray:
-        """Labels in each block, int32."""
-        starts = self.kept * self.block_length
+        """Number of labels in each block, int32."""
+        starts = self.indices * self.block_length
         return np.minimum(self.block_length, len(self.stream) - 1 - starts).astype(np.int32)
 
 
-def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, part: str) -> np.ndarray:
-    """Return all rows' tokens in a row, int32: each row's words and <eos>; or, of other tokenizers, its text and a newline."""
+def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:
+    """Return the tokens of all rows, int32: each row's words and <eos>, or, for other tokenizers, its text and a newline."""
     encoded = cached_map(
-        rows, encode, [tokenizer_key(tokenizer), column], f"Tokenising {part}", tokenizer=tokenizer, column=column
+        rows, encode, [tokenizer_key(tokenizer), column], f"Tokenizing {split}", tokenizer=tokenizer, column=column
     )
     chunks = encoded.data.column("input_ids").chunks
     return np.concatenate([chunk.flatten().to_numpy().astype(np.int32) for chunk in chunks])
 
 
 def encode(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[list[int]]]:
-    """Tokenise rows, each with its end."""
+    """Tokenize rows, each with the token or newline that ends it."""
     lines = [text.rstrip("\r\n") for text in batch[column]]
     if has_whole_words(tokenizer):
         ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
@@ -66,10 +66,10 @@ def encode(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, colu
     return {"input_ids": tokenizer([f"{line}\n" for line in lines], add_special_tokens=False, verbose=False)["input_ids"]}
 
 
-def check_stream(stream: np.ndarray, block_length: int, part: str) -> None:
-    """Raise DataError unless the stream fills a block."""
+def check_stream(stream: np.ndarray, block_length: int, split: str) -> None:
+    """Raise DataError unless the stream fills at least one block."""
     if len(stream) <= block_length:
         raise DataError(
-            f"task.block_length={block_length} needs {block_length + 1} tokens; the {part} split has {len(stream)}. "
-            "Lower it, or give more text."
+            f"task.block_length={block_length} needs {block_length + 1} tokens or more; the {split} split has {len(stream)}. "
+            "Lower it, or use more text."
         )

@@ -1,7 +1,7 @@
-"""Work that is done once a machine and found again by its content. Knows nothing of what is cached.
+"""Cache of work that is done once per machine, with keys that are hashes of content. Independent of what is cached.
 
-Waiting happens on a file lock, never in a collective: no process group has to exist while a slow machine tokenises, so none
-can time out.
+Processes wait on a file lock, never in a collective: no process group exists while a slow machine tokenizes, so none can time
+out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hftune.errors import ConfigError
 
 
 def cache_dir() -> Path:
-    """Return (and make) hftune's folder inside datasets' own cache; HF_DATASETS_CACHE moves both.
+    """Return hftune's folder in the cache of datasets (HF_DATASETS_CACHE), and create it if necessary.
 
     Raises:
-        ConfigError: it cannot be made; HOME may be missing or another user's.
+        ConfigError: it cannot be created, perhaps because HOME is missing or belongs to a different user.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE) / "hftune"
     try:
@@ -34,18 +34,18 @@ def cache_dir() -> Path:
         path.stat()
     except OSError as error:
         raise ConfigError(
-            f"{path}, which is to hold prepared data, cannot be used: {error.strerror}. Set HF_HOME (for models and data sets) "
-            "or HF_DATASETS_CACHE (for data sets alone) to a folder that you can write to."
+            f"{path}, the cache of prepared data, cannot be used: {error.strerror}. Set HF_HOME (for models and data sets) "
+            "or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to."
         ) from error
     return path
 
 
 @contextmanager
 def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let one process of the machine after the other pass; the first fills the cache, the others find it filled.
+    """Let the processes of a machine take turns: the first one fills the cache, the others use it.
 
-    A process that dies inside gives the lock back. ``key`` names the work (hashed by content); ``on_wait`` is called once
-    where another process holds the lock for more than a few seconds.
+    A process that dies inside releases the lock. ``key`` identifies the work (hashed by content). ``on_wait`` is called once if
+    a different process holds the lock for more than a few seconds.
     """
     lock = FileLock(cache_dir() / f"{Hasher.hash(key)}.lock")
     try:
@@ -62,15 +62,15 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 def cached_map(
     dataset: datasets.Dataset, function: Callable, key: Any, note: str, processes: int = 1, **fn_kwargs: Any
 ) -> datasets.Dataset:
-    """Map batches once, keep the result on disk under a hash of dataset, function and key, and load it from there.
+    """Map batches once, keep the result on disk under a hash of data set, function and key, and load it from there.
 
-    ``datasets`` caches maps by itself, but not those of a data set made in memory, and under a hash of pickled objects,
-    which changes with the state of a used tokenizer. The old columns are dropped.
+    ``datasets`` caches maps, too, but not those of data sets created in memory, and under a hash of pickled objects, which
+    changes with the state of a used tokenizer. The old columns are dropped.
 
     Args:
-        key: what the result depends on beside the rows and the function; hashed by content.
-        note: shown beside the progress bar.
-        processes: that share the work; see ``idle_cores``.
+        key: what the result depends on besides rows and function; hashed by content.
+        note: text beside the progress bar.
+        processes: number of processes that share the work; see ``idle_cores``.
     """
     fingerprint = Hasher.hash(
         [dataset._fingerprint, function.__module__, function.__qualname__, key, datasets.__version__, __version__]
@@ -88,12 +88,12 @@ def cached_map(
 
 
 def cached_bytes(key: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> np.ndarray:
-    """Put an array of uint8 on disk once, under a hash of ``key``, and map it into memory from there, read-only.
+    """Write an array of uint8 to disk once, under a hash of ``key``, and memory-map it from there, read-only.
 
-    What is mapped is the system's own cache of the file, which the processes of a machine share.
+    The processes of a machine share the mapped pages, which are those of the system's file cache.
 
     Args:
-        chunks: the array's parts along its first dimension, one after the other; not touched where the file is there.
+        chunks: consecutive slices of the array along its first dimension; not consumed if the file exists.
     """
     path = cache_dir() / f"{Hasher.hash([key, shape, __version__])}.npy"
     if not path.exists():
@@ -107,9 +107,9 @@ def cached_bytes(key: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray])
 
 
 def idle_cores(num_rows: int, rows_each: int = 1000) -> int:
-    """Return how many processes should share work in pure Python: all cores, as other processes of the machine wait for it.
+    """Return how many processes should share work in pure Python: one per core, since the training processes wait for it.
 
-    Fewer where there is little to do: starting a process costs more than a second.
+    Fewer if there is little to do, because starting a process takes more than a second.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, num_rows // rows_each))

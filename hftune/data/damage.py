@@ -1,4 +1,4 @@
-"""Draws the damage that training undoes: strokes, rectangles and scribbles over an image. Knows no data set and no task."""
+"""Random damage for image restoration: strokes, rectangles and scribbles over an image. Independent of data sets and tasks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from PIL import Image, ImageDraw
 
 
 def draw_mask(height: int, width: int, rng: np.random.RandomState) -> np.ndarray:
-    """Return which pixels are damaged: (H, W) bool, 2 to 20 in 100 of them (8 on average), never none.
+    """Return a mask (H, W) bool of damaged pixels: 2 to 20 percent of the image (8 on average), never none.
 
-    One or two kinds of damage, in sizes that follow the image's shorter side. All is taken from ``rng``.
+    Has one or two kinds of damage, sized relative to the image's shorter side. All randomness comes from ``rng``.
     """
     canvas = Image.new("L", (width, height))
     pen, side = ImageDraw.Draw(canvas), min(height, width)
-    known = (_strokes, _rectangles, _scribbles)
-    kinds = [known[place] for place in rng.permutation(len(known))[: rng.randint(1, 3)]]
-    area = height / side * (width / side)  # in squares of the shorter side: a long image gets more
+    available = (_strokes, _rectangles, _scribbles)
+    kinds = [available[index] for index in rng.permutation(len(available))[: rng.randint(1, 3)]]
+    area = height / side * (width / side)  # in squares of the shorter side, so that long images get more damage
     for kind in kinds:
         for _ in range(max(1, round(area * rng.randint(3, 8) / len(kinds)))):
             kind(pen, width, height, side, rng)
@@ -25,7 +25,7 @@ def draw_mask(height: int, width: int, rng: np.random.RandomState) -> np.ndarray
 
 
 def _strokes(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: np.random.RandomState) -> None:
-    """A brush that wanders, with round ends."""
+    """Draw a wandering brush stroke with round ends."""
     thickness = max(2, round(side * rng.uniform(0.03, 0.09)))
     angle, turn = rng.uniform(0, 2 * math.pi), rng.normal(0, 0.5)
     points = [(rng.uniform(0, width - 1), rng.uniform(0, height - 1))]
@@ -40,14 +40,14 @@ def _strokes(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: 
 
 
 def _rectangles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: np.random.RandomState) -> None:
-    """A hole with straight edges."""
+    """Draw a filled rectangle."""
     right, down = np.maximum(2, side * rng.uniform(0.08, 0.22, size=2)).round()
     left, top = rng.uniform(0, width - right), rng.uniform(0, height - down)
     pen.rectangle((left, top, left + right - 1, top + down - 1), fill=255)
 
 
 def _scribbles(pen: ImageDraw.ImageDraw, width: int, height: int, side: int, rng: np.random.RandomState) -> None:
-    """A line of small letters that nobody can read, as of a watermark or a date."""
+    """Draw a line of small illegible letters, like a watermark or a date."""
     size = side * rng.uniform(0.06, 0.12)
     thickness = max(1, round(size * 0.25))
     x, y = rng.uniform(0, width / 2), rng.uniform(0, height - size)

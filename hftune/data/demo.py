@@ -1,6 +1,6 @@
-"""Generators of the embedded samples that the demo recipes train on: no file, no network, the same rows everywhere.
+"""Generators of the texts that the demo recipes train on, without files or network and with the same rows on every machine.
 
-Used as ``task.dataset=hftune.data.demo:reviews`` (texts with a grade) or ``hftune.data.demo:articles`` (Chinese, with a title).
+Use: ``task.dataset=hftune.data.demo:reviews`` (reviews with a grade) or ``hftune.data.demo:articles`` (Chinese, with titles).
 """
 
 # ruff: noqa: RUF001  (the full-width comma of Chinese)
@@ -13,15 +13,15 @@ from typing import Any
 
 NUM_REVIEWS = {"train": 4000, "eval": 800}
 
-# Opinions on one aspect, from terrible (-2) to excellent (+2). No single word gives a grade away: "good" is +1 alone,
-# -1 after "not", +2 after "really", and other aspects of the same review may pull the other way.
+# Opinions on an aspect, from terrible (-2) to excellent (+2). No single word gives a grade away: "good" is +1 alone, -1 after
+# "not" and +2 after "really", and opinions on other aspects of the same review may differ.
 WORDS = {
     "good": ["good", "nice", "pleasant", "tasty", "friendly", "fresh", "fair", "solid"],
     "great": ["amazing", "wonderful", "superb", "outstanding", "fantastic", "delightful"],
     "bad": ["bad", "slow", "bland", "noisy", "rude", "dirty", "overpriced", "stale"],
     "awful": ["awful", "terrible", "disgusting", "horrible", "dreadful", "appalling"],
 }
-STRENGTH = {  # opinion -> ways to say it, as (words before, kind of word)
+STRENGTH = {  # opinion -> expressions, as (words before, kind of word)
     2: [("really", "good"), ("so very", "good"), ("", "great"), ("truly", "great"), ("far from", "awful")],
     1: [("", "good"), ("quite", "good"), ("not", "bad"), ("hardly", "bad"), ("never", "bad")],
     -1: [("", "bad"), ("a bit", "bad"), ("not", "good"), ("hardly", "good"), ("never", "good")],
@@ -47,19 +47,19 @@ FILL = {
 }
 
 
-def reviews(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield restaurant reviews of 5 to 400 words with a grade from 0 to 4, like Yelp's stars less one.
+def reviews(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield restaurant reviews of 5 to 400 words with a grade from 0 to 4, like Yelp's stars minus one.
 
-    The grade is the rounded mean of the opinions in the review, so all of it has to be read, negations included.
-    Lengths have a long tail (median about 45 words). "train" and "eval" share no text.
+    The grade is the rounded mean of the opinions in the review, so a model must read all of it, negations included.
+    Lengths have a long tail (median about 45 words). "train" and "eval" have no text in common.
 
     Args:
-        part: "train" or "eval".
-        count: how many; by default NUM_REVIEWS of the part.
+        split: "train" or "eval".
+        count: number of rows; by default that of NUM_REVIEWS.
     """
-    rng = random.Random(f"{seed} {part}")
-    seen = {row["text"] for row in reviews("train", NUM_REVIEWS["train"], seed)} if part == "eval" else set()
-    for _ in range(NUM_REVIEWS[part] if count is None else count):
+    rng = random.Random(f"{seed} {split}")
+    seen = {row["text"] for row in reviews("train", NUM_REVIEWS["train"], seed)} if split == "eval" else set()
+    for _ in range(NUM_REVIEWS[split] if count is None else count):
         row = _review(rng)
         while row["text"] in seen:
             row = _review(rng)
@@ -84,7 +84,7 @@ def _review(rng: random.Random) -> dict[str, Any]:
 
 
 def _opinion(rng: random.Random, opinions: list[int], grade: int) -> int:
-    """Draw an opinion that keeps the mean near the wanted grade, yet disagrees with it now and then."""
+    """Choose an opinion that keeps the mean near the grade, but sometimes disagrees with it."""
     wanted = (grade - 2) * (len(opinions) + 1) - sum(opinions)
     near = max(-2, min(2, wanted + rng.choice([-1, 0, 0, 1])))
     return near or rng.choice([-1, 1])
@@ -110,8 +110,8 @@ def _neutral(rng: random.Random) -> str:
 
 NUM_ARTICLES = {"train": 3000, "eval": 300}
 
-# Kinds of news: the title, and for each of its gaps ways to say that one fact. Each fact has a sentence of its own, and only
-# the words around it tell it from what FILLER says of others of its sort.
+# Kinds of news: the title, and, for each of its gaps, sentences that state the fact. Only the words around a fact distinguish
+# it from similar ones in FILLER.
 NEWS: list[tuple[str, dict[str, list[str]]]] = [
     (
         "{firm}发布{product}，首批{stock}万台",
@@ -227,7 +227,7 @@ _NAMES = ["王", "李", "张", "陈", "刘", "赵", "周", "孙"], ["明", "丽�
 _FIRMS = ["华星", "蓝海", "远航", "云帆", "金桥", "天马", "东方", "北斗", "长风"], ["科技", "汽车", "电子", "重工", "医疗"]
 _PRODUCTS = ["Nova", "Aria", "Lumo", "Orion", "Pixo", "Zeta", "Vega", "Tango"], ["2", "3", "5", "7", "9", "X", "S"]
 _NUMBERS = [str(number) for number in range(2, 60)]
-WHAT = {  # gap of a sentence or title -> what may stand there
+WHAT = {  # gap of a sentence or title -> its possible fillings
     "firm": [first + second for first in _FIRMS[0] for second in _FIRMS[1]],
     "product": [first + second for first in _PRODUCTS[0] for second in _PRODUCTS[1]],
     "name": [first + second for first in _NAMES[0] for second in _NAMES[1]],
@@ -244,21 +244,21 @@ WHAT = {  # gap of a sentence or title -> what may stand there
 }
 
 
-def articles(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def articles(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield Chinese news of 60 to 800 characters ("content") with a title of 8 to 20 characters ("title").
 
-    The title is put together from three sentences that stand anywhere in the article, among others that speak of other firms,
-    towns and numbers: no cut of the text is a title. Lengths have a long tail (median about 170 characters). "train" and "eval"
-    share no article and no title.
+    The title combines facts from three sentences anywhere in the article, among others on different firms, towns and numbers:
+    no piece of the text is the title. Lengths have a long tail (median about 170 characters). "train" and "eval" have no
+    article and no title in common.
 
     Args:
-        part: "train" or "eval".
-        count: how many; by default NUM_ARTICLES of the part.
+        split: "train" or "eval".
+        count: number of rows; by default that of NUM_ARTICLES.
     """
-    rng = random.Random(f"{seed} {part}")
-    trained = articles("train", NUM_ARTICLES["train"], seed) if part == "eval" else ()
+    rng = random.Random(f"{seed} {split}")
+    trained = articles("train", NUM_ARTICLES["train"], seed) if split == "eval" else ()
     seen = {text for row in trained for text in row.values()}
-    for _ in range(NUM_ARTICLES[part] if count is None else count):
+    for _ in range(NUM_ARTICLES[split] if count is None else count):
         row = _article(rng)
         while row["content"] in seen or row["title"] in seen:
             row = _article(rng)
@@ -269,19 +269,19 @@ def articles(part: str, count: int | None = None, seed: int = 0) -> Iterator[dic
 def _article(rng: random.Random) -> dict[str, Any]:
     num_characters = min(770, max(60, round(rng.lognormvariate(5.1, 0.6))))
     title, facts = rng.choice(NEWS)
-    said: dict[str, str] = {}  # gap of the title -> what fills it
+    filled: dict[str, str] = {}  # gap of the title -> its filling
     for gap in facts:
-        said[gap] = _other(rng, gap, said)
-    sentences = [rng.choice(ways).format(**said) for ways in facts.values()]
+        filled[gap] = _other(rng, gap, filled)
+    sentences = [rng.choice(ways).format(**filled) for ways in facts.values()]
     filler: list[str] = []
     while sum(len(sentence) + 1 for sentence in sentences) < num_characters:
         filler = filler or rng.sample(FILLER, len(FILLER))
         sentence = filler.pop()
-        sentences.append(sentence.format(**{gap: _other(rng, gap, said) for gap in WHAT if f"{{{gap}}}" in sentence}))
+        sentences.append(sentence.format(**{gap: _other(rng, gap, filled) for gap in WHAT if f"{{{gap}}}" in sentence}))
     rng.shuffle(sentences)
-    return {"content": "。".join(sentences) + "。", "title": title.format(**said)}
+    return {"content": "。".join(sentences) + "。", "title": title.format(**filled)}
 
 
-def _other(rng: random.Random, gap: str, said: dict[str, str]) -> str:
-    """Draw what fills a gap, other than what the title says."""
-    return rng.choice([what for what in WHAT[gap] if what not in said.values()])
+def _other(rng: random.Random, gap: str, filled: dict[str, str]) -> str:
+    """Choose a filling for a gap that the title does not use."""
+    return rng.choice([what for what in WHAT[gap] if what not in filled.values()])

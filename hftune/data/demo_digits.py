@@ -1,6 +1,6 @@
-"""A generator of handwritten-looking digits, for the demo recipe: strokes drawn by code, no font, no file, no network.
+"""Generator of digits that look handwritten, for the demo recipe: strokes drawn by code, without fonts, files or network.
 
-Used as ``task.dataset=hftune.data.demo_digits:digits``.
+Use: ``task.dataset=hftune.data.demo_digits:digits``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 NUM_DIGITS = {"train": 4000, "eval": 1000}
 SIZE = 28
 SCALE = 4
-"""Digits are drawn so many times larger, then averaged: smooth edges."""
+"""Digits are drawn this many times larger and then averaged, for smooth edges."""
 
 Stroke = list[tuple[float, float]]
 
@@ -50,18 +50,18 @@ WAYS: list[tuple[int, list[Stroke]]] = [
 ]
 
 
-def digits(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+def digits(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield images of digits: ``image``, grey, 28 x 28 pixels, white on black, and ``label``, the digit.
 
-    Size, place, slant, turn, thickness, every point of a stroke and the noise are drawn at random; both parts from streams of
-    their own.
+    Size, position, slant, rotation, thickness, every point of a stroke, and noise are random. Each split has its own random
+    stream.
 
     Args:
-        part: "train" or "eval".
-        count: how many; by default NUM_DIGITS of the part.
+        split: "train" or "eval".
+        count: number of rows; by default that of NUM_DIGITS.
     """
-    rng = np.random.RandomState([seed, list(NUM_DIGITS).index(part)])
-    for _ in range(NUM_DIGITS[part] if count is None else count):
+    rng = np.random.RandomState([seed, list(NUM_DIGITS).index(split)])
+    for _ in range(NUM_DIGITS[split] if count is None else count):
         label = int(rng.randint(10))
         yield {"image": _write(label, rng), "label": label}
 

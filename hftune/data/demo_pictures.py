@@ -1,6 +1,6 @@
-"""A generator of pictures for the demo recipe: sky, hills and shapes drawn by code, no file, no network.
+"""Generator of pictures for the demo recipe: sky, sun and hills drawn by code, without files or network.
 
-Used as ``task.dataset=hftune.data.demo_pictures:pictures``.
+Use: ``task.dataset=hftune.data.demo_pictures:pictures``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from PIL import Image, ImageDraw
 NUM_PICTURES = {"train": 120, "eval": 24}
 
 
-def pictures(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield pictures: ``image``, RGB, 40 to 56 pixels a side, of several sizes.
+def pictures(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield pictures: ``image``, RGB, with sides of 40 to 56 pixels.
 
     Args:
-        part: "train" or "eval"; each has a stream of its own.
-        count: how many; by default NUM_PICTURES of the part.
+        split: "train" or "eval"; each has its own random stream.
+        count: number of rows; by default that of NUM_PICTURES.
     """
-    rng = np.random.RandomState([seed, list(NUM_PICTURES).index(part)])
-    for _ in range(NUM_PICTURES[part] if count is None else count):
+    rng = np.random.RandomState([seed, list(NUM_PICTURES).index(split)])
+    for _ in range(NUM_PICTURES[split] if count is None else count):
         width, height = (4 * rng.randint(10, 15, size=2)).tolist()
         yield {"image": _paint(width, height, rng)}
 
@@ -36,7 +36,7 @@ def _paint(width: int, height: int, rng: np.random.RandomState) -> Image.Image:
     x, y, radius = rng.uniform(0, width), rng.uniform(0, height / 2), rng.uniform(3, 9)
     pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 240, int(rng.randint(120, 220))))
     across = np.arange(width + 1)
-    for depth in range(rng.randint(1, 4)):  # hills, one before the other
+    for depth in range(rng.randint(1, 4)):  # hills, one in front of the other
         base = height * (0.5 + 0.15 * depth)
         waves = [rng.uniform(1, 5) * np.sin(across / rng.uniform(5, 14) + rng.uniform(0, 6)) for _ in range(2)]
         line = base + sum(waves)

@@ -1,7 +1,7 @@
-"""A generator of English-like paragraphs, for a language model to learn in a minute: no file, no network, the same everywhere.
+"""Generator of English-like paragraphs, which a language model learns in a minute, without files or network.
 
-Used as ``task.dataset=hftune.data.demo_text:paragraphs``. Two things in it no pair of neighbouring words tells: a verb agrees
-with a subject that stands several words before it, and a paragraph keeps to its topic and to the one who is in it.
+Use: ``task.dataset=hftune.data.demo_text:paragraphs``. Two regularities cannot be learned from pairs of neighbouring words: a
+verb agrees with a subject several words before it, and a paragraph keeps to its topic and to one person.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 NUM_PARAGRAPHS = {"train": 1500, "eval": 150, "test": 150}
 
-# Topic -> things (with a plural in s), what they do (with a singular in s), how they are, where that is.
+# Topic -> things (plural in -s), what they do (singular in -s), what they are like, and places.
 TOPICS: dict[str, tuple[list[str], list[str], list[str], list[str]]] = {
     "harbour": (
         ["ship", "sailor", "captain", "anchor", "boat", "crane"],
@@ -73,19 +73,19 @@ PATHS = ["walks to", "hurries to", "returns to", "rests at", "leaves"]
 ENDS = ["until {hour} because {they} must", "as long as {they} can", "as {they} did last {hour}", "whenever {they} like"]
 
 
-def paragraphs(part: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a heading, an empty line and a paragraph ("text", words between spaces), again and again, as WikiText has them.
+def paragraphs(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield a heading, an empty line and a paragraph ("text", words between spaces), repeatedly, as in WikiText.
 
-    A paragraph has 3 to 9 sentences of 8 to 16 words. No paragraph comes twice, in whichever parts.
+    A paragraph has 3 to 9 sentences of 8 to 16 words. No paragraph occurs twice, in all splits.
 
     Args:
-        part: "train", "eval" or "test".
-        count: how many paragraphs; by default NUM_PARAGRAPHS of the part.
+        split: "train", "eval" or "test".
+        count: number of paragraphs; by default that of NUM_PARAGRAPHS.
     """
-    rng = random.Random(f"{seed} {part}")
-    parts = list(NUM_PARAGRAPHS)
-    seen = {row["text"] for earlier in parts[: parts.index(part)] for row in paragraphs(earlier, seed=seed)}
-    for _ in range(NUM_PARAGRAPHS[part] if count is None else count):
+    rng = random.Random(f"{seed} {split}")
+    splits = list(NUM_PARAGRAPHS)
+    seen = {row["text"] for earlier in splits[: splits.index(split)] for row in paragraphs(earlier, seed=seed)}
+    for _ in range(NUM_PARAGRAPHS[split] if count is None else count):
         topic = rng.choice(list(TOPICS))
         text = _paragraph(rng, topic)
         while text in seen:
@@ -102,7 +102,7 @@ def _paragraph(rng: random.Random, topic: str) -> str:
 
 
 def _sentence(rng: random.Random, topic: str, name: str, pronoun: str) -> str:
-    """Write a sentence about things of the topic, or about the one person of the paragraph."""
+    """Return a sentence about things of the topic, or about the person of the paragraph."""
     things, verbs, qualities, places = TOPICS[topic]
     place, hour = rng.choice(places), rng.choice(HOURS)
     if rng.random() < 0.35:
@@ -111,7 +111,7 @@ def _sentence(rng: random.Random, topic: str, name: str, pronoun: str) -> str:
     is_plural = rng.random() < 0.5
     subject, verb = rng.choice(things), rng.choice(verbs)
     subject, verb, they = (f"{subject}s", verb, "they") if is_plural else (subject, f"{verb}s", "it")
-    beside = f"{rng.choice(['near', 'behind', 'beside'])} the {_thing(rng, topic)} of the {place}"  # of either number
+    beside = f"{rng.choice(['near', 'behind', 'beside'])} the {_thing(rng, topic)} of the {place}"  # singular or plural
     end = rng.choice(ENDS).format(they=they, hour=hour)
     return f"the {rng.choice(qualities)} {subject} {beside} {verb} {end} ."
 

@@ -1,7 +1,7 @@
-"""Hashes what a data set holds, so that two machines, or a run and its resumption, can tell whether they have the same data.
+"""Hashes the content of data sets, to check that two machines, or a run and its resumption, have the same data.
 
-Contents only: no path, no time stamp and no fingerprint goes in, so equal data in different folders have equal digests. Knows
-no task and no process.
+Only content is hashed: no path, time stamp or fingerprint, so that equal data in different folders have equal digests.
+Independent of tasks and processes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import pyarrow.compute as pc
 import xxhash
 
 ROWS = 1000
-"""Rows that are hashed together."""
+"""Number of rows that are hashed together."""
 END_BYTES = 64 * 2**10
-"""Of a file of pictures: its size, its first and its last 64 KiB are hashed. An edited picture that is saved again changes its
-end in every compressed format (a PNG's last bytes are a checksum of all its pixels)."""
+"""Of an image file, its size and its first and last 64 KiB are hashed. In every compressed format, an edited image has a
+different end (the last bytes of a PNG are a checksum of all its pixels)."""
 ARRAY_BYTES = 16 * 2**30
-"""Of a larger array evenly spaced rows are hashed, about so many bytes in all: 16 GiB take seconds where they are in memory."""
+"""Of larger arrays, evenly spaced rows are hashed, about this many bytes in all. 16 GiB in memory take seconds."""
 SMALL = 2000
-"""Samples up to which a data set of an unknown kind is gone through as a whole."""
+"""Number of samples up to which a data set of an unknown kind is hashed completely."""
 SPREAD = 64
-"""Samples to look at in a larger one, evenly spread."""
+"""Number of evenly spaced samples that are hashed of a larger one."""
 
 
 def content_digest(dataset: Any) -> str:
-    """Hash all that a data set holds, at gigabytes a second where it is made of Arrow columns or arrays.
+    """Hash the content of a data set, at gigabytes per second if it consists of Arrow columns or arrays.
 
-    - ``datasets.Dataset``: every column, all rows in their order. Files that an image column names: see END_BYTES.
-    - An object with a method ``contents()``: the arrays, sequences and data sets that it returns by name.
-    - Anything else: all samples where they are in a list or at most SMALL; otherwise SPREAD of them, and every array, tensor or
-      list of numbers among the object's attributes that has one entry for each sample, as labels do.
+    - ``datasets.Dataset``: all columns and rows, in order. For files of image columns see END_BYTES.
+    - An object with a method ``contents()``: the arrays, sequences and data sets that it returns, by name.
+    - Anything else: all samples if it is a list or has at most SMALL; otherwise SPREAD samples, and all arrays, tensors and
+      lists of numbers among the object's attributes that have one entry per sample, as labels do.
     """
     hasher = _Hasher()
     hasher.add("length", str(len(dataset)))
@@ -48,7 +48,7 @@ def content_digest(dataset: Any) -> str:
 
 
 class _Hasher:
-    """One stream of bytes for each name; chunks of a stream may be of any length."""
+    """Hashes one stream of bytes per name, independently of how a stream is cut into chunks."""
 
     def __init__(self):
         self._streams: dict[str, xxhash.xxh3_128] = {}
@@ -58,8 +58,8 @@ class _Hasher:
         self._streams.setdefault(name, xxhash.xxh3_128()).update(data)
 
     def hexdigest(self) -> str:
-        said = [f"{name} {stream.hexdigest()}\n" for name, stream in sorted(self._streams.items())]
-        return sha256("".join(said).encode()).hexdigest()
+        lines = [f"{name} {stream.hexdigest()}\n" for name, stream in sorted(self._streams.items())]
+        return sha256("".join(lines).encode()).hexdigest()
 
 
 def _add(hasher: _Hasher, name: str, value: Any) -> None:
@@ -71,18 +71,18 @@ def _add(hasher: _Hasher, name: str, value: Any) -> None:
         for key, part in contents().items():
             _add(hasher, f"{name}.{key}", part)
     elif isinstance(value, list | tuple) or len(value) <= SMALL:
-        for place in range(len(value)):  # not every data set knows its end when it is iterated over
-            _add_sample(hasher, name, value[place])
+        for index in range(len(value)):  # iterating over a data set without __iter__ need not end
+            _add_sample(hasher, name, value[index])
     else:
-        for place in range(SPREAD):
-            _add_sample(hasher, name, value[place * (len(value) - 1) // (SPREAD - 1)])
+        for index in range(SPREAD):
+            _add_sample(hasher, name, value[index * (len(value) - 1) // (SPREAD - 1)])
         for key, part in _attributes(value):
             if isinstance(part, datasets.Dataset):
                 _add_rows(hasher, f"{name}.{key}", part)
             elif _length(part) == len(value) and (array := _as_array(part)) is not None:
                 _add_array(hasher, f"{name}.{key}", array)
             elif isinstance(part, list | tuple) and len(part) == len(value) and not isinstance(part[0], str | Path):
-                # Texts may be paths, which differ between machines; those of the samples above have to do.
+                # Texts may be paths, which differ between machines; the samples above must suffice.
                 for sample in part:
                     _add_sample(hasher, f"{name}.{key}", sample)
 
@@ -91,7 +91,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for key, part in sorted(getattr(value, "__dict__", {}).items()):
         yield key, part
         if isinstance(part, list | tuple) and len(part) != len(value):  # such as TensorDataset's tensors
-            yield from ((f"{key}.{place}", item) for place, item in enumerate(part))
+            yield from ((f"{key}.{index}", item) for index, item in enumerate(part))
 
 
 def _length(value: Any) -> int | None:
@@ -105,7 +105,7 @@ def _as_array(value: Any) -> np.ndarray | None:
     """Return an array, a tensor, or a list of plain numbers as an array; None for everything else."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value
-    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor; bfloat16 is not known to numpy
+    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor; numpy does not have bfloat16
         return value.detach().cpu().double().numpy() if value.is_floating_point() else value.detach().cpu().numpy()
     if isinstance(value, list | tuple) and value and all(type(item) in (bool, int, float) for item in value):
         array = np.asarray(value)
@@ -125,7 +125,7 @@ def _add_array(hasher: _Hasher, name: str, array: np.ndarray) -> None:
 
 
 def _add_sample(hasher: _Hasher, name: str, sample: Any) -> None:
-    """Hash one sample of an unknown kind: arrays by their bytes, containers item by item, all else by how it is spelled."""
+    """Hash a sample of an unknown kind: arrays by their bytes, containers item by item, everything else by its repr."""
     if isinstance(sample, Mapping):
         for key, value in sample.items():
             hasher.add(name, f"{key!r}:")
@@ -152,7 +152,7 @@ def _add_sample(hasher: _Hasher, name: str, sample: Any) -> None:
 def _add_rows(hasher: _Hasher, name: str, rows: datasets.Dataset) -> None:
     for column, kind in rows.features.items():
         hasher.add(f"{name}.{column}", str(getattr(kind, "names", "")))  # of classes
-    # In batches from row 0, each column in one piece: how Arrow's files are cut into chunks must not show.
+    # In batches from row 0, each column in one piece: the result must not depend on the chunks of Arrow files.
     for batch in rows.with_format("arrow").iter(ROWS):
         for column in batch.column_names:
             values = batch.column(column)
@@ -162,7 +162,7 @@ def _add_rows(hasher: _Hasher, name: str, rows: datasets.Dataset) -> None:
 
 
 def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
-    """Hash the values of an Arrow array, whatever its buffers hold before, behind and between them."""
+    """Hash the values of an Arrow array, but not what its buffers hold before, after and between them."""
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if isinstance(column, pa.DictionaryArray):
@@ -175,11 +175,11 @@ def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
     if pa.types.is_null(kind) or len(column) == 0:
         return
     if pa.types.is_struct(kind):
-        if {field.name for field in kind} == {"bytes", "path"}:  # how datasets keeps pictures and sound
+        if {field.name for field in kind} == {"bytes", "path"}:  # as datasets stores images and audio
             _add_files(hasher, name, column)
             return
-        for place, field in enumerate(kind):
-            _add_column(hasher, f"{name}.{field.name}", pc.struct_field(column, [place]))
+        for index, field in enumerate(kind):
+            _add_column(hasher, f"{name}.{field.name}", pc.struct_field(column, [index]))
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         if not pa.types.is_fixed_size_list(kind):
             hasher.add(f"{name} lengths", pc.list_value_length(column).cast(pa.int64()).to_numpy().tobytes())
@@ -198,13 +198,13 @@ def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
     elif pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind):
         width = kind.bit_width // 8
         hasher.add(name, memoryview(column.buffers()[1])[column.offset * width : (column.offset + len(column)) * width])
-    else:  # maps, unions, views: rare, and small enough to be spelled
+    else:  # maps, unions, views: rare, and small enough for repr
         hasher.add(name, repr(column.to_pylist()))
 
 
 def _add_files(hasher: _Hasher, name: str, column: pa.Array) -> None:
     data = pc.struct_field(column, [0 if column.type[0].name == "bytes" else 1])
-    if data.null_count == 0:  # their path says where they were packed, if anything
+    if data.null_count == 0:  # their path only tells where they were packed, if anything
         _add_column(hasher, name, data)
         return
     with ThreadPoolExecutor(8) as threads:
@@ -223,5 +223,5 @@ def _file_digest(stored: Mapping[str, Any]) -> bytes:
             head = file.read(END_BYTES * 2 if size <= END_BYTES * 2 else END_BYTES)
             file.seek(max(len(head), size - END_BYTES))
             return xxhash.xxh3_128_digest(f"{size} ".encode() + head + file.read())
-    except OSError:  # inside of an archive, or not there: whoever opens it says so better
+    except OSError:  # inside an archive, or missing: opening it gives a better message
         return xxhash.xxh3_128_digest(path.name.encode())

@@ -1,4 +1,4 @@
-"""Looks whether the files that a recipe names are there. Imports nothing heavy: it runs before torch does."""
+"""Checks the files and names in a recipe's task section. Imports nothing heavy: it runs before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,90 +13,94 @@ from hftune.data.hub import commit_of, name_problems
 from hftune.errors import ConfigError
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
-"""datasets' builders that read ``task.data_files``."""
+"""Formats of ``task.data_files``, named as the builders of datasets."""
 FORMAT_OF = {
     **{".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv"},
     **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
 }
-"""Formats by a file's suffix; tsv is csv with tabs."""
+"""File format by suffix; tsv is csv with tabs."""
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-"""Suffixes of compressed files, which datasets unpacks."""
-
-
-FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Which of FILE_FORMATS reads the files of a corpus, by their ending."""
+"""Suffixes of compressed files, which datasets decompresses."""
 
 FOLDER_FORMATS = ("idx", "imagefolder")
-"""What reads ``task.data_dir``."""
+"""Values of ``task.dataset`` that read ``task.data_dir``."""
 
 
 def check_corpus(files: Sequence[str]) -> None:
-    """Refuse files of a corpus that are not there or of an unknown type, or raise ConfigError."""
+    """Check that the files of a corpus exist and that their names tell their format.
+
+    Raises:
+        ConfigError: naming the file.
+    """
     for file in map(Path, files):
         if not file.is_file():
             raise ConfigError(f"{file}: there is no such file.")
-        if file.suffix not in FILE_TYPES:
-            raise ConfigError(f"{file} is of no known type. Known: {', '.join(FILE_TYPES)}.")
+        if format_of(file.name) is None:
+            raise ConfigError(f"{file} has none of the known suffixes: {', '.join(FORMAT_OF)}. Convert or rename it.")
 
 
 def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield what is wrong with ``task.dataset`` and ``task.data_files``, one sentence each; ``optional``: parts beside two.
+    """Yield the problems of ``task.dataset`` and ``task.data_files``, one sentence each.
 
-    Files win over whatever ``dataset`` names, unless it names their format.
+    Files take precedence over ``dataset``, which may then name their format.
+
+    Args:
+        optional: splits that may be given besides "train" and "eval".
     """
     if not data_files:
         if dataset in FILE_FORMATS:
-            yield f"task.dataset={dataset} reads files: set task.data_files.train=... and task.data_files.eval=..."
+            yield f"task.dataset={dataset} needs files: set task.data_files.train=... and task.data_files.eval=..."
         elif ":" not in dataset and is_folder(dataset) and not Path(dataset).expanduser().exists():
             yield f"task.dataset={dataset}: there is no such folder.{_nearest_file(Path(dataset))}"
         elif is_repository(dataset):
             yield from name_problems("task.dataset", dataset, "dataset", (*FILE_FORMATS, *FOLDER_FORMATS))
         return
-    for part in ("train", "eval"):
-        if part not in data_files:
-            yield f"task.data_files.{part} is missing. Name the files of the {part} split: task.data_files.{part}=..."
-    for part in data_files:
-        if part not in (known := ("train", "eval", *optional)):
-            yield f"task.data_files.{part} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."
-    for part, patterns in data_files.items():
+    for split in ("train", "eval"):
+        if split not in data_files:
+            yield f"task.data_files.{split} is missing. Name the files of the {split} split: task.data_files.{split}=..."
+    for split in data_files:
+        if split not in (known := ("train", "eval", *optional)):
+            yield f"task.data_files.{split} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."
+    for split, patterns in data_files.items():
         paths = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-            yield f"task.data_files.{part}={patterns!r} is not a path or a list of paths."
+            yield f"task.data_files.{split}={patterns!r} is not a path or a list of paths."
             continue
         for pattern in paths:
             if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
-                yield f"task.data_files.{part}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
+                yield f"task.data_files.{split}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
             elif dataset not in FILE_FORMATS and file_format(pattern) is None:
                 yield (
-                    f"task.data_files.{part}={pattern}: its name does not end in one of {', '.join(FORMAT_OF)}. "
+                    f"task.data_files.{split}={pattern}: its name does not end in one of {', '.join(FORMAT_OF)}. "
                     f"Name the format: task.dataset={', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]}."
                 )
-        if dataset not in FILE_FORMATS and len(found := {file_format(pattern) for pattern in paths} - {None}) > 1:
-            yield f"task.data_files.{part} has files of several formats: {', '.join(sorted(found))}. Give them one."
+        if dataset not in FILE_FORMATS and len(formats := {file_format(pattern) for pattern in paths} - {None}) > 1:
+            yield f"task.data_files.{split} has files of several formats: {', '.join(sorted(formats))}. Use one format."
 
 
 def file_format(pattern: str) -> str | None:
-    """Return the format of a file, or of all that a pattern matches, by their names; None if those do not tell."""
+    """Return the format of a file, or of all files that a pattern matches, by their names; None if they do not tell."""
     names = [pattern] if "://" in pattern else glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - as above
-    found = {FORMAT_OF.get(_suffix(name)) for name in names}
-    return found.pop() if len(found) == 1 else None
+    formats = {format_of(name) for name in names}
+    return formats.pop() if len(formats) == 1 else None
 
 
-def _suffix(name: str) -> str:
-    """Return a file's suffix, that of a compression left out."""
-    return next((suffix for suffix in reversed(Path(name.lower()).suffixes) if suffix not in PACKED), "")
+def format_of(name: str) -> str | None:
+    """Return the format that a file's suffix stands for, not counting that of a compression; None if it is unknown."""
+    suffixes = reversed(Path(name.lower()).suffixes)
+    return FORMAT_OF.get(next((suffix for suffix in suffixes if suffix not in PACKED), ""))
 
 
 def is_repository(dataset: str) -> bool:
-    """Say whether ``task.dataset``, if there are no files, means a repository on the Hub."""
+    """Return whether ``task.dataset`` names a repository on the Hub, provided that there are no data_files."""
     return dataset not in (*FILE_FORMATS, *FOLDER_FORMATS) and ":" not in dataset and not is_folder(dataset)
 
 
 def dataset_commit(dataset: str, data_files: Mapping[str, Any] | None, revision: str | None, instead: str) -> str | None:
-    """Return the commit of ``task.dataset`` that is loaded; None unless it is on the Hub.
+    """Return the commit of ``task.dataset`` to load; None unless it is on the Hub.
 
     Raises:
-        DataError: it cannot be found there; says what to name instead.
+        DataError: the Hub does not have it or cannot be reached; the message gives alternatives.
     """
     if data_files or not is_repository(dataset):
         return None
@@ -104,22 +108,22 @@ def dataset_commit(dataset: str, data_files: Mapping[str, Any] | None, revision:
 
 
 def model_commit(model: str | None, revision: str | None, key: str = "task.model") -> str | None:
-    """Return the commit of a model, or a tokenizer, that is loaded; None unless it is on the Hub.
+    """Return the commit of a model or tokenizer to load; None unless it is on the Hub.
 
     Raises:
-        ConfigError: it cannot be found there.
+        ConfigError: the Hub does not have it or cannot be reached.
     """
     return None if model is None or is_folder(model) else commit_of("model", model, revision, key)
 
 
 def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with ``task.data_dir``, and with the splits (by their keys) that its idx files must have."""
+    """Yield the problems of ``task.data_dir``, and of the splits (by their keys) that idx files must have."""
     if dataset not in FOLDER_FORMATS:
         if data_dir is not None:
-            yield f"task.data_dir={data_dir} is for task.dataset={' and '.join(FOLDER_FORMATS)}, not for {dataset}."
+            yield f"task.data_dir={data_dir} is for task.dataset={' or '.join(FOLDER_FORMATS)}, not for {dataset}."
         return
     if data_dir is None:
-        yield f"task.dataset={dataset} reads a folder: set task.data_dir=..."
+        yield f"task.dataset={dataset} needs a folder: set task.data_dir=..."
         return
     if not (folder := Path(data_dir).expanduser()).is_dir():
         yield f"task.data_dir={data_dir}: there is no such folder.{_nearest_file(Path(data_dir))}"
@@ -130,18 +134,18 @@ def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[st
                 continue
             missing = [name for kind, name in idx.NAMES.items() if idx.find(folder, split, kind) is None]
             yield from (
-                f"task.data_dir={data_dir} holds no {idx.PREFIXES[split]}-{name}, with .gz or without." for name in missing
+                f"task.data_dir={data_dir} has no file {idx.PREFIXES[split]}-{name}, with or without .gz." for name in missing
             )
 
 
 def model_folder_problems(model: str | None, model_config: Mapping[str, Any], example: str = "bert") -> Iterator[str]:
-    """Yield what is wrong with ``task.model``, where that is a folder, and with a model that is built from its config.
+    """Yield the problems of ``task.model``, and of ``task.model_config`` if a new model is built from it.
 
     Args:
-        example: of a model_type.
+        example: example of a model_type, for messages.
     """
     if model is None and "model_type" not in model_config:
-        yield f"task.model=null builds a fresh model: set task.model_config.model_type (such as {example}) and its sizes."
+        yield f"task.model=null builds a new model: set task.model_config.model_type (such as {example}) and its sizes."
     if model is None:
         return
     if not is_folder(model):
@@ -152,24 +156,24 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
         yield f"task.model={model}: there is no such folder."
     elif not (folder / "config.json").is_file():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        yield f"task.model={model} holds no config.json (but {there}): name the folder that save_pretrained wrote."
+        yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained."
 
 
 def vocabulary_problems(vocabulary: str | None, model: str | None) -> Iterator[str]:
-    """Yield what is wrong with ``task.vocabulary``, a folder for fresh models."""
+    """Yield the problems of ``task.vocabulary``, a folder for new models."""
     if vocabulary is None:
         return
     if model is not None:
-        yield f"task.vocabulary={vocabulary} is for fresh models: task.model={model} brings its own. Set task.model=null."
+        yield f"task.vocabulary={vocabulary} is for new models, but task.model={model} has a vocabulary. Set task.model=null."
     folder = Path(vocabulary).expanduser()
     if not folder.is_dir():
         yield f"task.vocabulary={vocabulary}: there is no such folder."
     elif not (folder / "vocab.txt").is_file():
-        yield f"task.vocabulary={vocabulary} holds no vocab.txt: name the folder that `hftune vocab` wrote."
+        yield f"task.vocabulary={vocabulary} has no vocab.txt: name a folder written by `hftune vocab`."
 
 
 def is_folder(model: str) -> bool:
-    """Say whether a model's name means a folder on this machine rather than a name on the Hub."""
+    """Return whether a name means a folder on this machine rather than a repository on the Hub."""
     return Path(model).expanduser().exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
 
 

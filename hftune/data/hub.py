@@ -1,6 +1,6 @@
-"""The Hugging Face Hub: full names, the commit that a revision means, files by commit, and what to do if there are none.
+"""The Hugging Face Hub: full names of repositories, revisions resolved to commits, downloads, and messages for failures.
 
-Knows no task. huggingface_hub is imported in the functions that need it: names are checked before anything heavy loads.
+Independent of tasks. huggingface_hub is imported inside the functions, so that names can be checked without waiting for it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ FULL_NAMES = {
     kind: {name: f"{owner}/{name}" for owner, names in owners.items() for name in names}
     for kind, owners in {"model": _OWNERS, "dataset": _DATASET_OWNERS}.items()
 }
-"""Well-known names from before repositories had owners, by kind. The Hub redirects such models; it refuses such data sets."""
+"""Full names of well-known repositories, by kind and old name without owner. The Hub redirects models, but not data sets."""
 ERRORS = {"model": ConfigError, "dataset": DataError}
 _NOUNS = {"model": "model", "dataset": "data set"}
 
 
 def name_problems(key: str, name: str, kind: str, others: Sequence[str] = ()) -> Iterator[str]:
-    """Say what is wrong with a name that means a repository of ``kind`` "model" or "dataset": it has no owner.
+    """Yield a problem if the name of a repository has no owner.
 
     Args:
-        key: of the recipe, such as "task.model".
-        others: what else the key takes, such as file formats.
+        key: key of the recipe, such as "task.model".
+        kind: "model" or "dataset".
+        others: other values that the key takes, such as file formats.
     """
     if "/" in name:
         return
@@ -76,32 +77,32 @@ def name_problems(key: str, name: str, kind: str, others: Sequence[str] = ()) ->
 
 
 def commit_of(kind: str, name: str, revision: str | None, key: str, instead: str = "") -> str:
-    """Return the commit (SHA-1) that a revision means: a branch, a tag or a commit; None for the main branch.
+    """Return the commit (SHA-1) of a revision: a branch, a tag or a commit; None for the main branch.
 
-    If the Hub cannot be asked, the cache tells what the revision meant last time; ``instead`` as for ``failure``.
+    If the Hub cannot be reached, the commit comes from the cache. ``instead`` is as for ``failure``.
 
     Raises:
-        ConfigError (of a model), DataError (of a data set): there is no such repository or revision, or the Hub does not
-            answer and the cache does not know.
+        ConfigError (for a model), DataError (for a data set): there is no such repository or revision, or the Hub does not
+            answer and the cache does not have it.
     """
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import RevisionResolutionError
     from huggingface_hub.utils import httpx
 
     try:
-        found = HfApi().resolve_revision(name, repo_type=kind, revision=revision, local_files_only=is_offline_mode())
+        resolved = HfApi().resolve_revision(name, repo_type=kind, revision=revision, local_files_only=is_offline_mode())
     except (RevisionResolutionError, OSError, ValueError, httpx.HTTPError) as error:
         raise ERRORS[kind](failure(error, kind, name, key, instead)) from error
-    return found.resolved
+    return resolved.resolved
 
 
 def fetch(kind: str, name: str, commit: str, patterns: Sequence[str], key: str, instead: str = "") -> Path:
-    """Return a folder with those files of a commit that match the patterns, each fetched once a machine.
+    """Return a folder with the files of a commit that match the patterns, downloaded once per machine.
 
     ``instead`` is as for ``failure``.
 
     Raises:
-        ConfigError (of a model), DataError (of a data set): they cannot be fetched.
+        ConfigError (for a model), DataError (for a data set): they cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import httpx
@@ -113,11 +114,11 @@ def fetch(kind: str, name: str, commit: str, patterns: Sequence[str], key: str, 
 
 
 def failure(error: BaseException, kind: str, name: str, key: str, instead: str = "") -> str:
-    """Say in one sentence or two why a repository could not be loaded, and what to do.
+    """Return a message on why a repository could not be loaded and what to do.
 
     Args:
-        error: of any library; those that it was raised from are looked at, too.
-        instead: a sentence on how to do without the Hub, said if it does not answer.
+        error: error of any library; the errors that it was raised from are examined, too.
+        instead: a sentence on how to do without the Hub, added if the Hub does not answer.
     """
     instead = f"Without the Hub, name a folder: {key}=FOLDER." if kind == "model" else instead
     return f"{key}={name} cannot be loaded: {_reason([*_causes(error)], kind, name, key, instead)}".rstrip()
@@ -128,24 +129,24 @@ def _reason(causes: Sequence[BaseException], kind: str, name: str, key: str, ins
 
     noun, page = _NOUNS[kind], f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     if _first(causes, errors.GatedRepoError):
-        return f"its owner asks for agreement. Accept the terms at {page} and log in with `hf auth login`, on each machine."
+        return f"its owner requires agreement to terms. Accept them at {page} and log in with `hf auth login`, on each machine."
     if _first(causes, errors.RevisionNotFoundError):
-        return f"it has no such revision. Look at {page}/commits/main and correct {key}_revision."
-    answer = _first(causes, errors.HfHubHTTPError)
-    status = answer.response.status_code if answer is not None else None
-    if status in (401, 403, 404) and not isinstance(answer, errors.EntryNotFoundError):
+        return f"it has no such revision. Correct {key}_revision; the commits are listed at {page}/commits/main."
+    response = _first(causes, errors.HfHubHTTPError)
+    status = response.response.status_code if response is not None else None
+    if status in (401, 403, 404) and not isinstance(response, errors.EntryNotFoundError):
         return f"the Hub has no such {noun}, or it is private. Check the name; for a private one, log in with `hf auth login`."
     if _first(causes, errors.OfflineModeIsEnabled) or constants.is_offline_mode():
         return (
-            f"HF_HUB_OFFLINE is set, and the cache ({constants.HF_HOME}) does not have it, or not all of it. Run once without "
+            f"HF_HUB_OFFLINE is set, and the cache ({constants.HF_HOME}) does not have all of it. Run once without "
             f"HF_HUB_OFFLINE, or copy the cache from a machine that has it. {instead}"
         )
     if status is not None and status >= 500:
-        return f"the Hub ({constants.ENDPOINT}) answers {status}. Try again later; what has arrived is kept. {instead}"
+        return f"the Hub ({constants.ENDPOINT}) answers {status}. Try again later; finished downloads are kept. {instead}"
     if (reached := _network_reason(causes)) is not None:
         return (
-            f"the Hub ({constants.ENDPOINT}) {reached}. Check the network and start again: what has arrived is kept. "
-            f"HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; HF_HUB_OFFLINE=1 takes what is in the cache. {instead}"
+            f"the Hub ({constants.ENDPOINT}) {reached}. Check the network and try again; finished downloads are kept. "
+            f"HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; HF_HUB_OFFLINE=1 uses the cache only. {instead}"
         )
     return _first_line(causes[0])
 
@@ -156,14 +157,14 @@ def _network_reason(causes: Sequence[BaseException]) -> str | None:
     if _first(causes, httpx.TimeoutException, TimeoutError):
         return "does not answer in time"
     if broken := _first(causes, httpx.RemoteProtocolError):
-        return f"cuts the connection ({_first_line(broken).rstrip('.')})"
+        return f"closed the connection ({_first_line(broken).rstrip('.')})"
     if lost := _first(causes, httpx.TransportError, ConnectionError):
         return f"cannot be reached ({_first_line(lost).rstrip('.')})"
     return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it came from, the last one first."""
+    """Yield an error and then the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -178,5 +179,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def known(commits: Mapping[str, str | None]) -> dict[str, str]:
-    """Leave out what did not come from the Hub."""
+    """Return the commits without those that are None, which did not come from the Hub."""
     return {key: commit for key, commit in commits.items() if commit is not None}

@@ -1,7 +1,7 @@
-"""The idx files in which MNIST is given away, and data sets made like it: found, read, checked. Knows no task.
+"""The idx files of MNIST and similar data sets: found, read and checked. Independent of tasks.
 
-Source: the format's description on MNIST's page: two zero bytes, the type of the values (8: unsigned byte), the number of
-dimensions, each dimension as a big-endian 32-bit number, then the values.
+Source: description of the format on MNIST's page: two zero bytes, the type of the values (8: unsigned byte), the number of
+dimensions, each dimension as a big-endian 32-bit integer, then the values.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 PREFIXES = {"train": "train", "test": "t10k"}
-"""Of the files, by split."""
+"""Prefix of the file names, by split."""
 NAMES = {"images": "images-idx3-ubyte", "labels": "labels-idx1-ubyte"}
 
 
 def find(folder: Path, split: str, kind: str) -> Path | None:
-    """Return the file of the ``images`` or ``labels`` of a split, compressed or not, or None where there is none."""
+    """Return the file of the ``images`` or ``labels`` of a split, compressed or not; None if there is none."""
     name = f"{PREFIXES[split]}-{NAMES[kind]}"
-    spellings = (name, name.replace("-idx", ".idx"))  # some copies have a dot there
+    spellings = (name, name.replace("-idx", ".idx"))  # some copies have a dot instead
     paths = [folder / f"{spelling}{ending}" for spelling in spellings for ending in ("", ".gz")]
     return next((path for path in paths if path.is_file()), None)
 
@@ -35,7 +35,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the images (N, H, W) and labels (N,) of a split, both uint8.
 
     Raises:
-        DataError: a file is truncated or no idx file, or the two do not fit together.
+        DataError: a file is truncated or is not an idx file, or images and labels differ in number.
     """
     images, labels = (find(folder, split, kind) for kind in NAMES)
     images_NHW, labels_N = read(images, 3), read(labels, 1)
@@ -45,7 +45,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read(path: Path, num_dimensions: int) -> np.ndarray:
-    """Read one file of unsigned bytes with so many dimensions, or raise DataError."""
+    """Read a file of unsigned bytes with this number of dimensions, or raise DataError."""
     import numpy as np
 
     try:
@@ -57,10 +57,10 @@ def read(path: Path, num_dimensions: int) -> np.ndarray:
     header = struct.calcsize(f">4B{num_dimensions}I")
     if raw[:4] != (magic := bytes([0, 0, 8, num_dimensions])):
         kind = "images" if num_dimensions == 3 else "labels"
-        found = raw[:4].hex(" ") or "nothing"
-        raise DataError(f"{path} begins with {found} and not with {magic.hex(' ')}: it is no idx file of {kind}.")
+        start = raw[:4].hex(" ") or "nothing"
+        raise DataError(f"{path} begins with {start}, not with {magic.hex(' ')}: it is not an idx file of {kind}.")
     if len(raw) < header:
-        raise DataError(f"{path} is truncated: it ends within its first {header} bytes.")
+        raise DataError(f"{path} is truncated: it has fewer than {header} bytes.")
     shape = struct.unpack(f">{num_dimensions}I", raw[4:header])
     if len(raw) - header != math.prod(shape):
         raise DataError(

@@ -1,5 +1,6 @@
-"""Pictures to restore, with masks and targets: from folders, or from what ``datasets`` reads; checked, decoded when asked for.
-Knows no task and no network.
+"""Images to restore, with masks and targets: loaded from folders or by ``datasets``, checked, and decoded on access.
+
+Independent of tasks and networks.
 
 Shape suffixes: H and W height and width, C channels (red, green, blue).
 """
@@ -27,298 +28,293 @@ from hftune.errors import DataError
 INSTEAD = (
     "task.dataset=imagefolder task.data_dir=FOLDER, or task.dataset=parquet task.data_files.train=... task.data_files.eval=..."
 )
-"""What to name where the Hub cannot be reached."""
+"""Keys to set if the Hub cannot be reached."""
 SMALLEST = 16
-"""Pixels a side; what is smaller has no inside."""
+"""Minimum height and width in pixels."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
-"""Files of a folder that are taken for pictures; others are left alone."""
+"""Suffixes of image files; other files of a folder are ignored."""
 
 
 @dataclass
 class Pictures:
-    """A data set of damaged images: each sample has an image (H, W, C) uint8, a mask (H, W) bool, and a target as the image.
+    """A data set of damaged images. A sample has an image (H, W, C) uint8, a mask (H, W) bool and a target like the image.
 
-    The target is None where the image itself is whole: then what the mask marks is damaged later, in ``collate``. Where the
-    data have no masks, one is drawn, for the same sample always the same.
+    The target is None if the image itself is undamaged; then ``collate`` damages the masked pixels. If the data have no masks,
+    each sample gets a random mask that is always the same.
     """
 
     rows: datasets.Dataset
-    """Undecoded, with the columns that the data have of image, mask and target."""
-    part: str
+    """Encoded images: the columns image and, if the data have them, mask and target."""
+    split: str
     sizes: list[tuple[int, int]]
     """Height and width of each image."""
     num_converted: int
-    """Images and targets that are not RGB."""
+    """Number of images and targets that are not RGB."""
     marked: list[float]
-    """Share of each image's pixels that its mask marks, from 0 to 1; empty where masks are drawn."""
+    """Share of masked pixels of each image, in [0, 1]; empty if masks are random."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        row = self.rows[place]
-        picture = {name: to_rgb(*_open(row[name], self.said(place))) for name in ("image", "target") if name in row}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, row_name = self.rows[index], self.name_of(index)
+        picture = {name: to_rgb(*_open(row[name], row_name)) for name in ("image", "target") if name in row}
         if "mask" in row:
-            picture["mask"] = to_mask(*_open(row["mask"], self.said(place)))
+            picture["mask"] = to_mask(*_open(row["mask"], row_name))
         else:
-            picture["mask"] = draw_mask(*self.sizes[place], np.random.RandomState([MASK_KEY, place]))
+            picture["mask"] = draw_mask(*self.sizes[index], np.random.RandomState([MASK_KEY, index]))
         for name, pixels in picture.items():
-            if pixels.shape[:2] != self.sizes[place]:
-                height, width = self.sizes[place]
+            if pixels.shape[:2] != self.sizes[index]:
+                height, width = self.sizes[index]
                 raise DataError(
-                    f"{_named(row.get(name), self.said(place))}: its {name} is {pixels.shape[1]} x {pixels.shape[0]} pixels, "
-                    f"and was {width} x {height} when training began."
+                    f"{_with_file(row.get(name), row_name)}: its {name} is {pixels.shape[1]} x {pixels.shape[0]} pixels, "
+                    f"but was {width} x {height} when training began."
                 )
         return {"target": None, **picture}
 
     def contents(self) -> dict[str, Any]:
-        """Return what there is to hash: see hftune.data.digest. Drawn masks follow from sizes and places."""
+        """Return the content to hash; see hftune.data.digest. Random masks follow from sizes and indices."""
         return {"rows": self.rows}
 
-    def said(self, place: int) -> str:
-        """Name a sample in a message."""
-        return f"Row {row_numbers(self.rows, [place])[0]} of the {self.part} split"
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether the masks are part of the data, not drawn."""
-        return "mask" in self.rows.column_names
+    def name_of(self, index: int) -> str:
+        """Return the name of a sample for messages."""
+        return f"Row {row_numbers(self.rows, [index])[0]} of the {self.split} split"
 
     @property
     def areas(self) -> np.ndarray | None:
-        """Pixels of each image; None where all have the same size."""
+        """Number of pixels of each image; None if all images have the same size."""
         return None if len(set(self.sizes)) == 1 else np.array([height * width for height, width in self.sizes])
 
 
 MASK_KEY = 20201
-"""Begins the key of masks that are drawn once and for all; those of training have keys of three numbers."""
+"""First number of the seed of fixed random masks. Masks in training have seeds of three numbers."""
 
 
 def load_pictures(
     dataset: str,
     data_dir: str | None,
     data_files: Mapping[str, Any] | None,
+    source_split: str,
     split: str,
-    part: str,
     count: int | None,
     columns: Mapping[str, str | None],
     least: int | None,
     commit: str | None = None,
 ) -> Pictures:
-    """Load and check ``count`` pictures (None: all) of one part, "train" or "eval".
+    """Load and check ``count`` images (None: all) of a split, "train" or "eval".
 
     Args:
-        columns: of image, mask and target; None for those that the data do not have. In folders, they name subfolders.
-        least: pixels that each side must have, for crops of this size.
+        columns: columns of image, mask and target, or None if the data have none. In a folder, these are subfolders.
+        least: minimum height and width in pixels, for crops of this size.
         commit: of a data set on the Hub.
 
     Raises:
-        DataError: naming part, column, row and file.
+        DataError: the data cannot be used; the message names split, column, row and file.
     """
     columns = {name: column for name, column in columns.items() if column is not None}
     if dataset == "imagefolder" and not data_files:
-        rows = _from_folder(Path(data_dir).expanduser() / split, f"task.data_dir={data_dir}", columns)
+        rows = _from_folder(Path(data_dir).expanduser() / source_split, f"task.data_dir={data_dir}", columns)
     else:
-        rows = load_split(dataset, split, data_files, part, instead=INSTEAD, commit=commit)
+        rows = load_split(dataset, source_split, data_files, split, instead=INSTEAD, commit=commit)
         for name, column in columns.items():
-            check_column(rows, f"task.{name}_column", column, part)
+            check_column(rows, f"task.{name}_column", column, split)
             if not isinstance(kind := rows.features[column], datasets.Image):
-                raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not images.")
+                raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
         rows = rows.select_columns([*columns.values()]).rename_columns({column: name for name, column in columns.items()})
         for name in columns:
             rows = rows.cast_column(name, datasets.Image(decode=False))
-    return _checked(subsample(rows, count, seed=42), part, least)
+    return _checked(subsample(rows, count, seed=42), split, least)
 
 
-def _from_folder(folder: Path, said: str, columns: Mapping[str, str]) -> datasets.Dataset:
-    """List a folder: all images in it where they are clean; else those of its subfolders, which belong together by name."""
+def _from_folder(folder: Path, source: str, columns: Mapping[str, str]) -> datasets.Dataset:
+    """List all images in a folder if they are clean, else those of its subfolders, matched by name."""
     if list(columns) == ["image"]:
-        paths = {"image": list_images(folder, said)}
+        paths = {"image": list_images(folder, source)}
     else:
-        paths = paired({name: folder / column for name, column in columns.items()}, said)
+        paths = paired({name: folder / column for name, column in columns.items()}, source)
     kind = datasets.Features({name: datasets.Image(decode=False) for name in paths})
     return datasets.Dataset.from_dict({name: [{"path": str(path)} for path in files] for name, files in paths.items()}, kind)
 
 
-def list_images(folder: Path, said: str) -> list[Path]:
-    """Return the images in a folder and below, sorted; raise DataError, beginning with ``said``, where there are none."""
+def list_images(folder: Path, source: str) -> list[Path]:
+    """Return the images in a folder and below, sorted. Raise DataError, beginning with ``source``, if there are none."""
     if not folder.is_dir():
-        raise DataError(f"{said}: there is no folder {folder}.")
+        raise DataError(f"{source}: there is no folder {folder}.")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not files:
-        raise DataError(f"{said}: {folder} holds no images ({', '.join(SUFFIXES)}).")
+        raise DataError(f"{source}: {folder} has no images ({', '.join(SUFFIXES)}).")
     return files
 
 
-def paired(folders: Mapping[str, Path], said: str) -> dict[str, list[Path]]:
-    """Put the images of several folders together by their names without suffix, in the order of the first folder's.
+def paired(folders: Mapping[str, Path], source: str) -> dict[str, list[Path]]:
+    """Match the images of several folders by their names without suffix, in the order of the first folder.
 
     Raises:
-        DataError: beginning with ``said``, where a folder has no images, or an image of one has no partner in another.
+        DataError: beginning with ``source``, a folder has no images, or an image has no match in one of the other folders.
     """
-    found: dict[str, dict[Path, Path]] = {}
+    images: dict[str, dict[Path, Path]] = {}
     for name, folder in folders.items():
-        found[name] = {}
-        for path in list_images(folder, said):
-            other = found[name].setdefault(path.relative_to(folder).with_suffix(""), path)
+        images[name] = {}
+        for path in list_images(folder, source):
+            other = images[name].setdefault(path.relative_to(folder).with_suffix(""), path)
             if other != path:
-                raise DataError(f"{said}: {other} and {path} have the same name. Which one belongs to it cannot be told.")
-    for files in found.values():
-        for other, partners in found.items():
+                raise DataError(f"{source}: {other} and {path} have the same name but for the suffix. Rename one.")
+    for files in images.values():
+        for other, partners in images.items():
             if lonely := sorted(files.keys() - partners.keys()):
                 more = f" (and {len(lonely) - 1} more)" if len(lonely) > 1 else ""
-                raise DataError(f"{said}: {files[lonely[0]]} has no partner of its name in {folders[other]}{more}.")
-    order = [*next(iter(found.values()))]
-    return {name: [files[key] for key in order] for name, files in found.items()}
+                raise DataError(f"{source}: {files[lonely[0]]} has no match of the same name in {folders[other]}{more}.")
+    order = [*next(iter(images.values()))]
+    return {name: [files[key] for key in order] for name, files in images.items()}
 
 
-def _checked(rows: datasets.Dataset, part: str, least: int | None) -> Pictures:
-    """Look at every picture's size, and at every mask, before training begins."""
-    pictures = Pictures(rows, part, [], 0, [])
+def _checked(rows: datasets.Dataset, split: str, least: int | None) -> Pictures:
+    """Check the size of every image, and every mask, before training begins."""
+    pictures = Pictures(rows, split, [], 0, [])
 
-    def look(place: int) -> tuple[tuple[int, int], int, float | None]:
-        return _look(rows[place], pictures.said(place), least)
+    def check(index: int) -> tuple[tuple[int, int], int, float | None]:
+        return _check_row(rows[index], pictures.name_of(index), least)
 
     with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-        for size, num_converted, marked in threads.map(look, range(len(rows))):
+        for size, num_converted, marked in threads.map(check, range(len(rows))):
             pictures.sizes.append(size)
             pictures.num_converted += num_converted
             pictures.marked += [] if marked is None else [marked]
     return pictures
 
 
-def _look(row: Mapping[str, Any], said: str, least: int | None) -> tuple[tuple[int, int], int, float | None]:
-    """Return an image's height and width, how many of its pictures are not RGB, and the share that its mask marks.
+def _check_row(row: Mapping[str, Any], row_name: str, least: int | None) -> tuple[tuple[int, int], int, float | None]:
+    """Return the image's height and width, how many of image and target are not RGB, and the share of masked pixels.
 
     Raises:
-        DataError: one of them cannot be trained on.
+        DataError: one of them cannot be used.
     """
     sizes, num_converted = {}, 0
     for name, stored in row.items():
-        with _open(stored, said, decode=False)[0] as image:
-            sizes[name] = _upright_size(image, stored, said)
+        with _open(stored, row_name, decode=False)[0] as image:
+            sizes[name] = _upright_size(image, stored, row_name)
             num_converted += name != "mask" and image.mode != "RGB"
-    check_sizes(sizes, {name: _named(stored, said) for name, stored in row.items()})
-    named, (height, width) = _named(row["image"], said), sizes["image"]
+    check_sizes(sizes, {name: _with_file(stored, row_name) for name, stored in row.items()})
+    image_name, (height, width) = _with_file(row["image"], row_name), sizes["image"]
     if min(height, width) < SMALLEST:
-        raise DataError(f"{named} is {width} x {height} pixels. Each side must have at least {SMALLEST}.")
+        raise DataError(f"{image_name} is {width} x {height} pixels. Each side must have at least {SMALLEST}.")
     if least is not None and min(height, width) < least:
         raise DataError(
-            f"{named} is {width} x {height} pixels, smaller than task.crop={least}. Lower task.crop, or remove such images."
+            f"{image_name} is {width} x {height} pixels, smaller than task.crop={least}. Lower it, or remove such images."
         )
     if "mask" not in row:
         return sizes["image"], num_converted, None
-    mask_HW = to_mask(*_open(row["mask"], said))
-    check_marks(mask_HW, _named(row["mask"], said))
+    mask_HW = to_mask(*_open(row["mask"], row_name))
+    check_marks(mask_HW, _with_file(row["mask"], row_name))
     return sizes["image"], num_converted, float(mask_HW.mean())
 
 
-def _upright_size(image: Image.Image, stored: Mapping[str, Any], said: str) -> tuple[int, int]:
-    """Return height and width after the turn that a camera may ask for, decoding the image only where it asks for one.
+def _upright_size(image: Image.Image, stored: Mapping[str, Any], row_name: str) -> tuple[int, int]:
+    """Return height and width after the rotation in the EXIF data, decoding the image only if there is one.
 
-    Pillow turns a TIFF by itself and swaps its sides when opening it (13.0), those of other formats not: so look at the result.
+    Pillow (13.0) rotates TIFFs itself and swaps their sides on opening, but not other formats. Hence the decoding.
     """
     if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:
-        image = _open(stored, said)[0]
+        image = _open(stored, row_name)[0]
     return image.height, image.width
 
 
-def check_sizes(sizes: Mapping[str, tuple[int, int]], said: Mapping[str, str]) -> None:
-    """Refuse a mask or a target of another size (height, width) than its image; ``said`` names them in the message."""
+def check_sizes(sizes: Mapping[str, tuple[int, int]], names: Mapping[str, str]) -> None:
+    """Raise DataError if mask or target differ from the image in size (height, width); ``names`` are for the message."""
     height, width = sizes["image"]
     for name, (other_height, other_width) in sizes.items():
         if (other_height, other_width) != (height, width):
             raise DataError(
-                f"{said['image']} is {width} x {height} pixels, and its {name} {other_width} x {other_height}. "
+                f"{names['image']} is {width} x {height} pixels, but its {name} is {other_width} x {other_height}. "
                 "They must have the same size."
             )
 
 
-def check_marks(mask_HW: np.ndarray, said: str) -> None:
-    """Refuse a mask that marks no pixel."""
+def check_marks(mask_HW: np.ndarray, name: str) -> None:
+    """Raise DataError if a mask marks no pixel."""
     if not mask_HW.any():
         raise DataError(
-            f"{said} has a mask that is empty everywhere: nothing is to be restored. Paint white (at least half bright) what "
-            "is damaged, or leave the image out."
+            f"{name} has an empty mask, so there is nothing to restore. Paint the damage white (at least half bright), or "
+            "leave the image out."
         )
 
 
-def _named(stored: Mapping[str, Any] | None, said: str) -> str:
-    """Add the file's name, where there is one."""
-    return said if stored is None or stored["bytes"] is not None else f"{said} ({stored['path']})"
+def _with_file(stored: Mapping[str, Any] | None, row_name: str) -> str:
+    """Return the name of a row with that of its file, if it has one."""
+    return row_name if stored is None or stored["bytes"] is not None else f"{row_name} ({stored['path']})"
 
 
-def _open(stored: Mapping[str, Any] | None, said: str, decode: bool = True) -> tuple[Image.Image, str]:
+def _open(stored: Mapping[str, Any] | None, row_name: str, decode: bool = True) -> tuple[Image.Image, str]:
     """Return an image and its name for messages."""
     if stored is None:
-        raise DataError(f"{said} lacks an image. Remove such rows.")
-    named = _named(stored, said)
-    return open_image(BytesIO(stored["bytes"]) if stored["bytes"] is not None else stored["path"], named, decode), named
+        raise DataError(f"{row_name} lacks an image. Remove such rows.")
+    name = _with_file(stored, row_name)
+    return open_image(BytesIO(stored["bytes"]) if stored["bytes"] is not None else stored["path"], name, decode), name
 
 
-def read_pair(value: Any, place: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return image (H, W, C) uint8 and mask (H, W) bool of what a model is to restore: a pair of paths, images or arrays.
+def read_pair(value: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return image (H, W, C) uint8 and mask (H, W) bool of a model's input: a pair of paths, Pillow images or arrays.
 
     Raises:
-        DataError: it is no pair, one of them cannot be read, their sizes differ, or the mask marks nothing.
+        DataError: it is not a pair, one of them cannot be read, their sizes differ, or the mask marks nothing.
     """
-    said = f"Input {place}"
+    name = f"Input {index}"
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise DataError(f"{said} is a {type(value).__name__}, not a pair of image and mask. `hftune predict` takes --masks.")
-    (image, image_said), (mask, mask_said) = (read_image(part, said) for part in value)
+        raise DataError(f"{name} is a {type(value).__name__}, not a pair of image and mask. `hftune predict` takes --masks.")
+    (image, image_name), (mask, mask_name) = (read_image(item, name) for item in value)
     sizes = {"image": (image.height, image.width), "mask": (mask.height, mask.width)}
-    check_sizes(sizes, {"image": image_said, "mask": mask_said})
-    check_marks(mask_HW := to_mask(mask, mask_said), mask_said)
+    check_sizes(sizes, {"image": image_name, "mask": mask_name})
+    check_marks(mask_HW := to_mask(mask, mask_name), mask_name)
     if image.mode != "RGB":
-        warnings.warn("Images that are grey, transparent or the like are made RGB.", stacklevel=2)  # which Python says once
-    return to_rgb(image, image_said), mask_HW
+        warnings.warn("Some images are not RGB and are converted to it.", stacklevel=2)  # Python shows it once
+    return to_rgb(image, image_name), mask_HW
 
 
-def to_rgb(image: Image.Image, said: str) -> np.ndarray:
-    """Return an image as (H, W, C) uint8; transparency is dropped. Raise DataError where 8 bits cannot hold it."""
+def to_rgb(image: Image.Image, name: str) -> np.ndarray:
+    """Return an image as (H, W, C) uint8 without transparency. Raise DataError if it has more than 8 bits per channel."""
     if image.mode.startswith(("I", "F")):
-        raise DataError(f"{said} has pixels of more than 8 bits (Pillow's mode {image.mode}). Convert it.")
+        raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def to_mask(image: Image.Image, said: str) -> np.ndarray:
-    """Return which pixels a mask marks: (H, W) bool, those that are at least half bright, as white and orange are.
+def to_mask(image: Image.Image, name: str) -> np.ndarray:
+    """Return which pixels a mask marks, (H, W) bool: those at least half as bright as white, such as orange ones.
 
-    What is transparent marks nothing, as if the mask lay on black.
+    Transparent pixels count as black.
 
     Raises:
-        DataError: the colours of a palette number classes, as in data sets for segmentation; or 8 bits cannot hold the mask.
+        DataError: the mask has a palette of colours, as class masks for segmentation have, or more than 8 bits per channel.
     """
     if image.mode in ("P", "PA"):
-        _check_palette(image, said)
+        _check_palette(image, name)
     if image.has_transparency_data:
-        drawn = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), drawn).convert("RGB")
-    return to_rgb(image, said) @ LUMA >= 128 if image.mode != "L" else np.asarray(image) >= 128
+        transparent = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), transparent).convert("RGB")
+    return to_rgb(image, name) @ LUMA >= 128 if image.mode != "L" else np.asarray(image) >= 128
 
 
-def _check_palette(image: Image.Image, said: str) -> None:
-    """Refuse a mask whose palette has colours, unless all that it uses are grey."""
+def _check_palette(image: Image.Image, name: str) -> None:
+    """Raise DataError if a mask uses palette colours other than greys."""
     used = image.convert("RGB").getcolors(maxcolors=256) or []
     coloured = [colour for _, colour in used if len(set(colour)) > 1]
     if coloured:
         raise DataError(
-            f"{said} is a mask with a palette of colours, such as {coloured[0]}: which of them mark damage cannot be told. "
+            f"{name} is a mask with a palette of colours, such as {coloured[0]}, and it is unclear which of them mark damage. "
             "Save masks in black and white."
         )
 
 
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
-"""Brightness of red, green and blue. Source: ITU-R BT.601."""
+"""Weights of red, green and blue in brightness. Source: ITU-R BT.601."""
 
 
 def crop(sample: Mapping[str, Any], top: int, left: int, size: int) -> dict[str, Any]:
-    """Cut the same square out of image, mask and target."""
+    """Crop the same square from image, mask and target."""
     return {name: None if pixels is None else pixels[top : top + size, left : left + size] for name, pixels in sample.items()}
 
 
 def flip(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Mirror image, mask and target, left to right."""
+    """Flip image, mask and target left to right."""
     return {name: None if pixels is None else pixels[:, ::-1] for name, pixels in sample.items()}
 
 

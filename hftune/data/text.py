@@ -1,4 +1,4 @@
-"""Text data sets: from the Hub, from files, or from a Python function; checked, tokenised, padded. Knows no task."""
+"""Text data sets: loaded from the Hub, files or a Python function, checked, tokenized and padded. Independent of tasks."""
 
 from __future__ import annotations
 
@@ -22,56 +22,57 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
-"""What to name if the Hub cannot be reached."""
-READ_BY = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""How files are read. csv: only an empty cell is a missing value. pandas would take NA, null and None for one, too."""
+"""Keys to set if the Hub cannot be reached."""
+READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
+"""Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too."""
 
 
 def load_split(
     dataset: str,
-    split: str,
+    source_split: str,
     data_files: Mapping[str, Any] | None,
-    part: str,
+    split: str,
     data_dir: str | None = None,
     instead: str = INSTEAD,
     config: str | None = None,
     commit: str | None = None,
 ) -> datasets.Dataset:
-    """Load the rows of one part ("train", "eval" or "test") of a data set.
+    """Load the rows of one split ("train", "eval" or "test") of a data set.
 
     Args:
         dataset: a name on the Hub, with its ``commit``; imagefolder, with ``data_dir``; a folder; or ``module:function``,
-            called with the part's name, which returns the rows as dictionaries. With data_files, one of FILE_FORMATS, or
-            anything else: then their names tell the format.
-        split: of the Hub's data set or the folder, such as "train", "test" or "train[:10%]".
-        data_files: {"train": path, "eval": path}; they win over what ``dataset`` names.
-        data_dir: folder of imagefolder; or a folder in the Hub's repository, which is read instead of all of it.
-        instead: what to name if the Hub cannot be reached.
-        config: of a data set of the Hub that has several, such as "wikitext-2-v1".
+            which is called with ``split`` and returns rows as dictionaries. With data_files, one of FILE_FORMATS; with any
+            other value, the suffixes of the files tell their format.
+        source_split: name of the split on the Hub or in the folder, such as "train", "test" or "train[:10%]".
+        split: what it is used for: "train", "eval" or "test".
+        data_files: {"train": path, "eval": path}, used instead of ``dataset``.
+        data_dir: folder of imagefolder, or folder of the Hub repository to read instead of the whole repository.
+        instead: keys to set if the Hub cannot be reached.
+        config: configuration of a data set on the Hub that has several, such as "wikitext-2-v1".
 
     Raises:
-        DataError: it cannot be loaded, or has no rows.
+        DataError: the split cannot be loaded or has no rows.
     """
     if data_files:
-        rows = _from_files(dataset, data_files[part], part)
+        rows = _from_files(dataset, data_files[split], split)
     elif ":" in dataset:
-        rows = _from_function(dataset, part)
+        rows = _from_function(dataset, split)
     elif commit is not None:
-        rows = _from_hub(dataset, commit, split, config, data_dir, instead)
+        rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
     elif data_dir:
-        said = f"task.data_dir={data_dir}"
-        rows = load(dataset, said, instead, split=split, data_dir=str(Path(data_dir).expanduser()))
+        folder = str(Path(data_dir).expanduser())
+        rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
     else:
-        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=split)
+        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
-        raise DataError(f"The {part} split of {dataset} has no rows{_of(data_files, part)}.")
+        raise DataError(f"The {split} split of {dataset} has no rows{_of(data_files, split)}.")
     return rows
 
 
-def load_parts(
+def load_splits(
     dataset: str,
     data_files: Mapping[str, Any] | None,
-    splits: Mapping[str, str],
+    source_splits: Mapping[str, str],
     counts: Mapping[str, int | None],
     columns: Mapping[str, str],
     texts: Sequence[str],
@@ -80,174 +81,182 @@ def load_parts(
     commit: str | None = None,
     may_be_empty: bool = False,
 ) -> dict[str, datasets.Dataset]:
-    """Load the parts of a text data set, drawn and checked.
+    """Load, subsample and check the splits of a text data set.
 
     Args:
-        splits, counts: of "train", "eval" and, where there is one, "test"; see ``load_split`` and ``rng``.
-        columns: that must be there, by the key that names them: {"task.text_column": "text"}.
-        texts: those of ``columns`` that must hold texts, none of them empty, unless they ``may_be_empty``.
+        source_splits, counts: of "train", "eval" and, optionally, "test"; see ``load_split`` and ``subsample``.
+        columns: required columns, by the key that names them: {"task.text_column": "text"}.
+        texts: those of ``columns`` that must hold texts; empty texts are refused unless ``may_be_empty``.
 
     Raises:
-        DataError: naming part, column and row.
+        DataError: the data cannot be used; the message names split, column and row.
     """
-    parts = {}
-    for part, split in splits.items():
-        rows = load_split(dataset, split, data_files, part, data_dir, config=config, commit=commit)
-        rows = parts[part] = subsample(rows, counts[part], seed=42)
+    loaded = {}
+    for split, source_split in source_splits.items():
+        rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
+        rows = loaded[split] = subsample(rows, counts[split], seed=42)
         for key, column in columns.items():
-            check_column(rows, key, column, part)
+            check_column(rows, key, column, split)
         for column in texts:
-            check_texts(rows, column, part, may_be_empty)
-    return parts
+            check_texts(rows, column, split, may_be_empty)
+    return loaded
 
 
-def _of(data_files: Mapping[str, Any] | None, part: str) -> str:
-    return f" ({data_files[part]})" if data_files else ""
+def _of(data_files: Mapping[str, Any] | None, split: str) -> str:
+    return f" ({data_files[split]})" if data_files else ""
 
 
-def _from_function(name: str, part: str) -> datasets.Dataset:
+def _from_function(name: str, split: str) -> datasets.Dataset:
     module, _, attribute = name.partition(":")
     function = import_named("task.dataset", name, module, attribute)
-    return datasets.Dataset.from_list(list(function(part)))
+    return datasets.Dataset.from_list(list(function(split)))
 
 
-def _from_files(dataset: str, files: str | Sequence[str], part: str) -> datasets.Dataset:
+def _from_files(dataset: str, files: str | Sequence[str], split: str) -> datasets.Dataset:
     patterns = [files] if isinstance(files, str) else files
     paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-    kind, options = dataset if dataset in FILE_FORMATS else file_format(paths[0]), {}
-    if kind == "tsv":
-        kind, options = "csv", {"sep": "\t"}
-    return load(kind, f"task.data_files.{part}={files}", data_files={part: paths}, split=part, **options)
+    kind = dataset if dataset in FILE_FORMATS else file_format(paths[0])
+    return load_files(kind, f"task.data_files.{split}={files}", data_files={split: paths}, split=split)
+
+
+def load_files(kind: str, source: str, **kwargs: Any) -> datasets.Dataset:
+    """Call ``load`` for files of one of the formats of ``FORMAT_OF``."""
+    return load("csv", source, sep="\t", **kwargs) if kind == "tsv" else load(kind, source, **kwargs)
 
 
 def _from_hub(
-    dataset: str, commit: str, split: str, config: str | None, data_dir: str | None, instead: str
+    dataset: str, commit: str, source_split: str, config: str | None, data_dir: str | None, instead: str
 ) -> datasets.Dataset:
-    """Load a split of exactly this commit, also from the cache alone."""
-    said, instead = f"task.dataset={dataset}", f"Without the Hub, name files: {instead}."
+    """Load a split of exactly this commit, if possible from the cache alone."""
+    source, instead = f"task.dataset={dataset}", f"Without the Hub, name files: {instead}."
     if data_dir:
-        return _from_hub_folder(dataset, commit, split, data_dir, instead)
+        return _from_hub_folder(dataset, commit, source_split, data_dir, instead)
     if config:
-        said += f" with task.dataset_config={config}"
-    if not is_offline_mode():  # datasets does not tell why it cannot reach a repository; this does
+        source += f" with task.dataset_config={config}"
+    if not is_offline_mode():  # unlike datasets, this says why a repository cannot be reached
         fetch("dataset", dataset, commit, ["README.md"], "task.dataset", instead)
     try:
         builder = datasets.load_dataset_builder(dataset, name=config, revision=commit)
-        if builder.hash != commit:  # if the Hub does not answer, datasets takes the newest that is in its cache
+        if builder.hash != commit:  # if the Hub does not answer, datasets uses the newest commit in its cache
             raise DataError(
-                f"{said}: the cache has commit {builder.hash}, and commit {commit} is asked for. Run once without "
+                f"{source}: the cache has commit {builder.hash}, but commit {commit} is needed. Run once without "
                 f"HF_HUB_OFFLINE, or set task.dataset_revision={builder.hash}."
             )
         builder.download_and_prepare()
-        return builder.as_dataset(split=split)
+        return builder.as_dataset(split=source_split)
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
         raise DataError(
-            f"{said} has a loading script, and no program from the Hub is run. The Hub's own conversion of most such data sets "
-            "is at task.dataset_revision=refs/convert/parquet, with a folder for each configuration: task.data_dir=..."
+            f"{source} has a loading script, and hftune runs no code from the Hub. The Hub has a converted copy of most such "
+            "data sets: set task.dataset_revision=refs/convert/parquet, and task.data_dir=... to the folder of a configuration."
         ) from error
     except DatasetGenerationError as error:
-        raise DataError(f"{said} cannot be read: {str(error.__cause__ or error).strip().rstrip('.')}.") from error
+        raise DataError(f"{source} cannot be read: {str(error.__cause__ or error).strip().rstrip('.')}.") from error
     except (OSError, httpx.HTTPError) as error:
         raise DataError(failure(error, "dataset", dataset, "task.dataset", instead)) from error
-    except ValueError as error:  # datasets' word for an unknown split or configuration
-        raise DataError(f"{said} cannot be loaded: {error}") from error
+    except ValueError as error:  # as datasets reports an unknown split or configuration
+        raise DataError(f"{source} cannot be loaded: {error}") from error
 
 
-def _from_hub_folder(dataset: str, commit: str, split: str, data_dir: str, instead: str) -> datasets.Dataset:
-    """Fetch a folder of a repository, and read it as one of this machine.
+def _from_hub_folder(dataset: str, commit: str, source_split: str, data_dir: str, instead: str) -> datasets.Dataset:
+    """Download a folder of a repository and read it as a local folder.
 
-    Offline, datasets 5.2 does not find again what it loaded from the Hub with a data_dir.
+    datasets 5.2 does not find offline what it has loaded from the Hub with a data_dir.
     """
     name = data_dir.strip("/")
     folder = fetch("dataset", dataset, commit, [f"{name}/**"], "task.dataset", instead) / name
-    said = f"task.dataset={dataset} with task.data_dir={data_dir}"
+    source = f"task.dataset={dataset} with task.data_dir={data_dir}"
     if not folder.is_dir():
-        raise DataError(f"{said}: commit {commit} has no such folder.")
-    return load(str(folder), said, split=split)
+        raise DataError(f"{source}: commit {commit} has no such folder.")
+    return load(str(folder), source, split=source_split)
 
 
-def load(dataset: str, said: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:
-    """Call ``datasets.load_dataset``; where that fails, say so in words that begin with ``said``, and what to name instead.
+def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:
+    """Call ``datasets.load_dataset``.
+
+    Args:
+        source: the key and value that name the data, at the start of error messages.
+        instead: keys to set if the Hub cannot be reached.
 
     Raises:
-        DataError: it cannot be loaded.
+        DataError: the data cannot be loaded.
     """
     try:
-        return datasets.load_dataset(dataset, **READ_BY.get(dataset, {}), **kwargs)
-    except StopIteration:  # how datasets' json reader meets a file without a line
+        return datasets.load_dataset(dataset, **READER_OPTIONS.get(dataset, {}), **kwargs)
+    except StopIteration:  # as the json reader of datasets fails on a file without lines
         return []
     except DatasetGenerationError as error:
         reason = str(error.__cause__ or error).strip().rstrip(".")
-        raise DataError(f"{said} cannot be read as {dataset}: {reason}.") from error
+        raise DataError(f"{source} cannot be read as {dataset}: {reason}.") from error
     except (ConnectionError, FileNotFoundError) as error:
-        raise DataError(f"{said} cannot be loaded: {error} Name files: {instead}.") from error
-    except ValueError as error:  # datasets' word for an unknown split or configuration
-        raise DataError(f"{said} cannot be loaded: {error}") from error
+        raise DataError(f"{source} cannot be loaded: {error} Name files: {instead}.") from error
+    except ValueError as error:  # as datasets reports an unknown split or configuration
+        raise DataError(f"{source} cannot be loaded: {error}") from error
 
 
 def subsample(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Dataset:
-    """Keep ``count`` rows drawn at random, in their order; all where there are no more, or ``count`` is None."""
-    return rows if count is None or count >= len(rows) else rows.select(drawn(len(rows), count, seed))
+    """Return a random subset of ``count`` rows in their original order; all rows if there are no more or ``count`` is None."""
+    return rows if count is None or count >= len(rows) else rows.select(subsample_indices(len(rows), count, seed))
 
 
-def drawn(num_rows: int, count: int | None, seed: int) -> np.ndarray:
-    """Return the numbers of the rows that ``rng`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
+def subsample_indices(num_rows: int, count: int | None, seed: int) -> np.ndarray:
+    """Return the indices of the rows that ``subsample`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
     if count is None or count >= num_rows:
         return np.arange(num_rows)
     return np.sort(np.random.default_rng(seed).permutation(num_rows)[:count])  # as datasets (5.0) shuffles; a test compares
 
 
-def check_column(rows: datasets.Dataset, key: str, column: str, part: str) -> None:
-    """Raise DataError unless ``column`` exists; the message lists those that do."""
+def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
+    """Raise DataError unless ``column`` exists; the message lists the columns."""
     if column not in rows.column_names:
         hint = did_you_mean(column, rows.column_names)
-        raise DataError(f"{key}={column} is not a column of the {part} split. It has: {', '.join(rows.column_names)}.{hint}")
+        raise DataError(f"{key}={column} is not a column of the {split} split. It has: {', '.join(rows.column_names)}.{hint}")
 
 
 def find_column(rows: datasets.Dataset, key: str, choices: Sequence[str]) -> str:
-    """Return which of the columns there is, or raise DataError: none of them, or more than one."""
+    """Return the one of ``choices`` that is a column, or raise DataError if none or several are."""
     found = [column for column in choices if column in rows.column_names]
     if len(found) == 1:
         return found[0]
-    has = f"several of {', '.join(choices)}" if found else f"none of {', '.join(choices)}"
+    which = "several" if found else "none"
     raise DataError(
-        f"{key} is not set, and the data have {has}. Set it to one of their columns: {', '.join(rows.column_names)}."
+        f"{key} is not set, and the data have {which} of {', '.join(choices)}. Set it to one of their columns: "
+        f"{', '.join(rows.column_names)}."
     )
 
 
-def check_texts(rows: datasets.Dataset, column: str, part: str, may_be_empty: bool = False) -> None:
-    """Raise DataError where a text is missing, not a text, or empty and must not be; the message names the first rows."""
+def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool = False) -> None:
+    """Raise DataError if a text is missing, is not a text, or is empty and must not be; the message names the first rows."""
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        raise DataError(f"Column {column!r} of the {part} split holds {getattr(kind, 'dtype', kind)}, not text.")
+        raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
     try:
-        empty = [place for place, text in enumerate(rows[column]) if text is None or not (may_be_empty or text.strip())]
+        empty = [index for index, text in enumerate(rows[column]) if text is None or not (may_be_empty or text.strip())]
     except UnicodeDecodeError as error:
-        raise DataError(f"Column {column!r} of the {part} split is not UTF-8: {error}. Convert its file.") from error
+        raise DataError(f"Column {column!r} of the {split} split is not UTF-8: {error}. Convert its file.") from error
     if empty:
         what = "no text" if may_be_empty else "an empty text"
         raise DataError(
-            f"The {part} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
-            "Remove such rows, or fill them."
+            f"The {split} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
+            "Remove these rows, or fill them in."
         )
 
 
 def check_inputs(texts: Sequence[Any]) -> None:
-    """Raise DataError where one of the texts that a model is to answer is empty or no text."""
-    for place, text in enumerate(texts):
+    """Raise DataError if an input of a model is empty or not a text."""
+    for index, text in enumerate(texts):
         if not isinstance(text, str):
             what = f"the file {text}; texts come from --text and --text-file" if isinstance(text, Path) else type(text).__name__
-            raise DataError(f"Input {place} is {what}. This model answers texts.")
+            raise DataError(f"Input {index} is {what}. This model takes texts.")
         if not text.strip():
-            raise DataError(f"Input {place} is an empty text.")
+            raise DataError(f"Input {index} is an empty text.")
 
 
-def row_numbers(rows: datasets.Dataset, places: Sequence[int]) -> list[int]:
-    """Translate places in ``rows`` to 0-based rows of the file it was drawn from."""
-    indices = rows._indices
-    return list(places) if indices is None else [indices.column(0)[place].as_py() for place in places]
+def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
+    """Return the 0-based rows of the original file, for these indices of a (possibly subsampled) data set."""
+    table = rows._indices
+    return list(indices) if table is None else [table.column(0)[index].as_py() for index in indices]
 
 
 def _list(numbers: Sequence[int], most: int = 3) -> str:
@@ -256,43 +265,43 @@ def _list(numbers: Sequence[int], most: int = 3) -> str:
 
 
 def tokenizer_key(tokenizer: Any) -> list:
-    """Return what a tokenizer's output depends on, free of the truncation that its last call left in it."""
+    """Return all that a tokenizer's output depends on, without the truncation settings that its last call left behind."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
     backend.update(truncation=None, padding=None)
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), json.dumps(backend, sort_keys=True, default=str)]
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, column: str, max_length: int) -> dict[str, list]:
-    """Tokenise texts; note each one's length in tokens, special tokens included, and whether it was cut at the end."""
+    """Tokenize texts. ``length`` counts tokens, special tokens included; ``cut`` tells whether a text was truncated."""
     ids, cut = to_ids(batch[column], tokenizer, max_length)
     return {"input_ids": ids, "length": [len(row) for row in ids], "cut": cut}
 
 
 def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
-    """Return each text's ids, at most ``max_length`` of them, and whether it had more."""
+    """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
     settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
     ids = tokenizer(list(texts), truncation=True, max_length=max_length, **settings)["input_ids"]
     cut = [len(row) == max_length for row in ids]
-    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # cut, or just of this length
+    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # truncated, or of exactly this length
         uncut = iter(tokenizer(full, **settings)["input_ids"])
         cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
     return ids, cut
 
 
 def cut_notices(datasets: Mapping[str, datasets.Dataset], column: str, what: str) -> list[str]:
-    """Say which share of the rows was cut in tokenising, by the flags in ``column``; nothing where none was."""
-    shares = {part: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for part, rows in datasets.items()}
-    said = " and ".join(f"{share:.1%} of {part}" for part, share in shares.items() if share)
-    return [f"{what} are cut at the end: {said}."] if said else []
+    """Return a notice of the share of truncated rows, by the flags in ``column``; nothing if there are none."""
+    shares = {split: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for split, rows in datasets.items()}
+    cut = " and ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
+    return [f"{what} are truncated at the end: {cut}."] if cut else []
 
 
 def lengths(dataset: datasets.Dataset) -> np.ndarray:
-    """Return the lengths of a tokenised data set, reading that column alone."""
+    """Return the lengths of a tokenized data set, reading that column only."""
     return dataset.with_format("numpy", columns=["length"])[:]["length"].astype(np.int32)
 
 
 def pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
-    """Pad sequences of ids on the right: ids (N, longest) and attention mask (N, longest), int64."""
+    """Pad sequences of ids on the right. Return ids and attention mask, both (N, longest) int64."""
     import torch
 
     counts_N = torch.tensor([len(row) for row in rows])

@@ -1,4 +1,4 @@
-"""Trains the vocabulary of a JiebaTokenizer on the words of a corpus. Knows no model and no task."""
+"""Trains the vocabulary of a JiebaTokenizer on a corpus. Independent of models and tasks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
 from hftune.atomic import atomic_path
 from hftune.data.cache import cache_dir
-from hftune.data.files import FILE_TYPES, check_corpus
+from hftune.data.files import check_corpus, format_of
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
-from hftune.data.text import load
+from hftune.data.text import load_files
 from hftune.errors import ConfigError, DataError
 
 
 def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, folder: Path) -> dict[str, float]:
-    """Train a vocabulary on texts in files and write its tokenizer, for ``task.vocabulary``, into ``folder``.
+    """Train a vocabulary on texts in files and write its tokenizer into ``folder``, for ``task.vocabulary``.
 
     Args:
-        files: .txt, a text a line; or .json, .jsonl, .csv, .parquet, whose ``columns`` are taken.
-        size: most tokens in the vocabulary.
+        files: .txt, one text per line; or .json, .jsonl, .csv, .tsv, .parquet or .arrow, whose ``columns`` are used.
+        size: maximum number of tokens in the vocabulary.
 
     Returns:
-        tokens (in the vocabulary); characters_per_token and unknown_share, in [0, 1], on the first 1,000 texts.
+        tokens, the size of the vocabulary; characters_per_token and unknown_share (in [0, 1]) on the first 1,000 texts.
 
     Raises:
-        ConfigError: a file that is not there or of another type; a ``size`` without a place for words; a folder that holds
-            something else.
-        DataError: a file that cannot be read, lacks the columns, or holds no text.
+        ConfigError: a file is missing or of an unknown type, ``size`` has no room for words, or the folder has other content.
+        DataError: a file cannot be read, lacks the columns, or has no text.
     """
     if folder.exists() and not (folder / "vocab.txt").is_file() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} holds something else than a vocabulary. Name another folder, or empty it.")
+        raise ConfigError(f"{folder} has other files than a vocabulary. Name a different folder, or empty it.")
     tokenizer = train_tokenizer(texts := _read(files, columns), size)
     try:
-        check_tokenizer(tokenizer, str(folder))  # as loading it will
+        check_tokenizer(tokenizer, str(folder))  # as loading it does
     except ConfigError as error:
         raise ConfigError(f"{size} tokens are too few for these texts, or they are not Chinese. {error}") from error
     tokenizer.save_pretrained(folder)
@@ -53,35 +52,34 @@ def _read(files: Sequence[str], columns: Sequence[str]) -> list[str]:
     texts: list[str] = []
     check_corpus(files)
     for file in map(Path, files):
-        rows = load(FILE_TYPES[file.suffix], str(file), data_files=str(file), split="train")
-        for column in ["text"] if file.suffix == ".txt" else columns:
+        kind = format_of(file.name)
+        rows = load_files(kind, str(file), data_files=str(file), split="train")
+        for column in ["text"] if kind == "text" else columns:
             if column not in rows.column_names:
-                raise DataError(
-                    f"{file} has no column {column!r}, but {', '.join(rows.column_names)}. Name them: --columns ..."
-                )
+                raise DataError(f"{file} has no column {column!r}, only {', '.join(rows.column_names)}. Set --columns ...")
             texts += [text for text in rows[column] if text]
     if not any(map(str.strip, texts)):
-        raise DataError(f"{', '.join(files)}: no text in there.")
+        raise DataError(f"{', '.join(files)}: there is no text.")
     return texts
 
 
 def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
-    """Make an uncased vocabulary of at most ``size`` tokens for JiebaTokenizer, one a line in vocab.txt.
+    """Return an uncased vocabulary of at most ``size`` tokens for JiebaTokenizer, the lines of vocab.txt.
 
-    In this order: SPECIAL_TOKENS; single characters by frequency, Latin letters and digits also with ##, on at most half of
-    the places; WordPiece pieces of Latin words and numbers on a tenth; jieba's words by frequency. Ties go by text, so that
-    the same texts give the same vocabulary on every machine.
+    In this order: SPECIAL_TOKENS; single characters by frequency, Latin letters and digits also with ##, at most half of the
+    vocabulary; WordPiece pieces of Latin words and numbers, a tenth; jieba's words by frequency. Ties are broken by text, so
+    that the same texts give the same vocabulary on every machine.
 
     Raises:
-        ConfigError: ``size`` leaves no place for words.
+        ConfigError: ``size`` leaves no room for words.
     """
-    places = size - len(SPECIAL_TOKENS)
-    if places < 10:
-        raise ConfigError(f"A vocabulary of {size} tokens has no place for words; ask for thousands.")
+    room = size - len(SPECIAL_TOKENS)
+    if room < 10:
+        raise ConfigError(f"A vocabulary of {size} tokens has no room for words; use thousands.")
     words = Counter(chain.from_iterable(segment(lower(text)) for text in texts))
     cut = BasicTokenizer(do_lower_case=True).tokenize
     characters: Counter[str] = Counter()
-    runs: Counter[str] = Counter()  # what WordPiece has to cut: all but Han characters and punctuation
+    runs: Counter[str] = Counter()  # what WordPiece has to split: all but Han characters and punctuation
     whole: Counter[str] = Counter()
     for word, count in words.items():
         parts = cut(word)
@@ -96,7 +94,7 @@ def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
         for letter in run:
             characters[letter] += count
             characters[f"##{letter}"] += count
-    vocabulary = dict.fromkeys([*SPECIAL_TOKENS, *_by_frequency(characters)[: places // 2]])
+    vocabulary = dict.fromkeys([*SPECIAL_TOKENS, *_by_frequency(characters)[: room // 2]])
     vocabulary |= dict.fromkeys(_pieces(runs, size // 10))
     for word in _by_frequency(whole):
         if len(vocabulary) >= size:
@@ -106,7 +104,7 @@ def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> JiebaTokenizer:
-    """Train a vocabulary on texts and return its tokenizer; vocab.txt goes where a tokenizer's saving finds it again."""
+    """Train a vocabulary on texts and return its tokenizer. vocab.txt stays in the cache: saving the tokenizer needs it."""
     words = "\n".join(train_vocabulary(texts, size)) + "\n"
     folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
     folder.mkdir(exist_ok=True)
@@ -120,9 +118,9 @@ def _by_frequency(counts: Counter[str]) -> list[str]:
 
 
 def _pieces(runs: Counter[str], count: int) -> list[str]:
-    """Train ``count`` WordPiece pieces of two characters or more, the most useful first.
+    """Train ``count`` WordPiece pieces of two or more characters, the most useful first.
 
-    The letters are numbered beforehand, or ties would go by the order of a hash map (huggingface/tokenizers#1794).
+    The letters are numbered in advance; otherwise, ties would depend on the order of a hash map (huggingface/tokenizers#1794).
     """
     from tokenizers import BertWordPieceTokenizer
 

@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens are whole words, made from the words of a corpus. Knows no model and no task."""
+"""Tokenizers of whole words, built from the words of a corpus. Independent of models and tasks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BASIC_ENGLISH = {
 
 
 def train_word_tokenizer(texts: Iterable[str], kind: str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Make a tokenizer of whole words: <unk>, <eos>, then the words of the texts by frequency; ties go by text.
+    """Build a tokenizer of whole words: <unk>, <eos>, then the words of the texts by frequency; ties are broken by text.
 
     Args:
-        kind: "words", split at white space, nothing changed; or "basic_english", lower-cased and with punctuation apart.
-        vocab_size: most tokens, <unk> and <eos> included; rarer words are <unk>. None: all words.
+        kind: "words", split at white space; or "basic_english", lower-cased, with punctuation split off.
+        vocab_size: maximum number of tokens, with <unk> and <eos>; rarer words become <unk>. None: all words.
 
-    Source for basic_english: torchtext.data.utils.get_tokenizer("basic_english"), whose 28,782 types on WikiText-2 it gives.
+    Source of basic_english: torchtext.data.utils.get_tokenizer("basic_english"); both have 28,782 types on WikiText-2.
     """
     cut = Tokenizer(models.WordLevel({UNKNOWN: 0, END: 1}, unk_token=UNKNOWN))
     cut.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -41,5 +41,5 @@ def train_word_tokenizer(texts: Iterable[str], kind: str, vocab_size: int | None
 
 
 def has_whole_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Say whether a tokenizer, loaded or made here, is one whose tokens are whole words."""
+    """Return whether the tokens of a tokenizer are whole words."""
     return tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, models.WordLevel)

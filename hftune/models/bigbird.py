@@ -1,6 +1,6 @@
-"""Models that write titles from BERT's or BigBird's weights: one stack with a prefix mask, or an encoder and a decoder."""
+"""Models for title generation with BERT's or BigBird's weights: one stack with a prefix mask, or an encoder and a decoder."""
 
-# Shapes: B rows, Q tokens given, K tokens given and cached before, V vocabulary.
+# Shapes: B rows, Q new tokens, K cached and new tokens, V vocabulary.
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ Config = TypeVar("Config", bound=PreTrainedConfig)
 
 
 class PrefixLMConfig(BertConfig):
-    """Configure a ``PrefixLM``: BERT's fields, without attention dropout."""
+    """Config of a ``PrefixLM``: BERT's fields, without attention dropout."""
 
     model_type = "hftune_prefix_lm"
     attention_probs_dropout_prob: float | int = 0.0
 
     def __post_init__(self, **fields: Any) -> None:
-        self.is_decoder, self.add_cross_attention = True, False  # a cache, and nothing to cross to
+        self.is_decoder, self.add_cross_attention = True, False  # with a cache, but without an encoder to attend to
         super().__post_init__(**fields)
 
     @classmethod
     def warm_start(cls, config: PreTrainedConfig, **overrides: Any) -> PrefixLMConfig:
-        """Return the config of a prefix LM that takes the weights of a BERT, a BigBird or a prefix LM with ``config``.
+        """Return the config of a prefix LM that is initialized from a BERT, a BigBird or a prefix LM with ``config``.
 
-        Attention dropout becomes 0 unless ``overrides`` say otherwise: with it, torch's CPU has no fused attention, which
-        makes long sources slow (torch 2.13). What only a BigBird has, such as the block size, may stand there and is not used.
+        Attention dropout is 0 unless ``overrides`` set it: with dropout, torch (2.13) has no fused attention on CPUs, and long
+        sources are slow. Fields that only a BigBird has, such as the block size, are accepted and ignored.
 
         Raises:
-            ConfigError: a model of another kind, or one that BERT's stack cannot stand for; a field that there is not, or a
-                value that cannot work.
+            ConfigError: the model is of a different kind or cannot be represented by BERT's stack, a field is unknown, or a
+                value is invalid.
         """
         _refuse_unknown(overrides, cls, BlockSparseBigBirdConfig)
         if overrides.get("attention_type") == "block_sparse":
             raise ConfigError(
-                f"{SECTION}.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+                f"{SECTION}.attention_type=block_sparse: architecture=prefix_lm has full attention only. "
                 "Use task.architecture=encoder_decoder, whose encoder is block-sparse."
             )
         if isinstance(config, cls):
             return make_config(cls, _common_fields(config, cls) | overrides)
         _refuse_other_kinds(config, "prefix_lm")
         if not getattr(config, "use_bias", True) or getattr(config, "rescale_embeddings", False):
-            raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which architecture=prefix_lm lacks.")
+            raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which prefix_lm does not support.")
         if config.type_vocab_size < 2:
             raise ConfigError(
                 f"task.model has {config.type_vocab_size} token type; architecture=prefix_lm needs two, for source and title."
@@ -84,16 +84,15 @@ class PrefixLMConfig(BertConfig):
 
 
 class PrefixLM(BertLMHeadModel):
-    """Read a source and write its title with one stack: source tokens see the source, title tokens also the title so far.
+    """Generate titles with a single stack: source tokens see the source, title tokens also the title so far.
 
-    ``token_type_ids`` say which is which: 0 source, 1 title (with the token that starts it). A row may be padded anywhere
-    (attention_mask 0): positions count its real tokens only, so neither padding nor neighbours change its result. A prompt for
-    ``generate`` ends, on the right, with the token that starts the title, so sources of different lengths are padded on the
-    left. Logits at a place predict the next token; ``logits_to_keep`` leaves out those of the source, which are most of the
-    memory.
+    ``token_type_ids`` tell them apart: 0 source, 1 title (with the token that starts it). A row may be padded anywhere
+    (attention_mask 0): positions count real tokens only, so neither padding nor other rows change its result. A prompt for
+    ``generate`` ends with the token that starts the title, so sources of different lengths are padded on the left. The logits
+    at a position predict the next token; ``logits_to_keep`` leaves out those of the source, most of the memory.
 
-    Takes the weights of BERT and BigBird models under their own names; its attention is torch's fused one. BigBird drops its
-    embeddings out before their norm, BERT after it: the same function but for that place of the dropout.
+    Loads the weights of BERT and BigBird models under their own names, and uses torch's fused attention. BigBird applies
+    dropout to its embeddings before their norm, BERT after it; otherwise, the function is the same.
 
     Source: Dong et al., Unified Language Model Pre-training for Natural Language Understanding and Generation, 2019,
     section 2.3 (the sequence-to-sequence mask).
@@ -101,7 +100,7 @@ class PrefixLM(BertLMHeadModel):
 
     config_class = PrefixLMConfig
     config: PrefixLMConfig
-    _supports_flash_attn = False  # no kernel of theirs takes this mask
+    _supports_flash_attn = False  # its kernels do not support this mask
     _supports_flex_attn = False
 
     def forward(
@@ -114,14 +113,14 @@ class PrefixLM(BertLMHeadModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
-        """Return logits (B, Q, V), or of the last ``logits_to_keep`` places.
+        """Return logits (B, Q, V), or those of the last ``logits_to_keep`` positions.
 
         ``input_ids``, ``token_type_ids`` (B, Q) int64; ``attention_mask`` (B, K), the cached tokens first. With a cache, all
-        new tokens are title tokens, so a source is never fed in pieces (no ``prefill_chunk_size``). ``position_ids`` are those
-        of ``generate`` and ignored: they follow from the mask. ``labels`` are shifted by the model, as in transformers.
+        new tokens are title tokens, so a source cannot be processed in pieces (no ``prefill_chunk_size``). ``position_ids``,
+        which ``generate`` passes, are ignored: they follow from the mask. The model shifts ``labels``, as in transformers.
 
         Raises:
-            ValueError: no ``token_type_ids``, without which source and title could not be told apart.
+            ValueError: there are no ``token_type_ids``, which distinguish source and title.
         """
         if token_type_ids is None:
             raise ValueError("PrefixLM needs token_type_ids: 0 for the source, 1 for the title.")
@@ -152,10 +151,10 @@ class PrefixLM(BertLMHeadModel):
         logits_processor: LogitsProcessorList | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate as transformers does, but count repeated n-grams (``no_repeat_ngram_size``) in the title alone.
+        """Generate as transformers does, but apply ``no_repeat_ngram_size`` to the title only.
 
-        transformers counts those of the prompt, too (5.23, NoRepeatNGramLogitsProcessor): a title could then never take
-        three words in a row from its source. ``repetition_penalty`` still looks at the source.
+        transformers (5.23, NoRepeatNGramLogitsProcessor) includes the prompt: a title could then never take three consecutive
+        words from its source. ``repetition_penalty`` still includes the source.
         """
         settings = copy.deepcopy(self.generation_config if generation_config is None else generation_config)
         size = kwargs.pop("no_repeat_ngram_size", settings.no_repeat_ngram_size)
@@ -163,8 +162,8 @@ class PrefixLM(BertLMHeadModel):
             size = self.generation_config.no_repeat_ngram_size
         if size:
             prompt_BK = kwargs.get("input_ids") if inputs is None else inputs
-            own = _NoRepeatInTitle(size, prompt_BK.shape[1])
-            logits_processor = LogitsProcessorList([*(logits_processor or []), own])
+            no_repeat = _NoRepeatInTitle(size, prompt_BK.shape[1])
+            logits_processor = LogitsProcessorList([*(logits_processor or []), no_repeat])
         if generation_config is None:
             kwargs["no_repeat_ngram_size"] = 0
         else:
@@ -182,10 +181,10 @@ class _NoRepeatInTitle(LogitsProcessor):
 
 
 def prefix_mask(token_type_ids: Tensor, valid_BK: Tensor, num_cached: int = 0) -> Tensor:
-    """Return what may be seen, (B, 1, Q, K) bool: by source tokens the source, by title tokens also the title up to them.
+    """Return the attention mask (B, 1, Q, K) bool: source tokens see the source, title tokens also the title up to themselves.
 
-    ``token_type_ids`` (B, Q): 0 source, 1 title, of the new tokens; ``valid_BK``: true where a token is, cached ones first.
-    Cached tokens are seen by all new ones, which are then title tokens. Padding sees itself: no softmax is over nothing.
+    ``token_type_ids`` (B, Q) of the new tokens: 0 source, 1 title. ``valid_BK`` is true for real tokens, cached ones first.
+    All new tokens see the cached ones, and are then title tokens. Padding sees itself, to avoid NaN.
     """
     k_K = torch.arange(valid_BK.shape[1], device=valid_BK.device)
     q_Q1 = k_K[num_cached:, None]
@@ -199,33 +198,33 @@ def prefix_mask(token_type_ids: Tensor, valid_BK: Tensor, num_cached: int = 0) -
 
 
 class BlockSparseBigBirdConfig(BigBirdConfig):
-    """Configure a ``BlockSparseBigBirdModel``: BigBird's fields, and where its random blocks come from."""
+    """Config of a ``BlockSparseBigBirdModel``: BigBird's fields, and the seed of its random blocks."""
 
     model_type = "hftune_block_sparse_big_bird"
     attention_probs_dropout_prob: float | int = 0.0
-    """Not used: there is none."""
+    """Not used: there is no attention dropout."""
     random_blocks_seed: int = 0
-    """Key of the random blocks, together with the layer. Part of the model: another seed is another function."""
+    """Seed of the random blocks, together with the layer. Part of the model: a different seed is a different function."""
     block_sparse_kernel: str = "gathered"
-    """gathered or flex (FlexAttention; on a CPU without gradients, on GPUs never tried): a choice of speed, not of function."""
+    """gathered, or flex (FlexAttention; no gradients on CPUs, untested on GPUs). Affects the speed, not the function."""
 
     @property
     def max_full_length(self) -> int:
-        """Tokens (padded) up to which all rows attend in full."""
+        """Number of (padded) tokens up to which all rows have full attention."""
         return (NUM_FIXED_BLOCKS + self.num_random_blocks) * self.block_size
 
     def padded_length(self, length: int) -> int:
-        """Return how many tokens a batch is computed with whose longest row has ``length``: whole blocks, where sparse."""
+        """Return the padded length of a batch whose longest row has ``length``: whole blocks if attention is sparse."""
         if self.attention_type != "block_sparse" or length <= self.max_full_length:
             return length
         return -(-length // self.block_size) * self.block_size
 
     @classmethod
     def warm_start(cls, config: PreTrainedConfig, **overrides: Any) -> BlockSparseBigBirdConfig:
-        """Return the config of an encoder that takes the weights of a BERT or BigBird with ``config``.
+        """Return the config of an encoder that is initialized from a BERT or BigBird with ``config``.
 
         Raises:
-            ConfigError: a model of another kind; a field that there is not, or a value that cannot work.
+            ConfigError: the model is of a different kind, a field is unknown, or a value is invalid.
         """
         _refuse_unknown(overrides, cls)
         if not isinstance(config, cls):
@@ -235,10 +234,10 @@ class BlockSparseBigBirdConfig(BigBirdConfig):
 
 
 class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
-    """Encode with BigBird's weights and names, without a pooler, in the attention of ``BlockSparseSelfAttention``.
+    """BigBird's encoder with its weights and names, without a pooler, with the attention of ``BlockSparseSelfAttention``.
 
-    ``config.attention_type`` "original_full" attends in full at any length; "block_sparse" is the same function for rows of at
-    most 5 + ``num_random_blocks`` blocks. Nothing is switched for good by a short batch.
+    With ``config.attention_type`` "original_full", attention is full at any length. "block_sparse" is the same function for
+    rows of at most 5 + ``num_random_blocks`` blocks. A short batch does not switch to full attention for good.
     """
 
     config_class = BlockSparseBigBirdConfig
@@ -250,7 +249,7 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
             raise ValueError("BlockSparseBigBirdModel has no pooler.")
         super().__init__(config)
         full = copy.deepcopy(config)
-        full.attention_type = "original_full"  # the layers then hand the mask through as it is
+        full.attention_type = "original_full"  # so that the layers pass the mask on unchanged
         self.embeddings = BigBirdEmbeddings(config)
         self.encoder = BigBirdEncoder(full)
         for index, layer in enumerate(self.encoder.layer):
@@ -274,13 +273,13 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
     ) -> BaseModelOutput:
         """Return ``last_hidden_state`` (B, T, C) of ``input_ids`` (B, T), padded on the right where ``attention_mask`` is 0.
 
-        Long batches are padded to a multiple of the block here and cut again, not to the longest that the model can take.
+        Long batches are padded to a multiple of the block size, and the output is cut to the original length.
 
         Raises:
-            ValueError: asked for hidden states or attentions, which are not kept.
+            ValueError: hidden states or attentions are requested, which are not kept.
         """
         if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
-            raise ValueError("BlockSparseBigBirdModel keeps neither attentions nor hidden states.")
+            raise ValueError("BlockSparseBigBirdModel does not return attentions or hidden states.")
         hidden_BTC = self.embeddings(
             input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds
         )
@@ -305,26 +304,26 @@ def build_encoder_decoder(
     commit: str | None = None,
     **encoder: Any,
 ) -> EncoderDecoderModel:
-    """Join a block-sparse BigBird encoder and a BERT decoder, both with the weights of ``model``; None draws them.
+    """Build a block-sparse BigBird encoder with a BERT decoder, both with the weights of ``model``, or new ones if it is None.
 
-    ``config`` is that of the BERT or BigBird ``model``; ``encoder`` and ``decoder`` override fields of the halves. A ``model``
-    that is an encoder-decoder already is loaded as it is. Cross-attention, which no encoder has, is drawn from torch's global
-    generator, as in the source. The decoder is BERT's because BigBird's cannot generate with a cache (transformers 5.23:
+    ``config`` is that of the BERT or BigBird ``model``. ``encoder`` and ``decoder`` override fields of the two. If ``model``
+    already is an encoder-decoder, it is loaded unchanged. Cross-attention, which encoders lack, is initialized from torch's
+    global generator, as in the source. The decoder is BERT's because BigBird's cannot generate with a cache (transformers 5.23:
     ``'EncoderDecoderCache' object has no attribute 'layer_class_to_replicate'``).
 
     Source: Rothe et al., Leveraging Pre-trained Checkpoints for Sequence Generation Tasks, 2020 (BERT2BERT).
 
     Raises:
-        ConfigError: no such model, or one of another kind; a field that a half does not have, or a value that cannot work.
+        ConfigError: there is no such model, it is of a different kind, a field is unknown, or a value is invalid.
     """
     decoder = decoder or {}
     if isinstance(config, EncoderDecoderConfig):
         if encoder or decoder:
-            raise ConfigError(f"task.model is an encoder and a decoder already, loaded as they are. Leave {SECTION} empty.")
+            raise ConfigError(f"task.model already is an encoder-decoder, which is loaded unchanged. Leave {SECTION} empty.")
         return load_model(EncoderDecoderModel, model, config, commit)
     encoder_config = BlockSparseBigBirdConfig.warm_start(config, **encoder)
     if not encoder_config.use_bias or encoder_config.rescale_embeddings:
-        raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which BERT's decoder lacks.")
+        raise ConfigError("task.model has use_bias=false or rescale_embeddings=true, which BERT's decoder does not support.")
     if decoder.get("attention_type") == "block_sparse":
         raise ConfigError(
             f"{SECTION}.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
@@ -351,10 +350,10 @@ def build_encoder_decoder(
 
 
 def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SECTION) -> Config:
-    """Make a config of a model of this module.
+    """Create a config of a model of this module.
 
     Raises:
-        ConfigError: a value that cannot work, named as a key of ``section``.
+        ConfigError: a value is invalid; the message names it as a key of ``section``.
     """
     try:
         config = kind(**values)
@@ -366,7 +365,7 @@ def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SE
             raise ConfigError(f"{section}.{name}={value} must be at least {bound}.")
     for name, choices in CHOICES.items():
         if (value := getattr(config, name, choices[0])) not in choices:
-            known = "one that transformers knows" if name == "hidden_act" else f"one of {', '.join(choices)}"
+            known = "known to transformers" if name == "hidden_act" else f"one of {', '.join(choices)}"
             raise ConfigError(f"{section}.{name}={value!r} is not {known}.{did_you_mean(value, choices)}")
     if config.hidden_size % config.num_attention_heads:
         raise ConfigError(
@@ -390,13 +389,13 @@ def _refuse_other_kinds(config: PreTrainedConfig, architecture: str) -> None:
 
 
 def _common_fields(config: PreTrainedConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of ``config`` that ``kind`` has, too, but for those that say which class it was.
+    """Return the fields of ``config`` that ``kind`` also has, except those that identify the class.
 
-    "gelu_new", BigBird's activation, becomes torch's name for the same function: transformers computes it step by step (5.23,
-    NewGELUActivation) and holds several tensors of the size of the intermediate layer for the backward pass instead of one.
+    "gelu_new", BigBird's activation, is replaced by torch's name of the same function: transformers (5.23, NewGELUActivation)
+    computes it step by step and keeps several tensors of the intermediate layer's size for the backward pass instead of one.
     """
-    own = {"model_type", "architectures", "transformers_version", "dtype", "is_decoder", "add_cross_attention"}
-    known = {field.name for field in fields(kind) if field.init} - own
+    identity = {"model_type", "architectures", "transformers_version", "dtype", "is_decoder", "add_cross_attention"}
+    known = {field.name for field in fields(kind) if field.init} - identity
     taken = {name: value for name, value in config.to_dict().items() if name in known}
     if taken.get("hidden_act") == "gelu_new":
         taken["hidden_act"] = "gelu_pytorch_tanh"

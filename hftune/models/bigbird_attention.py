@@ -1,4 +1,4 @@
-"""BigBird's block-sparse self-attention, by gathered blocks or by FlexAttention. Knows no stack, no task, no global state."""
+"""BigBird's block-sparse self-attention, with gathered blocks or FlexAttention. Independent of model and task."""
 
 # Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
 # K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model. Gathered:
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hftune.errors import ConfigError
 
-NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three
+NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
 GATHERED_AT_ONCE = 2**20  # numbers in the gathered keys (4 MiB of float32), unless one head alone has more
 KERNELS = ("gathered", "flex")
 NO_FLEX_ON_CPU = (
@@ -31,25 +31,25 @@ NO_FLEX_ON_CPU = (
 class BlockSparseSelfAttention(nn.Module):
     """Attend to the first, the last, three neighbouring and ``num_random_blocks`` random blocks; global blocks see everything.
 
-    Weights and state-dict names are those of transformers' ``BigBirdSelfAttention`` and ``BigBirdBlockSparseAttention``. What
-    differs from the latter (transformers 5.23, modeling_big_bird.py):
+    Weights and state-dict names are those of transformers' ``BigBirdSelfAttention`` and ``BigBirdBlockSparseAttention``.
+    Differences from the latter (transformers 5.23, modeling_big_bird.py):
 
-    - Random blocks come from a generator keyed by (``random_blocks_seed``, layer), so training and evaluation compute the same
-      function. There, every training forward calls ``np.random.seed`` and evaluation takes block 0 for all of them
-      (huggingface/transformers#20031, closed, still so).
-    - A row's blocks follow from its own length, not from the padding: its last global block holds its own last token, and
-      its random blocks lie within it. A row of at most 5 + R blocks attends in full. So a row's result depends neither on its
-      neighbours nor on the micro-batch, and the choice of kernel (full where the padded batch has at most 5 + R blocks) is one
-      of speed only: ranks with batches of different lengths still train the same function. There, the choice is made at
-      5 + 2R blocks, for the whole batch, and once full it stays full.
-    - Random blocks are drawn from the whole row, as in the paper; there, from the first 5 + 2R blocks or 1024 tokens.
+    - Random blocks come from a generator seeded by (``random_blocks_seed``, layer), so training and evaluation compute the
+      same function. In transformers, every training forward pass calls ``np.random.seed``, and evaluation uses block 0 for all
+      of them (huggingface/transformers#20031, closed, unchanged).
+    - A row's blocks depend on its own length, not on the padding: its last global block has its own last token, and its random
+      blocks lie within the row. A row of at most 5 + R blocks has full attention. So a row's result depends neither on other
+      rows nor on the micro-batch, and the choice of kernel (full attention if the padded batch has at most 5 + R blocks)
+      affects speed only: ranks with batches of different lengths still train the same function. transformers chooses at
+      5 + 2R blocks, for the whole batch, and never returns from full attention.
+    - Random blocks come from the whole row, as in the paper; in transformers, from the first 5 + 2R blocks or 1024 tokens.
 
-    ``block_sparse_kernel`` chooses how, not what: "gathered" gathers each query block's keys for a fused kernel; "flex" is
-    torch's FlexAttention, compiled for the blocks seen, without copies. torch 2.13 compiles the latter on a CPU for the
-    forward pass only, and anew for each size of the batch. That was watched and is tested; on a GPU, nothing was.
+    ``block_sparse_kernel`` affects speed only: "gathered" gathers the keys of each query block for a fused kernel; "flex" is
+    torch's FlexAttention, compiled for the blocks seen, without copies. On CPUs, torch 2.13 compiles it for the forward pass
+    only, and again for each batch size. This is tested on CPUs; nothing is on GPUs.
 
-    Rows are padded on the right. There is no attention dropout, as in transformers' block-sparse path: the fused kernel of the
-    CPU has none, and the two kernels must be one function.
+    Rows are padded on the right. There is no attention dropout, as in transformers' block-sparse path: the fused kernel for
+    CPUs has none, and the two kernels must be the same function.
 
     Source: Zaheer et al., Big Bird: Transformers for Longer Sequences, 2020, section 2 (the ITC variant).
     """
@@ -72,8 +72,8 @@ class BlockSparseSelfAttention(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
         """Return the context (B, T, C) of ``hidden_states`` (B, T, C), and None for the attention weights, which are not kept.
 
-        ``attention_mask`` (B, T): true where a token is, None where it is everywhere. T is a multiple of the block size where
-        it is more than 5 + R blocks.
+        ``attention_mask`` (B, T): true for real tokens; None if all are. T must be a multiple of the block size if it exceeds
+        5 + R blocks.
 
         Raises:
             ConfigError: FlexAttention cannot run here.
@@ -95,7 +95,7 @@ class BlockSparseSelfAttention(nn.Module):
     def _last_blocks(self, valid_BT: Tensor) -> Tensor:
         T, S = valid_BT.shape[1], self.block_size
         if T % S:
-            raise ValueError(f"{T} tokens are not a multiple of the block size {S}; pad them.")
+            raise ValueError(f"{T} tokens are not a multiple of the block size {S}. Pad them.")
         return (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
 
     def _attend_flex(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class BlockSparseSelfAttention(nn.Module):
             ) from error
 
     def block_mask(self, valid_BT: Tensor) -> BlockMask:
-        """Return which blocks FlexAttention shall visit, from the blocks' indices; no mask over T x T tokens is made."""
+        """Return the blocks that FlexAttention must visit, from the block indices, without a mask over T x T tokens."""
         S, (B, T) = self.block_size, valid_BT.shape
         last_B = self._last_blocks(valid_BT)
         blocks_BHMK, used_BHMK = self.key_blocks(last_B, T // S)
@@ -121,7 +121,7 @@ class BlockSparseSelfAttention(nn.Module):
         seen_BHNN[torch.arange(B, device=last_B.device), :, last_B] = 1
         valid_B11NS = valid_BT.view(B, 1, 1, -1, S)
         seen_BHNN = seen_BHNN.bool() & valid_B11NS.any(-1)
-        whole_B11N = valid_B11NS.all(-1)  # no padding in there: the kernel need not ask ``sees``
+        whole_B11N = valid_B11NS.all(-1)  # without padding, so the kernel need not call ``sees``
 
         def sees(row: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
             return seen_BHNN[row, head, q_index // S, k_index // S] & valid_BT[row, k_index]
@@ -136,13 +136,13 @@ class BlockSparseSelfAttention(nn.Module):
         last_B = self._last_blocks(valid_BT)
         q_BHNSD, k_BHNSD, v_BHNSD = (x_BHTD.reshape(B, H, N, S, D) for x_BHTD in (q_BHTD, k_BHTD, v_BHTD))
 
-        # All heads at once: on the CPU the kernel's backward pass spreads over rows and heads only (torch 2.13).
+        # All heads at once: on CPUs, the backward pass of the kernel is parallel over rows and heads only (torch 2.13).
         q_last_BH1SD = q_BHNSD.gather(2, last_B.view(B, 1, 1, 1, 1).expand(B, H, 1, S, D))
         q_global_BHTD = torch.cat([q_BHNSD[:, :, :1], q_last_BH1SD], 2).view(B, H, 2 * S, D)
         global_BHTD = scaled_dot_product_attention(q_global_BHTD, k_BHTD, v_BHTD, valid_BT[:, None, None])
         first_BH1SD, last_BH1SD = global_BHTD.view(B, H, 2, S, D).split(1, 2)
 
-        # Gathered blocks are 5 + R times as large as keys and values. A few heads at a time, and gathered once more in the
+        # Gathered blocks are 5 + R times as large as keys and values. With a few heads at a time, and gathered again in the
         # backward pass, they fit the caches and are never held for all heads and layers.
         blocks_BHMK, used_BHMK = self.key_blocks(last_B, N)
         num_heads = max(1, GATHERED_AT_ONCE // (blocks_BHMK[:, 0].numel() * S * D))
@@ -152,7 +152,7 @@ class BlockSparseSelfAttention(nn.Module):
         middle_BHMSD = torch.cat([attend(*part, valid_BT) for part in parts], 1)
 
         context_BHNSD = torch.cat([first_BH1SD, middle_BHMSD, last_BH1SD], 2)
-        # The last block of a row that is shorter than the batch stands where middle blocks stood.
+        # The last block of a row that is shorter than the batch is among the middle blocks.
         place = (torch.arange(B * H, device=last_B.device).view(B, H) * N + last_B[:, None]).flatten()
         context_BHNSD.view(B * H * N, S * D).index_copy_(0, place, last_BH1SD.reshape(B * H, S * D))
         return context_BHNSD.view(B, H, T, D)
@@ -160,8 +160,8 @@ class BlockSparseSelfAttention(nn.Module):
     def key_blocks(self, last_B: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Return which blocks the query blocks 1 ... N - 2 see, (B, H, M, K) int64, and whether each counts (bool).
 
-        ``last_B``: index of each row's last block. A block does not count where it is in the list twice, or beyond the row.
-        Rows of the result that belong to a row's last block or to its padding mean nothing.
+        ``last_B``: index of each row's last block. A block does not count if it is in the list twice or beyond the row. Results
+        for a row's last block and its padding have no meaning.
         """
         random_BHMR, drawn_BHMR = self.random_blocks(last_B, num_blocks)
         B, H, M, _ = random_BHMR.shape
@@ -175,7 +175,7 @@ class BlockSparseSelfAttention(nn.Module):
         shape = (B, H, M, NUM_FIXED_BLOCKS)
         blocks_BHMK = torch.cat([fixed_BMF[:, None].expand(shape), random_BHMR], -1)
         used_BHMK = torch.cat([once_BMF[:, None].expand(shape), drawn_BHMR], -1)
-        # A row that has no more blocks than places in the list sees them all.
+        # A row with no more blocks than the list has entries sees them all.
         all_K = torch.arange(blocks_BHMK.shape[-1], device=last_B.device)
         short_B111 = (last_B < len(all_K)).view(B, 1, 1, 1)
         return (
@@ -184,13 +184,13 @@ class BlockSparseSelfAttention(nn.Module):
         )
 
     def random_blocks(self, last_B: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Draw each query block's random blocks: (B, H, M, R) int64, and whether each could be drawn (bool).
+        """Return the random blocks of each query block, (B, H, M, R) int64, and whether each exists (bool).
 
-        Each head has an order of preference over key blocks, the same at every length; taken are the first R that are inside
-        the row, not global and not in the window.
+        Each head has a random order of key blocks, the same at every length. Its first R blocks that are inside the row, not
+        global and not in the window are used.
         """
         if self._priorities is None or self._priorities.device != last_B.device:
-            # float64: no ties, which another device might break in another way. Drawn on the CPU: the same on all devices.
+            # float64 has no ties, which devices might break differently. On the CPU, so that it is the same for all devices.
             generator = torch.Generator().manual_seed(self.seed)
             shape = (self.num_heads, self.max_blocks, self.max_blocks)
             self._priorities = torch.rand(shape, generator=generator, dtype=torch.float64).to(last_B.device)
@@ -204,18 +204,17 @@ class BlockSparseSelfAttention(nn.Module):
 
 @cache
 def _compiled_flex(device_type: str) -> Callable[..., Tensor]:
-    """Return FlexAttention compiled; run eagerly, it would hold T x T scores.
+    """Return the compiled FlexAttention; run eagerly, it would hold T x T scores.
 
-    By reading torch 2.13: on Hopper, the only backward kernel that it tries by default takes blocks of 128, not our 64;
-    "max-autotune" tries those of 64, too. On the CPU, kernels for varying sizes do not compile ("cur_kvSplitSize1 was not
-    declared").
+    From reading torch 2.13: on Hopper, the only backward kernel tried by default has blocks of 128 instead of our 64;
+    "max-autotune" also tries 64. On CPUs, kernels for dynamic sizes do not compile ("cur_kvSplitSize1 was not declared").
     """
     settings = {"dynamic": False, "recompile_limit": 64} if device_type == "cpu" else {"mode": "max-autotune-no-cudagraphs"}
     return torch.compile(flex_attention, fullgraph=True, **settings)
 
 
 def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each query block sees (B, H, N), and which: the indices that come first in (B, H, N, N)."""
+    """Return how many blocks each query block sees (B, H, N), and which: the first indices of each row in (B, H, N, N)."""
     return seen_BHNN.sum(-1, dtype=torch.int32), seen_BHNN.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
@@ -229,28 +228,28 @@ def _attend_middle(
         keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
         return scaled_dot_product_attention(_one_each(q_BHMSD), *keys_and_values, mask_X11Y).view(q_BHMSD.shape)
 
-    # Nothing in there is drawn at random.
+    # There is nothing random in it.
     return checkpoint(attend, q_BHMSD, k_BHNSD, v_BHNSD, use_reentrant=False, preserve_rng_state=False)
 
 
 def _attend_middle_on_cpu(
     q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
 ) -> Tensor:
-    """Do the same as ``_attend_middle``, faster."""
+    """Return the same as ``_attend_middle``, faster."""
     gathered_XK, mask_X11Y = _places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT)
     mask_X11Y = torch.zeros_like(mask_X11Y, dtype=q_BHMSD.dtype).masked_fill_(~mask_X11Y, -torch.inf)
     return _GatheredAttention.apply(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y)
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """The kernel that scaled_dot_product_attention has on the CPU, over keys and values that the backward pass gathers again.
+    """The CPU kernel of scaled_dot_product_attention, on keys and values that the backward pass gathers again.
 
-    ``checkpoint`` keeps as little, but runs the forward kernel again, too: a layer then takes a sixth more time.
+    ``checkpoint`` needs as little memory, but also reruns the forward kernel, which makes a layer a sixth slower.
     """
 
     @staticmethod
     def forward(ctx: Any, q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
-        # What outlives the gathered keys is made before them: behind them, it would leave a hole in the heap where they were.
+        # What outlives the gathered keys is allocated before them; otherwise, freeing them would fragment the heap.
         kept_X1SD = q_BHMSD.new_empty(len(gathered_XK), 1, *q_BHMSD.shape[-2:])
         keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
         context_X1SD, logsumexp_XS1 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

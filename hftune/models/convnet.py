@@ -1,4 +1,4 @@
-"""A small convolutional network for images of one size. Knows no data set and no loss.
+"""A small convolutional network for images of one size. Independent of data sets and losses.
 
 Shape suffixes: N samples, C channels, H and W height and width, F features, K classes.
 """
@@ -16,10 +16,10 @@ class ConvNet(nn.Module):
     Source: PyTorch's basic MNIST example, as Databricks' notebooks on TorchDistributor and Horovod train it.
 
     Args:
-        image_size: pixels a side, at least 16: of anything smaller nothing is left after two convolutions and two poolings.
+        image_size: height and width in pixels, at least 16, so that something is left after two convolutions and poolings.
         in_channels: 1 for grey, 3 for colour.
-        width: multiplies the 10 and 20 channels and the 50 features between.
-        dropout: share of the second convolution's channels, and of the features between, that are dropped in training.
+        width: multiplier of the 10 and 20 channels and the 50 hidden features.
+        dropout: dropout probability of the second convolution's channels and of the hidden features.
     """
 
     def __init__(self, image_size: int = 28, in_channels: int = 1, num_classes: int = 10, width: int = 1, dropout: float = 0.5):

@@ -1,4 +1,4 @@
-"""Loads transformers' models and tokenizers by name or folder, or builds them from a config. Knows no task."""
+"""Loads models and tokenizers of transformers by name or folder, or builds them from a config. Independent of tasks."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from hftune.errors import ConfigError, did_you_mean
 
 CONFIG = ("config.json", "generation_config.json")
 TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
-"""All small files, as tokenizers have many names for theirs."""
+"""All small files, because the files of tokenizers have many names."""
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
-"""Of older repositories; transformers reads nothing from them but tensors."""
+"""Weights of older repositories, from which transformers reads only tensors."""
 _IN_A_LAYER = re.compile(r"\.(layers?|h|blocks?)\.\d+\.")
 
 
 def folder_of(model: str, commit: str | None, files: Sequence[str], key: str = "task.model") -> Path:
-    """Return the folder of a model: its own, or, of a commit on the Hub, one with those ``files`` of it (patterns).
+    """Return the folder of a local model, or, for a commit on the Hub, a folder with its ``files`` (patterns).
 
-    Whatever loads from there asks the Hub for nothing more. Asked by name, transformers would take files that could not be
-    fetched for files that do not exist, and would have a robot convert repositories that hold a pickle (transformers 5.23).
+    Loading from there needs no further requests to the Hub. Given a name, transformers (5.23) would treat files that it cannot
+    download as missing, and have a bot convert repositories with pickled weights.
 
     Raises:
-        ConfigError: they cannot be fetched.
+        ConfigError: the files cannot be downloaded.
     """
     return Path(model).expanduser() if commit is None else fetch("model", model, commit, files, key)
 
 
 def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | None = None) -> PreTrainedConfig:
-    """Load a model's config and apply ``overrides``; without a model, ``overrides`` is the whole config.
+    """Load a model's config and apply ``overrides``; without a model, build a config from ``overrides`` alone.
 
     Args:
-        commit: of a model on the Hub; None for a folder.
+        commit: commit of a model on the Hub; None for a folder.
 
     Raises:
-        ConfigError: no such model, or an unknown ``model_type``.
+        ConfigError: there is no such model, or an override or the ``model_type`` is unknown.
     """
     if model is None:
         return _fresh_config(overrides)
@@ -60,7 +60,7 @@ def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     kind = fields["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"task.model_config.model_type={kind!r} is not one that transformers knows.{did_you_mean(kind, CONFIG_MAPPING)}"
+            f"task.model_config.model_type={kind!r} is not known to transformers.{did_you_mean(kind, CONFIG_MAPPING)}"
         )
     default = CONFIG_MAPPING[kind]()
     _refuse_unknown([key for key in fields if not hasattr(default, key)], default)
@@ -77,24 +77,24 @@ def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
 
 
 def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, commit: str | None = None) -> PreTrainedModel:
-    """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or draw them where ``model`` is None.
+    """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or initialize them if ``model`` is None.
 
-    Parameters that the checkpoint lacks, or has in another size, such as the head for other classes, are drawn from torch's
-    global generator. Under ``torch.device("meta")``, where tensors have shapes and no values (``hftune plan``), none are read.
+    Parameters that are missing in the checkpoint or have a different shape there, such as a head for other classes, are
+    initialized from torch's global generator. On ``torch.device("meta")``, as in ``hftune plan``, no weights are read.
 
     Raises:
-        ConfigError: no such model, or one whose body, not only its head, has other sizes or fewer layers.
+        ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers.
     """
     if model is None or torch.get_default_device().type == "meta":
         try:
-            return _draw(auto_class, config, None if model is None else torch.float32)
+            return _initialize(auto_class, config, None if model is None else torch.float32)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
     if commit is not None and not any(folder.glob("model*.safetensors")):
         folder = folder_of(model, commit, PICKLED)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its table of missing head weights says what every fine-tuning knows
+    logging.set_verbosity_error()  # fine-tuning always misses head weights; no table of them
     try:
         loaded, info = auto_class.from_pretrained(
             folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
@@ -104,26 +104,26 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     finally:
         logging.set_verbosity(verbosity)
     if deeper := sorted(key for key in info["missing_keys"] if _IN_A_LAYER.search(key) and "crossattention" not in key):
-        raise ConfigError(f"task.model={model} has no {deeper[0]}: task.model_config asks for more layers than it has.")
+        raise ConfigError(f"task.model={model} has no {deeper[0]}: task.model_config has more layers than the model.")
     body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
     if body:
-        raise ConfigError(f"task.model_config gives {body[0]} another size than task.model={model} has.")
+        raise ConfigError(f"task.model_config gives {body[0]} a different size than task.model={model} has.")
     return loaded
 
 
-def _draw(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
-    from_config = getattr(auto_class, "from_config", None) or auto_class._from_config  # what the former calls
+def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    from_config = getattr(auto_class, "from_config", None) or auto_class._from_config  # which from_config calls
     return from_config(config) if dtype is None else from_config(config, dtype=dtype)
 
 
 def load_tokenizer(model: str, key: str = "task.model", commit: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a model; where it has no padding token (GPT-2), the end token pads.
+    """Load the tokenizer of a model. If it has no padding token, as GPT-2, the end token is used for padding.
 
     Args:
-        key: of the recipe that named the model.
+        key: key of the recipe that names the model.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no tokenizer.
     """
     folder = folder_of(model, commit, TOKENIZER, key)
     try:
@@ -136,21 +136,21 @@ def load_tokenizer(model: str, key: str = "task.model", commit: str | None = Non
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the most tokens that a model has positions for; None where its positions have no end, as XLNet's."""
+    """Return the maximum number of tokens that a model has positions for; None if there is no maximum, as for XLNet."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is None or positions < 0:
         return None
-    # RoBERTa and its kin count positions from padding_idx + 1.
-    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    # RoBERTa and related models count positions from padding_idx + 1.
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     taken = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     return positions - max(taken, default=0)
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train BERT's uncased WordPiece tokenizer on texts; the same texts give the same vocabulary, on every machine.
+    """Train BERT's uncased WordPiece tokenizer on texts. The same texts give the same vocabulary on every machine.
 
-    The trainer by itself gives another vocabulary each time: it numbers the ##letters in the order of a hash map, and ties
-    between merges go by number (huggingface/tokenizers#1794, open as of tokenizers 0.23). Numbering them beforehand helps.
+    By itself, the trainer gives a different vocabulary each time: it numbers the ##letters in the order of a hash map, and ties
+    between merges are broken by number (huggingface/tokenizers#1794, open as of tokenizers 0.23). So number them in advance.
     """
     from tokenizers import BertWordPieceTokenizer
 

@@ -1,4 +1,4 @@
-"""A causal language model in plain torch: the one of PyTorch's tutorial on pipelines, for transformers. Knows no task."""
+"""A causal language model in plain torch, from PyTorch's tutorial on pipelines, as a transformers model."""
 
 # Shapes: B rows, T tokens, D width, H heads, V vocabulary.
 
@@ -16,39 +16,39 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class TransformerLMConfig(PreTrainedConfig):
-    """Configure a ``TransformerLM``. Defaults are the article's, whose names stand in brackets.
+    """Config of a ``TransformerLM``. Defaults are those of the tutorial, whose names are in brackets.
 
-    Source: "Training Transformer models using Distributed Data Parallel and Pipeline Parallelism", PyTorch's tutorials, whose
-    model of 1,041,453,167 weights this is but for one norm: the layers here begin with their norms and the article's end with
-    them. With its SGD and 6 layers (width 128, WikiText-2's 10,000 most frequent words) the perplexity after 800 steps was
-    215 so and 563 the article's way; with 2 layers 201 and 196 after 1,000.
+    Source: "Training Transformer models using Distributed Data Parallel and Pipeline Parallelism", PyTorch's tutorials, with
+    1,041,453,167 weights. One difference: layers here begin with their norms (pre-norm); the tutorial's end with them. With its
+    SGD and 6 layers (width 128, WikiText-2's 10,000 most frequent words) the perplexity after 800 steps was 215 with pre-norm
+    and 563 with post-norm; with 2 layers, 201 and 196 after 1,000 steps.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: the sizes do not fit together.
     """
 
     model_type = "transformer_lm"
 
     vocab_size: int = 33278
-    """[ntokens] Tokens that can be told apart."""
+    """[ntokens] Number of tokens in the vocabulary."""
     hidden_size: int = 4096
     """[emsize] Width D of the embeddings and of every layer's output."""
     intermediate_size: int = 4096
-    """[nhid] Width inside of a layer's feed-forward part."""
+    """[nhid] Width inside a layer's feed-forward block."""
     num_hidden_layers: int = 8
-    """[nlayers] Layers."""
+    """[nlayers] Number of layers."""
     num_attention_heads: int = 16
-    """[nhead] Heads of each layer's attention."""
+    """[nhead] Number of attention heads in each layer."""
     dropout: float | int = 0.2
-    """[dropout] Of embeddings, attention weights and the outputs of both parts of a layer."""
+    """[dropout] Dropout probability of embeddings, attention weights and the outputs of both blocks of a layer."""
     max_position_embeddings: int = 512
-    """Most tokens in a row. Positions are computed, so more cost no weights."""
+    """Maximum number of tokens in a row. Positions are sinusoids and need no weights."""
     initializer_range: float | int = 0.1
-    """Embeddings and head are drawn from between minus and plus this; all else as torch's own layers are."""
+    """Bound of the uniform initialization of embeddings and head; other layers use torch's default."""
     tie_word_embeddings: bool = False
     """Whether the head shares the weights of the embeddings."""
     bos_token_id: int | None = None
-    """Token that a text begins with."""
+    """Token that starts a text."""
     eos_token_id: int | None = None
     """Token that ends a text."""
 
@@ -61,7 +61,7 @@ class TransformerLMConfig(PreTrainedConfig):
 
 
 class PositionalEncoding(nn.Module):
-    """Scale embeddings by the square root of their width, add the sinusoids of their positions, drop out.
+    """Scale embeddings by the square root of their width, add sinusoidal positions, apply dropout.
 
     Source: Vaswani et al., Attention Is All You Need, 2017, sections 3.4 and 3.5.
     """
@@ -81,13 +81,13 @@ class PositionalEncoding(nn.Module):
     def forward(self, x_BTD: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """``position_ids`` (B, T); by default 0, 1, 2, ... in every row."""
         if x_BTD.shape[1] > self.max_length:
-            raise ValueError(f"{x_BTD.shape[1]} tokens are more than the {self.max_length} positions of the model.")
+            raise ValueError(f"{x_BTD.shape[1]} tokens exceed the model's {self.max_length} positions.")
         sinusoids = self.sinusoids_TD[: x_BTD.shape[1]] if position_ids is None else self.sinusoids_TD[position_ids]
         return self.dropout(x_BTD * math.sqrt(self.width) + sinusoids.to(x_BTD.dtype))
 
 
 class CausalSelfAttention(nn.Module):
-    """Let every token attend to itself and to those before it, in several heads, by torch's fused kernels."""
+    """Causal multi-head self-attention, with torch's fused kernels."""
 
     def __init__(self, config: TransformerLMConfig) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class CausalSelfAttention(nn.Module):
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-        """``mask_B1TT``: true where a token may be seen, causality included; None for causality alone."""
+        """``mask_B1TT``: true where a token may attend, causality included; None for causality alone."""
         q_BHTd, k_BHTd, v_BHTd = self.in_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y_BHTd = scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, mask_B1TT, dropout, is_causal=mask_B1TT is None)
@@ -104,7 +104,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class TransformerLayer(GradientCheckpointingLayer):
-    """Attend, then compute on each token by itself; both beside a residual path, each on the norm of what comes in."""
+    """Attention, then a feed-forward block, both with pre-norm and a residual path."""
 
     def __init__(self, config: TransformerLMConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class TransformerLayer(GradientCheckpointingLayer):
 
 
 class TransformerLMPreTrainedModel(PreTrainedModel):
-    """What the base model and the language model share: names, and how weights are drawn."""
+    """What base model and language model share: names and the initialization of weights."""
 
     config_class = TransformerLMConfig
     config: TransformerLMConfig
@@ -136,9 +136,9 @@ class TransformerLMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a module's weights, as the article does; transformers calls it also for what a checkpoint lacks.
+        """Initialize a module's weights as the tutorial does; transformers calls it also for weights missing in a checkpoint.
 
-        Linear layers: torch's own default, evenly from within 1 / sqrt(inputs).
+        Linear layers: torch's default, uniform within 1 / sqrt(inputs).
         """
         if isinstance(module, PositionalEncoding):
             initialization.copy_(module.sinusoids_TD, module.compute())
@@ -154,7 +154,7 @@ class TransformerLMPreTrainedModel(PreTrainedModel):
 
 
 class TransformerLMModel(TransformerLMPreTrainedModel):
-    """The network without its head. Its children are called in their order, so it can be cut between any two layers."""
+    """The network without its head. Its children are called in order, so it can be split into stages between any two layers."""
 
     def __init__(self, config: TransformerLMConfig) -> None:
         super().__init__(config)
@@ -175,8 +175,8 @@ class TransformerLMModel(TransformerLMPreTrainedModel):
     ) -> BaseModelOutput:
         """Return ``last_hidden_state`` (B, T, D) of ``input_ids`` (B, T), or of their embeddings (B, T, D).
 
-        Without ``attention_mask`` (B, T), 0 on padding, all tokens are real and attention takes its fastest kernel. Rows that
-        are padded on the right do not need it: no token sees what comes after it. There is no cache to use.
+        Without ``attention_mask`` (B, T), 0 on padding, all tokens count and attention uses its fastest kernel. Rows padded on
+        the right do not need the mask, because no token sees later ones. There is no cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
@@ -192,7 +192,7 @@ class TransformerLMModel(TransformerLMPreTrainedModel):
 
 
 class TransformerLM(TransformerLMPreTrainedModel, GenerationMixin):
-    """Predict each token from those before it. ``generate`` computes the whole text anew for each token: there is no cache."""
+    """Predict each token from those before it. There is no cache: ``generate`` recomputes the whole text for each token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -217,15 +217,15 @@ class TransformerLM(TransformerLMPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the forward's arguments: always all tokens so far."""
+        """Return the arguments of ``forward``: always all tokens so far."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
 def causal_mask(valid_BT: Tensor) -> Tensor:
-    """Return what may be seen, (B, 1, T, T) bool: real tokens up to each one. Padding sees itself: no softmax over nothing."""
-    place_T = torch.arange(valid_BT.shape[1], device=valid_BT.device)
-    before_TT = place_T <= place_T[:, None]
-    return ((before_TT & valid_BT[:, None]) | (place_T == place_T[:, None]))[:, None]
+    """Return the attention mask (B, 1, T, T) bool: the real tokens up to each one. Padding sees itself, to avoid NaN."""
+    index_T = torch.arange(valid_BT.shape[1], device=valid_BT.device)
+    before_TT = index_T <= index_T[:, None]
+    return ((before_TT & valid_BT[:, None]) | (index_T == index_T[:, None]))[:, None]
 
 
 AutoConfig.register(TransformerLMConfig.model_type, TransformerLMConfig, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A compact U-Net that repairs images, and the frame in which any network repairs images of any size. Knows no data set.
+"""A compact U-Net for image restoration, and a wrapper that runs any network on images of any size. Independent of data sets.
 
 Shape suffixes: N images, C channels, H and W height and width; values of images lie in [0, 1].
 """
@@ -12,13 +12,13 @@ from torch.nn.functional import avg_pool2d, interpolate, pad, silu
 from hftune.errors import ConfigError
 
 GROUPS = 8
-"""Of each GroupNorm; widths are multiples of it. Unlike BatchNorm it mixes no two images, so micro-batches do not matter."""
+"""Groups of each GroupNorm; widths are multiples of it. Unlike BatchNorm, it does not depend on the micro-batch."""
 
 
 class Block(nn.Module):
-    """Adds to its input what two 3x3 convolutions make of it, each after GroupNorm and SiLU.
+    """Residual block of two 3x3 convolutions, each after GroupNorm and SiLU.
 
-    The sum keeps what the norms take away: how bright an image is, and how strong its contrasts are.
+    The residual path keeps what the norms remove: brightness and contrast of the image.
     Source: He et al. 2016, "Identity Mappings in Deep Residual Networks".
     """
 
@@ -36,9 +36,9 @@ class Block(nn.Module):
 
 
 def from_around(image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:
-    """Return images whose masked pixels have, smoothly, the colours around the mask. Nothing is learned.
+    """Return images whose masked pixels are filled smoothly with the colours around the mask, without learned weights.
 
-    Halves the image, counting only what is whole, until all is: a hole gets the colours of the finest image that has any there.
+    Halves the image repeatedly, averaging undamaged pixels only. A hole gets the colours of the finest level that has any.
     Source: "pull-push" of Gortler, Grzeszczuk, Szeliski, Cohen 1996, "The Lumigraph".
     """
     with torch.no_grad():
@@ -56,16 +56,15 @@ def _pull_push(image_N3HW: Tensor, whole_N1HW: Tensor) -> Tensor:
 
 
 class UNet(nn.Module):
-    """Image and mask in, the repaired image out: what is learned is the difference to the damaged image, its holes filled from
-    around them.
+    """Restore an image, given its mask: the network learns the difference to the image with its holes filled from around them.
 
-    It is learned twice, for the inside and for the outside of the mask, because there it is large and here next to nothing: a
-    network that has to tell them apart, and to find the colours around by itself, spends its first thousands of steps on that.
+    There are two outputs, for the inside and the outside of the mask, because the difference is large inside and almost zero
+    outside. Otherwise, the first thousands of steps would go into learning that, and into finding the surrounding colours.
     Source: Ronneberger, Fischer, Brox 2015, "U-Net", with residual blocks, and strided convolutions to go down.
 
     Args:
         width: channels at full resolution, a multiple of 8; doubled at each halving.
-        depth: how often height and width are halved.
+        depth: number of times that height and width are halved.
     """
 
     def __init__(self, width: int = 32, depth: int = 3):
@@ -86,26 +85,26 @@ class UNet(nn.Module):
     def forward(self, image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:
         """Return images (N, 3, H, W)."""
         filled_N3HW = from_around(image_N3HW, mask_N1HW)
-        # From [-1, 1], around 0, as the convolutions' weights are drawn for.
+        # In [-1, 1], as the initialization of the convolutions expects inputs around 0.
         x_NCHW = self.first(torch.cat([2 * image_N3HW - 1, 2 * filled_N3HW - 1, mask_N1HW], dim=1))
-        kept = []
+        skips = []
         for block, shrink in zip(self.down, self.shrink, strict=True):
-            kept.append(block(x_NCHW))
-            x_NCHW = shrink(kept[-1])
+            skips.append(block(x_NCHW))
+            x_NCHW = shrink(skips[-1])
         x_NCHW = self.middle(x_NCHW)
         for grow, block in zip(self.grow, self.up, strict=True):
             wide_NCHW = grow(x_NCHW).repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
-            x_NCHW = block(torch.cat([wide_NCHW, kept.pop()], dim=1))
+            x_NCHW = block(torch.cat([wide_NCHW, skips.pop()], dim=1))
         inside_N3HW, outside_N3HW = self.last(silu(x_NCHW)).chunk(2, dim=1)
         return filled_N3HW + torch.where(mask_N1HW > 0, inside_N3HW, outside_N3HW)
 
 
 class AnySize(nn.Module):
-    """Runs a network on images of any size, each as if it were alone.
+    """Runs a network on images of any size, with the same result as for each image alone.
 
-    Images of several sizes come in one batch, padded at the right and at the bottom. The network sees those of one size
-    together and without that padding, since its norms and its convolutions at the edges would notice it; and it sees them
-    with the last row and column repeated up to a multiple of ``network.multiple``, if it has such a number.
+    A batch holds images of several sizes, padded at the right and at the bottom. The network gets the images of each size
+    together and without that padding, which would influence its norms and convolutions at the edges. If the network has an
+    attribute ``multiple``, the last row and column are repeated up to a multiple of it.
     """
 
     def __init__(self, network: nn.Module):
@@ -113,21 +112,21 @@ class AnySize(nn.Module):
         self.network = network
 
     def forward(self, image: Tensor, mask: Tensor, size: Tensor | None = None) -> Tensor:
-        """Return repaired images (N, 3, H, W).
+        """Return restored images (N, 3, H, W).
 
         Args:
-            image: damaged images (N, 3, H, W). mask: (N, 1, H, W), 1 where they are damaged, 0 elsewhere.
-            size: height and width of each image (N, 2), int64; None where all fill H and W.
+            image: damaged images (N, 3, H, W). mask: (N, 1, H, W), 1 for damaged pixels, 0 elsewhere.
+            size: height and width of each image (N, 2), int64; None if all have size H, W.
         """
         if size is None:
             return self._one_size(image, mask)
         output_N3HW = torch.zeros_like(image)
         sizes = [tuple(pair) for pair in size.tolist()]
         for height, width in sorted(set(sizes)):
-            places = torch.tensor([n for n, other in enumerate(sizes) if other == (height, width)], device=image.device)
-            part = self._one_size(image[places, :, :height, :width], mask[places, :, :height, :width])
+            indices = torch.tensor([n for n, other in enumerate(sizes) if other == (height, width)], device=image.device)
+            restored = self._one_size(image[indices, :, :height, :width], mask[indices, :, :height, :width])
             edges = (0, image.shape[3] - width, 0, image.shape[2] - height)
-            output_N3HW = output_N3HW.index_copy(0, places, pad(part, edges).to(output_N3HW.dtype))
+            output_N3HW = output_N3HW.index_copy(0, indices, pad(restored, edges).to(output_N3HW.dtype))
         return output_N3HW
 
     def _one_size(self, image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:

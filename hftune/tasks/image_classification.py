@@ -1,76 +1,67 @@
-"""An image in, one of several classes out: MNIST's digits, or any images of one size, by a small convolutional network.
+"""Image classification, such as MNIST's digits, with a small convolutional network or one of your own.
 
-torch, datasets and Pillow are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, datasets and Pillow are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError, did_you_mean, format_value
-from hftune.task import Task
+from hftune.errors import did_you_mean, format_value
+from hftune.tasks.classification import evaluation_rows, most_probable
+from hftune.tasks.images import ImageTask, check_same_network
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
     from hftune.data.images import Images, Layout, Source
-    from hftune.models.convnet import ConvNet
     from hftune.task import Batch
 
 SMALLEST_IMAGE = 16
-"""Pixels a side, of which ConvNet leaves something. Here, because that module imports torch."""
-MOST = {"shift": None, "rotate": 180}
-"""Largest values of ``augmentation``'s keys; a shift is bounded by the size of the images."""
+"""Pixels per side that ConvNet needs. Defined here because that module imports torch."""
+MAXIMUM = {"shift": None, "rotate": 180}
+"""Largest values of the keys of ``augmentation``. None: the image size."""
 
 
 @dataclass
-class ImageClassification(Task):
-    """Classify images with a ConvNet. The loss is cross-entropy (of log-softmax), an item is an image."""
+class ImageClassification(ImageTask):
+    """Classify images. The loss is cross-entropy; an item is an image."""
 
-    width: int = 1
-    """Multiplies the network's 10 and 20 channels and its 50 features."""
-    dropout: float = 0.5
-    """Share of the second convolution's channels, and of the features, that are dropped in training."""
+    network: str | None = None
+    """Import path of your own network class, package.module.Class. It is called with normalised images (N, C, H, W), float32,
+    and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout."""
+    network_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own network, such as {num_classes: 10}."""
     dataset: str = "ylecun/mnist"
-    """Name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with data_files; or
-    module:function that returns rows."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
+    """Data set name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with
+    data_files; or module:function that returns rows."""
     data_dir: str | None = None
-    """Folder of imagefolder or idx."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the data set to train on."""
-    eval_split: str = "test"
-    """Split of the data set to evaluate on."""
-    image_column: str = "image"
-    """Column of the images."""
+    """Folder with the files of imagefolder or idx."""
+    width: int = 1
+    """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
+    dropout: float = 0.5
+    """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
     label_column: str = "label"
-    """Column of the classes: numbers from 0, or names."""
+    """Column of the labels: class numbers from 0, or class names."""
     label_names: list[str] | None = None
-    """Names of the classes, in order: the data set's own names, in whatever order, or a new name for each of its classes. null:
-    the data set's own, or the distinct labels of the training split."""
+    """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
+    its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
     image_size: int = 28
-    """Pixels a side; at least 16."""
+    """Height and width of the images in pixels, at least 16."""
     resize: bool = False
-    """Scale the shorter side of images to image_size and cut the longer one, instead of refusing those of another size."""
+    """Whether to scale the shorter side of images to image_size and crop the longer. false: other sizes are refused."""
     mean: list[float] = field(default_factory=lambda: [0.1307])
-    """Subtracted from pixels in [0, 1]: one number for grey images, three for colour (red, green, blue)."""
+    """Mean of the pixel values, in [0, 1]: one number for grey images, three (red, green, blue) for colour."""
     std: list[float] = field(default_factory=lambda: [0.3081])
-    """Divides them then."""
+    """Standard deviation of the pixel values, with as many numbers as mean. Inputs are (pixel - mean) / std."""
     augmentation: dict[str, Any] | None = None
-    """How far training images are moved at random in each epoch: shift (pixels), rotate (degrees). null: not at all."""
-    max_train_samples: int | None = None
-    """Train on this many images, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many images, drawn at random once. null: all."""
+    """Largest random shift (pixels) and rotate (degrees) of training images, varied in each epoch. null: no augmentation."""
 
     metric_directions = {"accuracy": "max"}
 
@@ -78,15 +69,12 @@ class ImageClassification(Task):
         from hftune.data.files import data_file_problems, image_folder_problems
 
         splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
-        least = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
+        minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *image_folder_problems(self.dataset, self.data_dir, splits),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
+            *self._network_problems(),
             *self._value_problems(),
         ]
 
@@ -94,36 +82,30 @@ class ImageClassification(Task):
         if not 0 <= self.dropout < 1:
             yield f"task.dropout={self.dropout} must lie in [0, 1)."
         if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean):
-            yield f"task.mean={self.mean} and task.std={self.std} must both hold one number, for grey, or three, for colour."
+            yield f"task.mean={self.mean} and task.std={self.std} must both hold one number (grey) or three (red, green, blue)."
         if not all(std > 0 for std in self.std):
             yield f"task.std={self.std} must be above 0."
         for name, value in (self.augmentation or {}).items():
-            if name not in MOST:
-                yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MOST)}.{did_you_mean(name, MOST)}"
+            if name not in MAXIMUM:
+                hint = did_you_mean(name, MAXIMUM)
+                yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MAXIMUM)}.{hint}"
                 continue
-            most = MOST[name] or self.image_size
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
-                yield f"task.augmentation.{name}={format_value(value)} must be a number from 0 to {most}."
+            maximum = MAXIMUM[name] or self.image_size
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= maximum:
+                yield f"task.augmentation.{name}={format_value(value)} must be a number from 0 to {maximum}."
 
     @property
     def layout(self) -> Layout:
-        """What images look like to the model."""
+        """Size and number of channels of the images that the model is given."""
         from hftune.data.images import Layout
 
         return Layout(self.image_size, len(self.mean), self.resize)
 
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
+    @property
+    def _instead_of_hub(self) -> str:
         from hftune.data.images import INSTEAD
 
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.dataset": self.dataset_commit})
+        return INSTEAD
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
@@ -132,19 +114,19 @@ class ImageClassification(Task):
             "eval": self._source("eval", self.eval_split, self.max_eval_samples),
         }
 
-    def _source(self, part: str, split: str, count: int | None) -> Source:
+    def _source(self, split: str, source_split: str, count: int | None) -> Source:
         from hftune.data.images import load_idx, load_rows
 
         if self.dataset == "idx":
-            return load_idx(self.data_dir, split, count, self.layout)
+            return load_idx(self.data_dir, source_split, count, self.layout)
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
         return load_rows(
-            self.dataset, self.data_dir, self.data_files, split, part, count, columns, self.layout, self.dataset_commit
+            self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, self.layout, self.dataset_commit
         )
 
     @cached_property
     def labels(self) -> list[str]:
-        """Names of the classes, in the order of their numbers."""
+        """Class names in the order of the class numbers."""
         from hftune.data.labels import class_names
 
         if self.label_names:
@@ -153,46 +135,52 @@ class ImageClassification(Task):
         return list(train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__))
 
     def datasets(self) -> dict[str, Images]:
-        """Return both parts: each sample has an image (H, W, C) uint8 and a label, its class number."""
+        """Return both splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
         from hftune.data.images import Images
         from hftune.data.labels import class_numbers
 
-        own = self._sources["train"].label_names
+        data_names = self._sources["train"].label_names
         return {
-            part: Images(
+            split: Images(
                 source.images.pixels_NHWC,
-                class_numbers(source.images.labels, self.labels, own, part, row_of=source.rows.__getitem__),
+                class_numbers(source.images.labels, self.labels, data_names, split, row_of=source.rows.__getitem__),
             )
-            for part, source in self._sources.items()
+            for split, source in self._sources.items()
         }
 
-    def build_model(self) -> ConvNet:
+    def build_model(self) -> nn.Module:
         from hftune.models.convnet import ConvNet
+        from hftune.models.custom import Classifier, build_network
 
-        return ConvNet(**self._model_arguments(len(self.labels)))
+        if self.network is not None:
+            return Classifier(build_network(self.network, self.network_args), len(self.labels))
+        return ConvNet(**self._network(len(self.labels)))
 
-    def _model_arguments(self, num_classes: int) -> dict[str, Any]:
-        sizes = {"image_size": self.image_size, "in_channels": len(self.mean), "width": self.width}
-        return {**sizes, "num_classes": num_classes, "dropout": self.dropout}
+    def _network(self, num_classes: int) -> dict[str, Any]:
+        """Return what defines the network: the arguments of ConvNet, or path and arguments of your own network."""
+        sizes = {"image_size": self.image_size, "in_channels": len(self.mean)}
+        if self.network is not None:
+            return {**self._own_network(), **sizes, "num_classes": num_classes}
+        return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
 
     def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from hftune.data import notices
 
-        said = notices.ignored_splits(self)
-        said += notices.left_out(
-            {part: (len(datasets[part]), source.total) for part, source in self._sources.items()}, "images"
+        messages = notices.ignored_splits(self)
+        messages += notices.left_out(
+            {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}, "images"
         )
-        pixels = {part: images.pixels_NHWC for part, images in datasets.items()}
+        pixels = {split: images.pixels_NHWC for split, images in datasets.items()}
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
-            return said
-        return [*said, *notices.shared(notices.shared_arrays(pixels), "images")]
+            return messages
+        return [*messages, *notices.shared(notices.shared_arrays(pixels), "images")]
 
     @property
     def augments(self) -> bool:
         return bool(self.augmentation)
 
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
-        """Turn the image by up to ``rotate`` degrees to either side, and shift it by up to ``shift`` pixels each way."""
+        """Rotate the image by up to ``rotate`` degrees and shift it by up to ``shift`` pixels, in either direction."""
         from hftune.data.images import move
 
         angle, right, down = rng.uniform(-1, 1, size=3).tolist()
@@ -205,7 +193,7 @@ class ImageClassification(Task):
         import torch
 
         pixels_NHWC = torch.from_numpy(np.stack([example["image"] for example in examples]))
-        # A copy, although grey images lie so in memory already: with strides of their own, DDP would warn of the gradients'.
+        # A copy, although grey images already have this layout: with unusual strides, DDP would warn about the gradients.
         pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
         mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         labels_N = torch.tensor([example["label"] for example in examples])
@@ -217,40 +205,29 @@ class ImageClassification(Task):
         return cross_entropy(outputs.float(), target, reduction="sum")
 
     def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Rows of label and prediction (class numbers) and the prediction's probability."""
-        probability_N, prediction_N = outputs.float().softmax(-1).max(-1)
-        return [
-            {"label": label, "prediction": prediction, "probability": round(probability, 6)}
-            for label, prediction, probability in zip(
-                batch["labels"].tolist(), prediction_N.tolist(), probability_N.tolist(), strict=True
-            )
-        ]
+        """Return rows of label and prediction (class numbers) and the prediction's probability."""
+        return evaluation_rows(outputs, batch["labels"])
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import Accuracy, ConfusionMatrix
 
-        said = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
-        return {**Accuracy().compute(**said), **ConfusionMatrix().compute(**said, num_labels=len(self.labels))}
+        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
+        return {**Accuracy().compute(**pairs), **ConfusionMatrix().compute(**pairs, num_labels=len(self.labels))}
 
     def save(self, model: nn.Module, directory: Path) -> None:
-        """Write model.safetensors, and config.json with all that it takes to build the network and to feed it."""
+        """Write model.safetensors, and config.json with all that is needed to build the network and to prepare its inputs."""
         super().save(model, directory)
-        config = {
-            "model": self._model_arguments(len(self.labels)),
-            "label_names": self.labels,
-            "mean": self.mean,
-            "std": self.std,
-        }
-        (directory / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        network = self._network(len(self.labels))
+        self._save_config({"model": network, "label_names": self.labels, "mean": self.mean, "std": self.std}, directory)
 
     def load(self, directory: Path) -> nn.Module:
-        """Build the network of config.json, and take the names of the classes from there."""
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        for name, own in self._model_arguments(len(config["label_names"])).items():
-            if (saved := config["model"][name]) != own:
-                raise ConfigError(
-                    f"{directory} is of a network with task.{name}={saved}, and the recipe has task.{name}={own}."
-                )
+        """Load the network and the class names that ``save`` wrote.
+
+        Raises:
+            ConfigError: the recipe has a different network.
+        """
+        config = self._saved_config(directory)
+        check_same_network(config["model"], self._network(len(config["label_names"])), directory)
         self.label_names = config["label_names"]
         return super().load(directory)
 
@@ -259,13 +236,10 @@ class ImageClassification(Task):
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return the most probable label, by name, and its probability for each path, Pillow image or array of bytes."""
+        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array."""
         from hftune.data.images import read_input
 
-        images = [read_input(value, place, self.layout) for place, value in enumerate(inputs)]
+        images = [read_input(value, index, self.layout) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
-        probability_N, label_N = model(batch["image"].to(model.conv1.weight.device)).float().softmax(-1).max(-1)
-        return [
-            {"label": self.labels[label], "probability": round(probability, 6)}
-            for label, probability in zip(label_N.tolist(), probability_N.tolist(), strict=True)
-        ]
+        outputs = model(batch["image"].to(next(model.parameters()).device))
+        return [{"label": self.labels[label], "probability": probability} for label, probability in most_probable(outputs)]

@@ -1,19 +1,18 @@
-"""An image and a mask in, the whole image out: scratches, holes and writing removed, by a U-Net or a network of your own.
+"""Image restoration: scratches, holes or writing, marked by a mask, are removed by a U-Net or a network of your own.
 
-torch, datasets and Pillow are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, datasets and Pillow are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.images import ImageTask, check_same_network
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,56 +22,37 @@ if TYPE_CHECKING:
     from hftune.models.unet import AnySize
     from hftune.task import Batch
 
-MANY = 0.6
-"""Share of the pixels, on average, from which on masks may be the wrong way round."""
+SUSPICIOUS_SHARE = 0.6
+"""Average share of masked pixels above which masks may be inverted."""
 
 
 @dataclass
-class ImageRestoration(Task):
-    """Restore damaged images (RGB). The loss is the mean absolute error of a pixel's colours; an item is a pixel."""
+class ImageRestoration(ImageTask):
+    """Restore damaged RGB images. The loss is the mean absolute error of a pixel's three colours; an item is a pixel."""
 
     network: str | None = None
-    """Import path of a network of your own, package.module.Class: called with image (N, 3, H, W), damaged, in [0, 1], and mask
-    (N, 1, H, W), 1 where it is damaged; returns images. null: the U-Net of hftune.models.unet."""
-    network_args: dict[str, Any] = field(default_factory=dict)
-    """What that class is called with."""
-    width: int = 32
-    """Of the U-Net: channels at full resolution, a multiple of 8; doubled at each halving."""
-    depth: int = 3
-    """Of the U-Net: how often height and width are halved."""
-    dataset: str = "imagefolder"
-    """imagefolder with data_dir; a name on the Hub (owner/name); parquet or arrow with data_files; or module:function that
-    returns rows."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
+    """Import path of your own network class, package.module.Class. It is called with damaged images (N, 3, H, W), in [0, 1],
+    and masks (N, 1, H, W), 1 for damaged pixels, and returns images. null: hftune's U-Net, sized by width and depth."""
     data_dir: str | None = None
-    """Folder of imagefolder, with a subfolder for each split: of clean images; or, where there is a mask_column, of further
-    subfolders with the columns' names, whose images belong together by name."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the data set to train on."""
-    eval_split: str = "test"
-    """Split of the data set to evaluate on."""
-    image_column: str = "image"
-    """Column of the images."""
+    """Folder with the images of imagefolder, one subfolder per split. Without mask_column, a split's folder holds clean images.
+    With it, it has a subfolder for each column (image, mask, target), whose files are matched by name."""
+    width: int = 32
+    """Channels of the U-Net at full resolution, a multiple of 8. They double each time height and width are halved."""
+    depth: int = 3
+    """Number of times that the U-Net halves height and width, at least 1."""
     mask_column: str | None = None
-    """Column of the masks, white (or any colour at least half bright) where the image is damaged; transparent parts count as
-    black. null: masks are drawn, anew in each epoch; for the evaluation always the same."""
+    """Column of the masks: white, or any colour at least half as bright, marks damage; transparent parts count as black. null:
+    random masks, different in each epoch for training and always the same for evaluation."""
     target_column: str | None = None
-    """Column of the whole images. null: the images are whole, and what the mask marks is painted over with fill."""
+    """Column of the undamaged images. null: the images are undamaged, and masked pixels are painted with fill."""
     fill: list[int] = field(default_factory=lambda: [128, 128, 128])
-    """Colour (red, green, blue; 0 to 255) of the damage to images that are whole."""
+    """Colour (red, green, blue; 0 to 255) to paint damage with, if target_column is null."""
     crop: int | None = 64
-    """Train on random squares of so many pixels a side. null: on whole images. The evaluation is on whole images."""
+    """Size in pixels of the random square crops to train on, at least 16. null: whole images, as in evaluation."""
     flip: bool = True
-    """Mirror half of the training images, left to right."""
+    """Whether to flip training images left to right at random, half of them."""
     mask_weight: float = 1.0
-    """Weight in the loss of a pixel inside of the mask; outside it is 1."""
-    max_train_samples: int | None = None
-    """Train on this many images, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many images, drawn at random once. null: all."""
+    """Weight in the loss of pixels inside the mask, above 0; those outside have weight 1."""
 
     metric_directions = {
         f"{metric}{region}": direction
@@ -83,59 +63,47 @@ class ImageRestoration(Task):
     def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, image_folder_problems
 
-        least = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
+        minimum = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *image_folder_problems(self.dataset, self.data_dir, {}),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
+            *self._network_problems(),
             *self._value_problems(),
         ]
 
     def _value_problems(self) -> Iterator[str]:
         if self.dataset == "idx":
-            yield "task.dataset=idx has images and labels, no masks. Use imagefolder."
+            yield "task.dataset=idx has images and labels, but no masks. Use imagefolder."
         if self.width % 8:
             yield f"task.width={self.width} must be a multiple of 8."
-        if self.network_args and self.network is None:
-            yield "task.network_args is for a network of your own: set task.network=package.module.Class."
         if self.target_column is not None and self.mask_column is None:
-            yield f"task.target_column={self.target_column} needs task.mask_column: which pixels are damaged cannot be told."
+            yield f"task.target_column={self.target_column} needs task.mask_column, which marks the damaged pixels."
         if len(self.fill) != 3 or not all(0 <= value <= 255 for value in self.fill):
-            yield f"task.fill={self.fill} must be three numbers from 0 to 255: red, green, blue."
+            yield f"task.fill={self.fill} must be three numbers from 0 to 255: red, green and blue."
         if not self.mask_weight > 0:
             yield f"task.mask_weight={self.mask_weight} must be above 0."
 
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
+    @property
+    def _instead_of_hub(self) -> str:
         from hftune.data.pictures import INSTEAD
 
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.dataset": self.dataset_commit})
+        return INSTEAD
 
     def datasets(self) -> dict[str, Pictures]:
-        """Return both parts; see Pictures for a sample."""
+        """Return both splits; see ``Pictures`` for a sample."""
         from hftune.data.pictures import load_pictures
 
         columns = {"image": self.image_column, "mask": self.mask_column, "target": self.target_column}
-        parts = {
+        sources = {
             "train": (self.train_split, self.max_train_samples, self.crop),
             "eval": (self.eval_split, self.max_eval_samples, None),
         }
         return {
-            part: load_pictures(
-                *(self.dataset, self.data_dir, self.data_files, split, part, count, columns, least, self.dataset_commit)
+            split: load_pictures(
+                *(self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, least, self.dataset_commit)
             )
-            for part, (split, count, least) in parts.items()
+            for split, (source_split, count, least) in sources.items()
         }
 
     def build_model(self) -> AnySize:
@@ -145,11 +113,11 @@ class ImageRestoration(Task):
         return AnySize(build_network(self.network, self.network_args) if self.network else UNet(self.width, self.depth))
 
     def lengths(self, dataset: Pictures) -> np.ndarray | None:
-        """Pixels of each image, where they differ; None for crops."""
-        return None if dataset.part == "train" and self.crop is not None else dataset.areas
+        """Return the pixels of each image, or None if all are the same, as crops are."""
+        return None if dataset.split == "train" and self.crop is not None else dataset.areas
 
     def sizes(self, dataset: Pictures) -> np.ndarray | None:
-        """Height and width, where ``lengths`` are pixels."""
+        """Return height and width of each image, or None if ``lengths`` does."""
         import numpy as np
 
         return None if self.lengths(dataset) is None else np.array(dataset.sizes)
@@ -158,7 +126,7 @@ class ImageRestoration(Task):
         return sizes[0] * sizes[1]
 
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
-        """Draw a crop, whether it is mirrored, and, where the data have none, the mask: the same for image, mask and target."""
+        """Crop and flip at random, image, mask and target alike, and draw a mask if the data have none."""
         from hftune.data.damage import draw_mask
         from hftune.data.pictures import crop, flip
 
@@ -171,11 +139,11 @@ class ImageRestoration(Task):
         return flip(example) if self.flip and rng.rand() < 0.5 else example
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Stack samples, padded at the right and at the bottom where their sizes differ.
+        """Stack samples, padded at the right and at the bottom if their sizes differ.
 
         Returns:
-            image (N, 3, H, W), damaged, in [0, 1]; mask (N, 1, H, W), 1 where it is; labels (N, 4, H, W), the target and each
-            pixel's weight in the loss, 0 for padding; and size (N, 2), height and width, only where they differ.
+            image (N, 3, H, W), damaged, in [0, 1]; mask (N, 1, H, W), 1 for damaged pixels; labels (N, 4, H, W), the target and
+            each pixel's weight in the loss, 0 for padding; and, only if sizes differ, size (N, 2), height and width.
         """
         import torch
 
@@ -207,11 +175,11 @@ class ImageRestoration(Task):
         return ((outputs.float() - target_N3HW).abs() * weight_N1HW).sum() / 3
 
     def num_items(self, target: Tensor) -> int:
-        """Count pixels, not padding."""
+        """Count pixels, padding excluded."""
         return int(target[:, 3].count_nonzero())
 
     def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Rows of numbers: pixels, l1, mse and ssim of the whole image, and inside and outside of the mask."""
+        """Return rows of pixels, l1, mse and ssim, each for the whole image, inside the mask and outside the mask."""
         from hftune.metrics.restoration import measure
 
         return [
@@ -219,24 +187,24 @@ class ImageRestoration(Task):
             for _, mask_1HW, output_3HW, target_3HW in self._one_by_one(outputs, batch)
         ]
 
-    def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, places: Sequence[int]) -> list[np.ndarray]:
-        """Show the damaged image, its mask, the restored image and the target, side by side."""
+    def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
+        """Return images with the damaged image, its mask, the restored image and the target side by side."""
         import torch
 
         rows = list(self._one_by_one(outputs, batch))
         strips = []
-        for image_3HW, mask_1HW, output_3HW, target_3HW in (rows[place] for place in places):
+        for image_3HW, mask_1HW, output_3HW, target_3HW in (rows[index] for index in indices):
             mask_3HW = mask_1HW.expand_as(image_3HW)
             strip_3HW = torch.cat([image_3HW, mask_3HW, output_3HW.float(), target_3HW], dim=2)
             strips.append(to_bytes(strip_3HW))
         return strips
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-        """Yield image, mask, output and target of each sample, without padding."""
+        """Yield image, mask, output and target of each sample, without their padding."""
         whole = [tuple(outputs.shape[2:])] * len(outputs)
         sizes = batch["size"].tolist() if "size" in batch else whole
-        parts = zip(batch["image"], batch["mask"], outputs, batch["labels"][:, :3], strict=True)
-        for (height, width), values in zip(sizes, parts, strict=True):
+        samples = zip(batch["image"], batch["mask"], outputs, batch["labels"][:, :3], strict=True)
+        for (height, width), values in zip(sizes, samples, strict=True):
             yield tuple(value[:, :height, :width] for value in values)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -250,48 +218,47 @@ class ImageRestoration(Task):
         crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
-        said = [f"Training on {crops}; evaluation on whole images{padded}."]
-        said += notices.ignored_splits(self)
-        said += notices.left_out({part: notices.num_rows(pictures.rows) for part, pictures in datasets.items()}, "images")
-        files = {part: pictures.rows["image"][:] for part, pictures in datasets.items()}
-        said += notices.shared(notices.shared_files(files), "images")
-        if shares := {part: sum(found.marked) / len(found.marked) for part, found in datasets.items() if found.marked}:
-            marked = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items())
-            doubt = " Are the masks inverted? White is what is damaged." if max(shares.values()) > MANY else ""
-            said.append(f"The masks mark, on average, {marked}.{doubt}")
-        for part, pictures in datasets.items():
+        messages = [f"Training on {crops}; evaluation on whole images{padded}."]
+        messages += notices.ignored_splits(self)
+        messages += notices.left_out({split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}, "images")
+        files = {split: pictures.rows["image"][:] for split, pictures in datasets.items()}
+        messages += notices.shared(notices.shared_files(files), "images")
+        if shares := {split: fmean(pictures.marked) for split, pictures in datasets.items() if pictures.marked}:
+            marked = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items())
+            doubt = " Are the masks inverted? White marks damage." if max(shares.values()) > SUSPICIOUS_SHARE else ""
+            messages.append(f"The masks mark, on average, {marked}.{doubt}")
+        for split, pictures in datasets.items():
             if pictures.num_converted:
-                said.append(
-                    f"Grey, transparent or the like, and made RGB: {pictures.num_converted} of the {part} split's images."
-                )
-        return said
+                messages.append(f"Converted to RGB: {pictures.num_converted} of the images in the {split} split.")
+        return messages
 
     def _network(self) -> dict[str, Any]:
-        own = {"network": self.network, "network_args": dict(self.network_args)}
-        return own if self.network else {"width": self.width, "depth": self.depth}
+        return self._own_network() if self.network else {"width": self.width, "depth": self.depth}
 
     def save(self, model: nn.Module, directory: Path) -> None:
-        """Write model.safetensors, and config.json with what it takes to build the network."""
+        """Write model.safetensors, and config.json with what is needed to build the network."""
         super().save(model, directory)
-        (directory / "config.json").write_text(json.dumps(self._network(), indent=2) + "\n", encoding="utf-8")
+        self._save_config(self._network(), directory)
 
     def load(self, directory: Path) -> nn.Module:
-        """Build the recipe's network, and give it the weights that were saved."""
-        saved = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if saved != self._network():
-            raise ConfigError(f"{directory} has a network with {saved}, and the recipe says {self._network()}.")
+        """Load the network that ``save`` wrote.
+
+        Raises:
+            ConfigError: the recipe has a different network.
+        """
+        check_same_network(self._saved_config(directory), self._network(), directory)
         return super().load(directory)
 
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Restore pairs of image and mask, each a path, a Pillow image or an array of bytes: a row has an ``image``, of Pillow.
+        """Restore pairs of image and mask, each a path, a Pillow image or a uint8 array. A row's ``image`` is a Pillow image.
 
-        Grey and transparent images become RGB, with a warning.
+        Grey and transparent images are converted to RGB, with a warning.
         """
         from PIL import Image
 
         from hftune.data.pictures import read_pair
 
-        pairs = [read_pair(value, place) for place, value in enumerate(inputs)]
+        pairs = [read_pair(value, index) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image_HWC, "mask": mask_HW, "target": image_HWC} for image_HWC, mask_HW in pairs])
         device = next(model.parameters()).device
         outputs = model(**{name: value.to(device) for name, value in self.inputs(batch).items()})
@@ -300,5 +267,5 @@ class ImageRestoration(Task):
 
 
 def to_bytes(image_3HW: Tensor) -> np.ndarray:
-    """Return an image in [0, 1] as (H, W, 3) uint8; what lies beyond is cut off."""
+    """Return an image in [0, 1] as (H, W, 3) uint8, clipping values outside."""
     return (image_3HW.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()

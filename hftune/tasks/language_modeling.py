@@ -1,6 +1,6 @@
-"""Text in, the same text out, each token predicted from those before it: WikiText-2, or any text of your own.
+"""Language modeling: each token of a text predicted from those before it, on WikiText-2 or any text of your own.
 
-torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -25,58 +26,48 @@ if TYPE_CHECKING:
     from hftune.task import Batch
 
 TRAINED = ("words", "basic_english")
-"""Tokenizers that are made from the training text."""
+"""Tokenizers that are built from the training text."""
 
 
 @dataclass
-class LanguageModeling(Task):
-    """Predict the next token. The loss is cross-entropy, an item is a token. All rows of a part are one stream of tokens, cut
-    into blocks: a sample is a block, and every token but the first is predicted exactly once."""
+class LanguageModeling(TextTask):
+    """Predict the next token. The loss is cross-entropy; an item is a token. The rows of a split are concatenated and cut into
+    blocks of block_length tokens. A sample is a block, and every token but the first is predicted exactly once."""
 
     model: str | None = None
-    """A causal language model: name on the Hub (owner/name) or local folder. null: a fresh model from model_config."""
-    model_revision: str | None = None
-    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
+    """Causal language model: name on the Hub (owner/name) or local folder. null: a new model built from model_config."""
     model_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config to override; all of them, with model_type (transformer_lm, gpt2, llama, ...), where model is
-    null."""
+    """Fields of the model's config to override; if model is null, the whole config, with its model_type (transformer_lm, gpt2,
+    llama, ...)."""
+    dataset: str = "Salesforce/wikitext"
+    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (text, json,
+    csv, parquet or arrow), needed only if their suffixes do not tell."""
+    dataset_config: str | None = "wikitext-2-v1"
+    """Configuration (subset) of the data set on the Hub, if it has several. null: the only one."""
+    data_files: dict[str, Any] | None = None
+    """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
+    them. Used instead of dataset."""
+    test_split: str | None = "test"
+    """Split of the data set on the Hub on which the best model is evaluated once, after training. null: none."""
+    max_train_samples: int | None = None
+    """Number of training blocks to use, a random subset that is the same in every run. null: all."""
+    max_eval_samples: int | None = None
+    """Number of evaluation blocks to use, a random subset that is the same in every run. null: all."""
+    max_test_samples: int | None = None
+    """Number of test blocks to use, a random subset that is the same in every run. null: all."""
     tokenizer: str | None = None
-    """words: split at white space, nothing changed. basic_english: lower-cased, punctuation apart. Both are made from the
-    training text, for fresh models. Or a name on the Hub or a local folder. null: the model's own."""
+    """Tokenizer name on the Hub or local folder; or, for new models, one built from the training text: words (split at white
+    space) or basic_english (lower-cased, punctuation split off). null: the tokenizer of the model."""
     tokenizer_revision: str | None = None
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
     vocab_size: int | None = None
-    """Most tokens of words and basic_english; rarer words are <unk>. null: all words."""
-    dataset: str = "Salesforce/wikitext"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (text, json, csv,
-    parquet or arrow), if their names do not tell."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    dataset_config: str | None = "wikitext-2-v1"
-    """Which of the Hub's data sets of that name. null: the only one."""
-    data_dir: str | None = None
-    """Folder of the repository on the Hub to read instead of all of it, for one whose README does not list its files."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the parts: data_files.train, data_files.eval and, if you like, data_files.test. They win
-    over dataset."""
-    train_split: str = "train"
-    """Split of the Hub's data set to train on."""
-    eval_split: str = "validation"
-    """Split of the Hub's data set to evaluate on."""
-    test_split: str | None = "test"
-    """Split of the Hub's data set on which the best model is scored at the end. null: none."""
+    """Maximum vocabulary size of words and basic_english; rarer words become <unk>. null: all words."""
     text_column: str = "text"
-    """Column of the texts; empty ones are empty lines."""
+    """Column of the texts. Empty texts are kept as empty lines."""
     block_length: int = 35
-    """Tokens in a sample, the article's bptt. A model sees no further back."""
-    max_train_samples: int | None = None
-    """Train on this many blocks, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many blocks, drawn at random once. null: all."""
-    max_test_samples: int | None = None
-    """Score the best model on this many blocks of the test part, drawn at random once. null: all."""
+    """Tokens in a block, also known as bptt. The model sees no further back than the start of a block."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """How texts are continued, such as max_new_tokens, do_sample, temperature: fields of GenerationConfig."""
+    """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
     metric_directions = {"perplexity": "min"}
     sample_fields = ("text", "perplexity")
@@ -84,16 +75,12 @@ class LanguageModeling(Task):
     def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems
 
-        least = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
+        minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files, optional=("test",)),
             *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
         ]
 
     def _tokenizer_problems(self) -> list[str]:
@@ -103,77 +90,51 @@ class LanguageModeling(Task):
         kinds = " or ".join(TRAINED)
         if self.tokenizer is None:
             if self.model is None:
-                return [f"task.model=null builds a fresh model: set task.tokenizer to {kinds}, or to a name or a folder."]
+                return [f"task.model=null builds a new model: set task.tokenizer to {kinds}, or to a name or a folder."]
         elif self.tokenizer in TRAINED:
             if self.model is not None:
                 return [
-                    f"task.tokenizer={self.tokenizer} makes a vocabulary that task.model={self.model} does not know. "
-                    "Set task.tokenizer=null, which takes the model's own."
+                    f"task.tokenizer={self.tokenizer} builds a vocabulary that does not fit task.model={self.model}. "
+                    "Set task.tokenizer=null to use the tokenizer of the model."
                 ]
         elif is_folder(self.tokenizer) and not Path(self.tokenizer).expanduser().is_dir():
             return [f"task.tokenizer={self.tokenizer}: there is no such folder."]
         elif not is_folder(self.tokenizer) and "/" not in self.tokenizer:
             return [*name_problems("task.tokenizer", self.tokenizer, "model", TRAINED)]
         if self.vocab_size is not None and self.tokenizer not in TRAINED:
-            return [f"task.vocab_size={self.vocab_size} bounds what is made from the text: task.tokenizer={kinds}."]
+            return [f"task.vocab_size={self.vocab_size} has an effect only with task.tokenizer={kinds}."]
         return []
 
     @property
-    def _splits(self) -> dict[str, str]:
-        """The split of each part that there is; files and functions have parts and no splits."""
+    def _source_splits(self) -> dict[str, str]:
+        """Names of the splits in the data set, by split; test may be missing."""
         has_test = "test" in self.data_files if self.data_files else self.test_split is not None
         return {"train": self.train_split, "eval": self.eval_split, **({"test": self.test_split or ""} if has_test else {})}
 
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
-
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    @cached_property
-    def model_commit(self) -> str | None:
-        """What is loaded of a model on the Hub; None for folders and fresh models."""
-        from hftune.data.files import model_commit
-
-        return model_commit(self.model, self.model_revision)
+    @property
+    def _counts(self) -> dict[str, int | None]:
+        return dict.fromkeys(self._source_splits)  # max_*_samples count blocks, not rows
 
     @cached_property
     def tokenizer_commit(self) -> str | None:
-        """What is loaded of a tokenizer with a name of its own on the Hub."""
+        """Commit of the tokenizer that is loaded from the Hub, if the recipe names one."""
         from hftune.data.files import model_commit
 
-        named = None if self.tokenizer in TRAINED else self.tokenizer
-        return model_commit(named, self.tokenizer_revision, "task.tokenizer")
+        name = None if self.tokenizer in TRAINED else self.tokenizer
+        return model_commit(name, self.tokenizer_revision, "task.tokenizer")
 
     def commits(self) -> dict[str, str]:
         from hftune.data.hub import known
 
-        return known(
-            {"task.model": self.model_commit, "task.tokenizer": self.tokenizer_commit, "task.dataset": self.dataset_commit}
-        )
+        return super().commits() | known({"task.tokenizer": self.tokenizer_commit})
 
     @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
-        from hftune.data.text import load_parts
-
-        return load_parts(
-            self.dataset,
-            self.data_files,
-            splits=self._splits,
-            counts=dict.fromkeys(self._splits),
-            columns={"task.text_column": self.text_column},
-            texts=[self.text_column],
-            config=self.dataset_config,
-            data_dir=self.data_dir,
-            commit=self.dataset_commit,
-            may_be_empty=True,
-        )
+        return self._load_rows({"task.text_column": self.text_column}, texts=[self.text_column], may_be_empty=True)
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's own tokenizer, the one that was named, or one made from the training text."""
+        """The tokenizer of the model, the one that the recipe names, or one built from the training text."""
         from hftune.data.word_tokenizer import train_word_tokenizer
         from hftune.models.pretrained import load_tokenizer
 
@@ -184,19 +145,19 @@ class LanguageModeling(Task):
         return load_tokenizer(self.model, commit=self.model_commit)
 
     def datasets(self) -> dict[str, Blocks]:
-        """Return the parts as blocks: input_ids and labels, int64."""
+        """Return the splits as blocks of input_ids and labels, int64."""
         from hftune.data.blocks import Blocks, check_stream, token_stream
 
         counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}
-        parts = {}
-        for part, rows in self._rows.items():
-            stream = token_stream(rows, self.text_column, self.text_tokenizer, part)
-            check_stream(stream, self.block_length, part)
-            parts[part] = Blocks(stream, self.block_length, counts[part])
-        return parts
+        blocks = {}
+        for split, rows in self._rows.items():
+            stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
+            check_stream(stream, self.block_length, split)
+            blocks[split] = Blocks(stream, self.block_length, counts[split])
+        return blocks
 
     def build_model(self) -> PreTrainedModel:
-        """Load or draw the model, and settle how it generates."""
+        """Load the model, or build a new one, and set its generation config."""
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
@@ -205,7 +166,7 @@ class LanguageModeling(Task):
         tokens = self.text_tokenizer
         begin = tokens.eos_token_id if tokens.bos_token_id is None else tokens.bos_token_id
         ends = {"bos_token_id": begin, "eos_token_id": tokens.eos_token_id}
-        # No pad_token_id: where the end pads, as here, some models would keep its embedding at 0.
+        # No pad_token_id: here it is the end token, whose embedding some models would then keep at 0.
         fresh = {"vocab_size": len(tokens), **ends} if self.model is None else {}
         config = load_config(self.model, {**self.model_config, **fresh}, self.model_commit)
         self._check_config(config)
@@ -217,41 +178,41 @@ class LanguageModeling(Task):
         config = config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and positions < self.block_length:
-            raise ConfigError(f"task.block_length={self.block_length} is more than the {positions} positions of the model.")
+            raise ConfigError(f"task.block_length={self.block_length} exceeds the model's {positions} positions. Lower it.")
         if config.vocab_size < len(self.text_tokenizer):
             raise ConfigError(
-                f"The tokenizer knows {len(self.text_tokenizer)} tokens, task.model={self.model} only {config.vocab_size}. "
-                "Set task.tokenizer=null, which takes the model's own."
+                f"The tokenizer has {len(self.text_tokenizer)} tokens, but task.model={self.model} only {config.vocab_size}. "
+                "Set task.tokenizer=null to use the tokenizer of the model."
             )
 
     def notices(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
 
-        said = notices.ignored_splits(self)
-        said += notices.left_out({part: (len(blocks), blocks.total) for part, blocks in datasets.items()}, "blocks")
-        inputs = {part: (block["input_ids"] for block in blocks) for part, blocks in datasets.items()}
-        return [*said, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
+        messages = notices.ignored_splits(self)
+        messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
+        inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
+        return [*messages, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
 
     def _unknown_words(self, datasets: Mapping[str, Blocks]) -> list[str]:
         unknown = self.text_tokenizer.unk_token_id
         if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
             return []
-        shares = {part: float((blocks.stream == unknown).mean()) for part, blocks in datasets.items()}
-        said = ", ".join(f"{share:.1%} of {part}" for part, share in shares.items() if share)
-        return [f"{self.text_tokenizer.unk_token} stands for {said}."] if said else []
+        shares = {split: float((blocks.stream == unknown).mean()) for split, blocks in datasets.items()}
+        tokens = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
+        return [f"Tokens that are {self.text_tokenizer.unk_token}: {tokens}."] if tokens else []
 
     def lengths(self, dataset: Blocks) -> np.ndarray:
         return dataset.lengths
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Pad on the right: input_ids, labels (N, T) int64, labels -100 on padding.
+        """Pad on the right: input_ids and labels (N, T) int64, labels NO_LABEL on padding.
 
-        There is no attention mask: no token sees what comes after it, and without one attention takes its fastest kernel.
+        There is no attention mask: no token sees later ones, and without a mask attention uses its fastest kernel.
         """
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
-        padding = {"input_ids": self.text_tokenizer.pad_token_id, "labels": -100}
+        padding = {"input_ids": self.text_tokenizer.pad_token_id, "labels": NO_LABEL}
         return {
             name: pad_sequence([torch.as_tensor(example[name]) for example in examples], batch_first=True, padding_value=value)
             for name, value in padding.items()
@@ -261,18 +222,16 @@ class LanguageModeling(Task):
         return {"input_ids": batch["input_ids"], "use_cache": False}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
-        return cross_entropy(outputs.logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+        return token_loss(outputs.logits, target)
 
     def num_items(self, target: Tensor) -> int:
-        return int((target != -100).sum())
+        return count_labels(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Rows of text (a block's first words), tokens (that were predicted), loss (their sum) and perplexity (a token's)."""
+        """Return rows of text (first words of the block), tokens (number predicted), loss (sum over them) and perplexity."""
         labels_NT = batch["labels"]
         losses_N = token_losses(outputs.logits, labels_NT).sum(1).tolist()
-        counts_N = (labels_NT != -100).sum(1).tolist()
+        counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
         texts = self.text_tokenizer.batch_decode(batch["input_ids"][:, :12])
         return [
             {"text": text, "tokens": count, "loss": loss, "perplexity": perplexity(loss, count)}
@@ -283,23 +242,15 @@ class LanguageModeling(Task):
         total = math.fsum(row["loss"] for row in rows)
         return {"perplexity": perplexity(total, sum(row["tokens"] for row in rows))}
 
-    def save(self, model: PreTrainedModel, directory: Path) -> None:
-        """Write what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load.
-
-        For a transformer_lm, import hftune.models.transformer_lm first: the class is its.
-        """
-        model.save_pretrained(directory)
-        self.text_tokenizer.save_pretrained(directory)
-
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
-        from hftune.models.pretrained import load_config, load_model, load_tokenizer
+        from hftune.models.pretrained import load_tokenizer
 
         self.text_tokenizer = load_tokenizer(str(directory))
-        model = load_model(AutoModelForCausalLM, str(directory), load_config(str(directory), {}))
-        model.generation_config.update(**self.generation)  # a recipe may continue otherwise
+        model = self._load_saved(AutoModelForCausalLM, directory)
+        model.generation_config.update(**self.generation)  # the recipe's settings may have changed since
         return model
 
     def example_inputs(self) -> list[str]:
@@ -307,14 +258,14 @@ class LanguageModeling(Task):
         return [" ".join(text.split()[:8]) for text in texts if len(text.split()) > 8][:2]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Continue each text, as ``generated``; ``perplexity`` is the text's own, null for one of a single token."""
+        """Return each text's continuation (``generated``), and its own ``perplexity``, None for a text of a single token."""
         from hftune.data.text import check_inputs
 
         check_inputs(inputs)
         return [self._continue(model, text) for text in inputs]
 
     def _continue(self, model: PreTrainedModel, text: str) -> dict[str, Any]:
-        """Continue one text; one by one, since not every tokenizer can pad on the left."""
+        """Continue a single text, because not every tokenizer can pad on the left."""
         import torch
 
         tokens = self.text_tokenizer
@@ -325,25 +276,22 @@ class LanguageModeling(Task):
             for start in range(0, len(ids) - 1, positions)
             if len(block := ids[start : start + positions + 1]) > 1
         ]
-        room = positions - (model.generation_config.max_new_tokens or 20)  # generate's own default
+        room = positions - (model.generation_config.max_new_tokens or 20)  # the default of generate
         prompt = ids[-room:] if 0 < room < len(ids) else ids
-        written = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]))[0, len(prompt) :]
-        total = math.fsum(float(part.sum()) for part in losses)
+        generated = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]))[0, len(prompt) :]
+        total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
         return {
-            "generated": tokens.decode(written, skip_special_tokens=True),
+            "generated": tokens.decode(generated, skip_special_tokens=True),
             "perplexity": round(perplexity(total, len(ids) - 1), 2) if losses else None,
         }
 
 
 def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
-    """Return each token's cross-entropy (N, T) float32, 0 where the label is -100."""
-    from torch.nn.functional import cross_entropy
-
-    flat = cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=-100, reduction="none")
-    return flat.view_as(labels_NT)
+    """Return each token's cross-entropy (N, T) float32, 0 where the label is NO_LABEL."""
+    return token_loss(logits_NTV, labels_NT, reduction="none").view_as(labels_NT)
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:
-    """Return exp(mean loss): weighted by tokens, hence the same however the text was cut into batches."""
+    """Return exp(mean loss per token), which does not depend on how the text was cut into batches."""
     mean = total_loss / num_tokens
     return math.exp(mean) if mean < 700 else math.inf

@@ -1,18 +1,20 @@
-"""Text in, one of several classes out: Yelp's stars, topics, sentiment. For AutoModelForSequenceClassification.
+"""Text classification, such as Yelp's stars, topics or sentiment, with AutoModelForSequenceClassification.
 
-torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.classification import evaluation_rows, most_probable
+from hftune.tasks.text import TextTask
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -24,49 +26,31 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class SequenceClassification(Task):
-    """Classify texts. The loss is cross-entropy, an item is a text."""
+class SequenceClassification(TextTask):
+    """Classify texts. The loss is cross-entropy; an item is a text."""
 
     model: str | None = "google-bert/bert-base-cased"
-    """Name on the Hub (owner/name) or local folder. null: a fresh model from model_config, with a tokenizer trained on the
-    texts."""
-    model_revision: str | None = None
-    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
-    model_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config to override, such as hidden_dropout_prob; all of them, where model is null."""
-    vocab_size: int = 4096
-    """Size of the trained tokenizer's vocabulary, where model is null."""
+    """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
+    trained on the texts."""
     dataset: str = "Yelp/yelp_review_full"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet,
-    arrow or text), if their names do not tell."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    dataset_config: str | None = None
-    """Which of the Hub's data sets of that name. null: the only one."""
-    data_dir: str | None = None
-    """Folder of the repository on the Hub to read instead of all of it, for one whose README does not list its files."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the Hub's data set to train on."""
+    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
+    parquet, arrow or text), needed only if their suffixes do not tell."""
     eval_split: str = "test"
-    """Split of the Hub's data set to evaluate on."""
+    """Split of the data set on the Hub to evaluate on."""
+    vocab_size: int = 4096
+    """Vocabulary size of the trained tokenizer, if model is null."""
     text_column: str = "text"
     """Column of the texts."""
     label_column: str = "label"
-    """Column of the classes: numbers from 0, or names."""
+    """Column of the labels: class numbers from 0, or class names."""
     label_names: list[str] | None = None
-    """Names of the classes, in order: the data set's own names, in whatever order, or a new name for each of its classes. null:
-    the data set's own, or the distinct labels of the training split."""
+    """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
+    its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
     ordinal: bool = False
-    """The classes are grades, in the order of label_names, lowest first: also report mae, the mean distance between true and
-    predicted grade."""
+    """Whether the classes are grades, such as stars, and label_names lists them from lowest to highest. Adds the metric mae,
+    the mean distance between true and predicted grade."""
     max_length: int = 512
-    """Longest text in tokens; what is longer is cut at the end."""
-    max_train_samples: int | None = None
-    """Train on this many rows, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many rows, drawn at random once. null: all."""
+    """Maximum length of a text in tokens; longer texts are truncated at the end."""
 
     @property
     def metric_directions(self) -> dict[str, Direction]:
@@ -78,75 +62,40 @@ class SequenceClassification(Task):
         return [
             *data_file_problems(self.dataset, self.data_files),
             *model_folder_problems(self.model, self.model_config),
-            *[
-                f"task.{name}={value} must be at least {least}."
-                for name, least in {"max_length": 3, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}.items()
-                if (value := getattr(self, name)) is not None and value < least
-            ],
+            *bound_problems(self, {"max_length": 3, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}),
         ]
 
     @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
-
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    @cached_property
-    def model_commit(self) -> str | None:
-        """What is loaded of a model on the Hub; None for folders and fresh models."""
-        from hftune.data.files import model_commit
-
-        return model_commit(self.model, self.model_revision)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
-
-    @cached_property
     def _rows(self) -> dict[str, datasets.Dataset]:
-        from hftune.data.text import load_parts
-
-        return load_parts(
-            self.dataset,
-            self.data_files,
-            splits={"train": self.train_split, "eval": self.eval_split},
-            counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
-            columns={"task.text_column": self.text_column, "task.label_column": self.label_column},
-            texts=[self.text_column],
-            config=self.dataset_config,
-            data_dir=self.data_dir,
-            commit=self.dataset_commit,
-        )
+        columns = {"task.text_column": self.text_column, "task.label_column": self.label_column}
+        return self._load_rows(columns, texts=[self.text_column])
 
     @cached_property
     def labels(self) -> list[str]:
-        """Names of the classes, in the order of their numbers."""
+        """Class names in the order of the class numbers."""
         from hftune.data.labels import class_names
 
-        if names := self.label_names or self._own_label_names:
+        if names := self.label_names or self._data_label_names:
             return list(names)
         return class_names(self._raw_labels("train"), "train", self._row_of("train"), self.ordinal)
 
     @property
-    def _own_label_names(self) -> list[str] | None:
+    def _data_label_names(self) -> list[str] | None:
         return getattr(self._rows["train"].features[self.label_column], "names", None)
 
-    def _raw_labels(self, part: str) -> list[Any]:
+    def _raw_labels(self, split: str) -> list[Any]:
         from hftune.data.labels import read_labels
 
-        return read_labels(self._rows[part], self.label_column, part, self._row_of(part))
+        return read_labels(self._rows[split], self.label_column, split, self._row_of(split))
 
-    def _row_of(self, part: str) -> Callable[[int], int]:
+    def _row_of(self, split: str) -> Callable[[int], int]:
         from hftune.data.text import row_numbers
 
-        return lambda place: row_numbers(self._rows[part], [place])[0]
+        return lambda index: row_numbers(self._rows[split], [index])[0]
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's own tokenizer, or one trained on the training texts."""
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model, or one trained on the training texts."""
         from hftune.models.pretrained import load_tokenizer, train_wordpiece
 
         if self.model is not None:
@@ -154,55 +103,52 @@ class SequenceClassification(Task):
         return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised parts: columns input_ids (list of int), length (int), cut (bool), label (int)."""
-        return {part: self._tokenized(part) for part in ("train", "eval")}
+        """Return the tokenized splits, with columns input_ids (list of int), length (int), cut (bool) and label (int)."""
+        return {split: self._tokenized(split) for split in ("train", "eval")}
 
-    def _tokenized(self, part: str) -> datasets.Dataset:
+    def _tokenized(self, split: str) -> datasets.Dataset:
         from hftune.data import text
         from hftune.data.cache import cached_map
         from hftune.data.labels import class_numbers
 
-        rows = self._rows[part]
+        rows = self._rows[split]
         encoded = cached_map(
             rows,
             text.tokenize,
-            key=[text.tokenizer_key(self.tokenizer), self.text_column, self.max_length],
-            note=f"Tokenising {part}",
-            tokenizer=self.tokenizer,
+            key=[text.tokenizer_key(self.text_tokenizer), self.text_column, self.max_length],
+            note=f"Tokenizing {split}",
+            tokenizer=self.text_tokenizer,
             column=self.text_column,
             max_length=self.max_length,
         )
-        numbers = class_numbers(self._raw_labels(part), self.labels, self._own_label_names, part, self._row_of(part))
+        numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
         return encoded.add_column("label", numbers).with_format("numpy")
 
     def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
-        from hftune.data import notices
         from hftune.data.text import cut_notices
 
-        said = notices.ignored_splits(self)
-        said += notices.left_out({part: notices.num_rows(rows) for part, rows in self._rows.items()})
-        said += notices.shared(notices.shared_texts(self._rows, self.text_column))
-        said += cut_notices(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
+        messages = self._row_notices(self._rows, self.text_column)
+        messages += cut_notices(datasets, "cut", f"Texts longer than task.max_length={self.max_length} tokens")
         if self.ordinal and not self.label_names:
-            said.append(f"task.ordinal=true: the grades are, lowest first, {', '.join(self.labels)}.")
-        return said
+            messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels)}.")
+        return messages
 
     def build_model(self) -> PreTrainedModel:
-        """Load or draw the model, with label names in its config."""
+        """Load the model, or build a new one, with the class names in its config."""
         from transformers import AutoModelForSequenceClassification
 
         from hftune.models.pretrained import load_config, load_model, max_positions
 
         names = dict(enumerate(self.labels))
         overrides = {**self.model_config, "id2label": names, "label2id": {name: number for number, name in names.items()}}
-        overrides["pad_token_id"] = self.tokenizer.pad_token_id
+        overrides["pad_token_id"] = self.text_tokenizer.pad_token_id
         if self.model is None:
-            overrides["vocab_size"] = len(self.tokenizer)
+            overrides["vocab_size"] = len(self.text_tokenizer)
         config = load_config(self.model, overrides, self.model_commit)
         model = load_model(AutoModelForSequenceClassification, self.model, config, self.model_commit)
         positions = max_positions(model)
         if positions is not None and positions < self.max_length:
-            raise ConfigError(f"task.max_length={self.max_length} is more than the {positions} positions of the model.")
+            raise ConfigError(f"task.max_length={self.max_length} exceeds the model's {positions} positions. Lower it.")
         return model
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
@@ -211,12 +157,12 @@ class SequenceClassification(Task):
         return lengths(dataset)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Pad to the longest: input_ids and attention_mask (N, T) int64, labels (N,) int64."""
+        """Pad to the longest text: input_ids and attention_mask (N, T) int64, labels (N,) int64."""
         import torch
 
         from hftune.data.text import pad
 
-        ids_NT, mask_NT = pad([example["input_ids"] for example in examples], self.tokenizer.pad_token_id)
+        ids_NT, mask_NT = pad([example["input_ids"] for example in examples], self.text_tokenizer.pad_token_id)
         labels_N = torch.tensor([int(example["label"]) for example in examples])
         return {"input_ids": ids_NT, "attention_mask": mask_NT, "labels": labels_N}
 
@@ -226,39 +172,28 @@ class SequenceClassification(Task):
         return cross_entropy(outputs.logits.float(), target, reduction="sum")
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Rows of label and prediction (class numbers) and the prediction's probability."""
-        probability_N, prediction_N = outputs.logits.float().softmax(-1).max(-1)
-        return [
-            {"label": label, "prediction": prediction, "probability": round(probability, 6)}
-            for label, prediction, probability in zip(
-                batch["labels"].tolist(), prediction_N.tolist(), probability_N.tolist(), strict=True
-            )
-        ]
+        """Return rows of label and prediction (class numbers) and the prediction's probability."""
+        return evaluation_rows(outputs.logits, batch["labels"])
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1, MeanAbsoluteError
 
-        said = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
+        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
         count = len(self.labels)
         return {
-            **Accuracy().compute(**said),
-            **MacroF1().compute(**said, num_labels=count),
-            **(MeanAbsoluteError().compute(**said) if self.ordinal else {}),
-            **ConfusionMatrix().compute(**said, num_labels=count),
+            **Accuracy().compute(**pairs),
+            **MacroF1().compute(**pairs, num_labels=count),
+            **(MeanAbsoluteError().compute(**pairs) if self.ordinal else {}),
+            **ConfusionMatrix().compute(**pairs, num_labels=count),
         }
-
-    def save(self, model: PreTrainedModel, directory: Path) -> None:
-        """Write what ``pipeline("text-classification", model=directory)`` loads: weights, label names, tokenizer."""
-        model.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
 
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForSequenceClassification
 
-        from hftune.models.pretrained import load_config, load_model, load_tokenizer
+        from hftune.models.pretrained import load_tokenizer
 
-        self.tokenizer = load_tokenizer(str(directory))
-        return load_model(AutoModelForSequenceClassification, str(directory), load_config(str(directory), {}))
+        self.text_tokenizer = load_tokenizer(str(directory))
+        return self._load_saved(AutoModelForSequenceClassification, directory)
 
     def transformers_pipeline(self) -> dict[str, Any]:
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length}
@@ -267,15 +202,12 @@ class SequenceClassification(Task):
         return self._rows["eval"][:2][self.text_column]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Return each text's most probable label, by name, and its probability."""
+        """Return the most probable label of each text, by name, and its probability."""
         from hftune.data.text import check_inputs, pad, to_ids
 
         check_inputs(inputs)
-        ids, _ = to_ids(inputs, self.tokenizer, self.max_length)
-        ids_NT, mask_NT = pad(ids, self.tokenizer.pad_token_id)
+        ids, _ = to_ids(inputs, self.text_tokenizer, self.max_length)
+        ids_NT, mask_NT = pad(ids, self.text_tokenizer.pad_token_id)
         logits_NC = model(input_ids=ids_NT.to(model.device), attention_mask=mask_NT.to(model.device)).logits
-        probability_N, label_N = logits_NC.float().softmax(-1).max(-1)
-        return [
-            {"label": model.config.id2label[label], "probability": round(probability, 6)}
-            for label, probability in zip(label_N.tolist(), probability_N.tolist(), strict=True)
-        ]
+        names = model.config.id2label
+        return [{"label": names[label], "probability": probability} for label, probability in most_probable(logits_NC)]

@@ -1,6 +1,6 @@
-"""A long Chinese text in, its title out, written token by token. Works from BERT's or BigBird's weights, or from none.
+"""Generation of titles for long Chinese texts, from the weights of BERT or BigBird, or from scratch.
 
-torch, transformers and datasets are imported inside the methods, so that a mistyped recipe is refused before they load.
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import ConfigError
-from hftune.task import Task
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -25,51 +26,35 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TitleGeneration(Task):
-    """Write titles. The loss is cross-entropy; an item is a token of the title, or the token that ends it."""
+class TitleGeneration(TextTask):
+    """Generate titles. The loss is cross-entropy; an item is a token of the title, its end token included."""
 
-    architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
-    """prefix_lm: one stack reads the source in full and writes the title. encoder_decoder: a block-sparse BigBird encoder,
-    whose work grows with the length and not its square, and a BERT decoder, both from the same weights."""
     model: str | None = "Lowin/chinese-bigbird-base-4096"
-    """BERT, BigBird or an export of this task: name on the Hub or local folder. null: a fresh model from model_config."""
-    model_revision: str | None = None
-    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
+    """BERT, BigBird or a model trained with this task: name on the Hub or local folder. null: new, from model_config."""
     model_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config to override; where model is null, all that are not BERT's defaults."""
-    vocabulary: str | None = None
-    """Where model is null: a folder that `hftune vocab` wrote. null: a vocabulary is trained on the texts."""
-    vocab_size: int = 8000
-    """Size of the vocabulary that is trained on the texts."""
+    """Fields of the model's config to override; if model is null, those that differ from the defaults of BERT."""
     dataset: str = "csebuetnlp/xlsum"
-    """Name on the Hub (owner/name); or module:function that returns rows. With data_files, their format (json, csv, parquet or
-    arrow), if their names do not tell."""
-    dataset_revision: str | None = None
-    """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    dataset_config: str | None = None
-    """Which of the Hub's data sets of that name. null: the only one."""
+    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
+    parquet or arrow), needed only if their suffixes do not tell."""
     data_dir: str | None = None
-    """Folder of the repository on the Hub to read instead of all of it, such as XL-Sum's chinese_simplified."""
-    data_files: dict[str, Any] | None = None
-    """Files (or lists, or globs) of the two parts: data_files.train and data_files.eval. They win over dataset."""
-    train_split: str = "train"
-    """Split of the Hub's data set to train on."""
-    eval_split: str = "validation"
-    """Split of the Hub's data set to evaluate on."""
+    """Folder of the Hub repository to read instead of the whole repository, such as XL-Sum's chinese_simplified."""
+    architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
+    """prefix_lm: a single stack with full attention on the source generates the title. encoder_decoder: a block-sparse BigBird
+    encoder, whose cost is linear in the source length, and a BERT decoder, both initialized from model; for less memory."""
+    vocabulary: str | None = None
+    """Folder written by `hftune vocab`, for a new model (model: null). null: a vocabulary is trained on the texts."""
+    vocab_size: int = 8000
+    """Size of the vocabulary that is trained on the texts, if model and vocabulary are null."""
     source_column: str | None = None
-    """Column of the texts. null: content, text or article, whichever the data have."""
+    """Column of the source texts. null: the one of content, text and article that the data have."""
     target_column: str = "title"
     """Column of the titles."""
     max_source_length: int = 4096
-    """Longest source in tokens; what is longer is cut at the end."""
+    """Maximum length of a source in tokens; longer sources are truncated at the end."""
     max_target_length: int = 64
-    """Longest title in tokens, generated ones included."""
-    max_train_samples: int | None = None
-    """Train on this many rows, drawn at random once. null: all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many rows, drawn at random once. null: all."""
+    """Maximum length of a title in tokens, for references and generated titles."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """How titles are searched, such as num_beams, length_penalty, no_repeat_ngram_size: fields of GenerationConfig."""
+    """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
@@ -80,38 +65,14 @@ class TitleGeneration(Task):
     def validate(self) -> list[str]:
         from hftune.data.files import data_file_problems, model_folder_problems, vocabulary_problems
 
-        least = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
-        least |= {"max_train_samples": 1, "max_eval_samples": 1}
+        minimum = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
+        minimum |= {"max_train_samples": 1, "max_eval_samples": 1}
         return [
             *data_file_problems(self.dataset, self.data_files),
             *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
             *vocabulary_problems(self.vocabulary, self.model),
-            *[
-                f"task.{name}={value} must be at least {bound}."
-                for name, bound in least.items()
-                if (value := getattr(self, name)) is not None and value < bound
-            ],
+            *bound_problems(self, minimum),
         ]
-
-    @cached_property
-    def dataset_commit(self) -> str | None:
-        """What is loaded of a data set on the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
-
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
-
-    @cached_property
-    def model_commit(self) -> str | None:
-        """What is loaded of a model on the Hub; None for folders and fresh models."""
-        from hftune.data.files import model_commit
-
-        return model_commit(self.model, self.model_revision)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
 
     @property
     def _rows(self) -> dict[str, datasets.Dataset]:
@@ -119,76 +80,66 @@ class TitleGeneration(Task):
 
     @property
     def _source(self) -> str:
-        """Column of the texts."""
+        """Column of the source texts."""
         return self._loaded[1]
 
     @cached_property
     def _loaded(self) -> tuple[dict[str, datasets.Dataset], str]:
-        from hftune.data.text import check_column, check_texts, find_column, load_parts
+        from hftune.data.text import check_column, check_texts, find_column
 
-        parts = load_parts(
-            self.dataset,
-            self.data_files,
-            splits={"train": self.train_split, "eval": self.eval_split},
-            counts={"train": self.max_train_samples, "eval": self.max_eval_samples},
-            columns={},
-            texts=[],
-            config=self.dataset_config,
-            data_dir=self.data_dir,
-            commit=self.dataset_commit,
-        )
-        source = self.source_column or find_column(parts["train"], "task.source_column", SOURCES)
-        for part, rows in parts.items():
+        rows = self._load_rows(columns={}, texts=[])
+        source = self.source_column or find_column(rows["train"], "task.source_column", SOURCES)
+        for split, split_rows in rows.items():
             for key, column in (("task.source_column", source), ("task.target_column", self.target_column)):
-                check_column(rows, key, column, part)
-                check_texts(rows, column, part)
-        return parts, source
+                check_column(split_rows, key, column, split)
+                check_texts(split_rows, column, split)
+        return rows, source
 
     @cached_property
-    def tokenizer(self) -> JiebaTokenizer:
-        """The model's jieba tokenizer or the vocabulary's, checked to segment the texts; or one trained on them."""
+    def text_tokenizer(self) -> JiebaTokenizer:
+        """The jieba tokenizer of the model or the vocabulary, checked on the texts; or one trained on them."""
         from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer
         from hftune.data.vocabulary import train_tokenizer
         from hftune.models.pretrained import TOKENIZER, folder_of
 
-        train, words = self._rows["train"], self.model or self.vocabulary
-        if words is None:
+        train, folder = self._rows["train"], self.model or self.vocabulary
+        if folder is None:
             return train_tokenizer([*train[self._source], *train[self.target_column]], self.vocab_size)
-        tokenizer = JiebaTokenizer.from_pretrained(folder_of(words, self.model_commit, TOKENIZER))
-        check_tokenizer(tokenizer, words, train[:100][self._source])
+        tokenizer = JiebaTokenizer.from_pretrained(folder_of(folder, self.model_commit, TOKENIZER))
+        check_tokenizer(tokenizer, folder, train[:100][self._source])
         return tokenizer
 
     def datasets(self) -> dict[str, datasets.Dataset]:
-        """Return the tokenised parts.
+        """Return the tokenized splits.
 
-        Columns: source, title (lists of int), length (their sum), source_cut, title_cut (bool), index (of the row).
+        Columns: source, title (lists of int), length (of both), source_cut, title_cut (bool), index (of the row).
         """
         from hftune.data import text
         from hftune.data.cache import cached_map, idle_cores
 
         return {
-            part: cached_map(
+            split: cached_map(
                 rows,
                 encode,
-                key=[text.tokenizer_key(self.tokenizer), *self._encoded_by.values()],
-                note=f"Tokenising {part}",
+                key=[text.tokenizer_key(self.text_tokenizer), *self._encoded_by.values()],
+                note=f"Tokenizing {split}",
                 processes=idle_cores(len(rows)),
-                tokenizer=self.tokenizer,
+                tokenizer=self.text_tokenizer,
                 **self._encoded_by,
             )
             .add_column("index", list(range(len(rows))))
             .with_format("numpy")
-            for part, rows in self._rows.items()
+            for split, rows in self._rows.items()
         }
 
     @property
     def _encoded_by(self) -> dict[str, Any]:
-        """What ``encode`` is called with."""
+        """Keyword arguments of ``encode``."""
         columns = {"source_column": self._source, "target_column": self.target_column}
         return {**columns, "max_source_length": self.max_source_length, "max_target_length": self.max_target_length}
 
     def _base_config(self) -> Any:
-        """Config of the BERT or BigBird that the model is built from, or of the model itself if it is one of ours."""
+        """Return the config of the BERT or BigBird that the model is built from, or of an export of this task."""
         from transformers import BigBirdConfig
 
         from hftune.models.bigbird import make_config
@@ -199,27 +150,27 @@ class TitleGeneration(Task):
         return make_config(BigBirdConfig, self._overrides())
 
     def _overrides(self) -> dict[str, Any]:
-        return {**self.model_config, **self._ids, **({"vocab_size": len(self.tokenizer)} if self.model is None else {})}
+        return {**self.model_config, **self._ids, **({"vocab_size": len(self.text_tokenizer)} if self.model is None else {})}
 
     @property
     def _ids(self) -> dict[str, int]:
-        tokens = self.tokenizer
+        tokens = self.text_tokenizer
         return {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.cls_token_id, "eos_token_id": tokens.sep_token_id}
 
     @cached_property
     def _padded_source(self) -> Callable[[int], int]:
-        """Return how many tokens a source is computed with: a block-sparse encoder pads it to whole blocks."""
+        """Function from the length of a source to its padded length: a block-sparse encoder pads to whole blocks."""
         from hftune.models.bigbird import BlockSparseBigBirdConfig
 
         if self.architecture == "prefix_lm":
             return int
         base = self._base_config()
-        own = {name: value for name, value in self.model_config.items() if name != "decoder"}
-        encoder = getattr(base, "encoder", None) or BlockSparseBigBirdConfig.warm_start(base, **own)
+        overrides = {name: value for name, value in self.model_config.items() if name != "decoder"}
+        encoder = getattr(base, "encoder", None) or BlockSparseBigBirdConfig.warm_start(base, **overrides)
         return getattr(encoder, "padded_length", int)
 
     def build_model(self) -> PreTrainedModel:
-        """Load or draw the model, and settle how it generates."""
+        """Load the model, or build a new one, and set its generation config."""
         import torch
         from transformers import GenerationConfig
 
@@ -237,7 +188,7 @@ class TitleGeneration(Task):
             special |= {"pad_token_id": ids["pad_token_id"], "commit": self.model_commit}
             model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
-                raise ConfigError(NO_FLEX_ON_CPU)  # the first step would say so, too
+                raise ConfigError(NO_FLEX_ON_CPU)  # rather than in the first step
         model.generation_config = GenerationConfig(
             **ids, decoder_start_token_id=ids["bos_token_id"], max_new_tokens=self.max_target_length, **self.generation
         )
@@ -251,36 +202,35 @@ class TitleGeneration(Task):
         if longest > config.max_position_embeddings:
             raise ConfigError(
                 f"task.max_source_length={self.max_source_length} and task.max_target_length={self.max_target_length} need "
-                f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}."
+                f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}. "
+                "Lower one of them."
             )
 
     def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
-        from hftune.data import notices
         from hftune.data.text import cut_notices
 
-        said = [] if self.source_column else [f"task.source_column is not set: the texts are those of column {self._source!r}."]
-        said += notices.ignored_splits(self)
-        said += notices.left_out({part: notices.num_rows(rows) for part, rows in self._rows.items()})
-        said += notices.shared(notices.shared_texts(self._rows, self._source))
-        said += cut_notices(
+        messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
+        messages += self._row_notices(self._rows, self._source)
+        messages += cut_notices(
             datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
         )
-        said += cut_notices(datasets, "title_cut", f"Titles longer than task.max_target_length={self.max_target_length} tokens")
+        limit = f"task.max_target_length={self.max_target_length}"
+        messages += cut_notices(datasets, "title_cut", f"Titles longer than {limit} tokens")
         if self.architecture == "encoder_decoder":
             padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
             if padded > self.max_source_length:
-                said.append(
-                    f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's block of {block}: "
-                    f"sources as long as that are padded to {padded}."
+                messages.append(
+                    f"task.max_source_length={self.max_source_length} is not a multiple of the encoder's block size {block}: "
+                    f"the longest sources are padded to {padded} tokens."
                 )
-        return said
+        return messages
 
     def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
-        """Tokens that the model reads: of the source, and of the title but its last."""
+        """Return the tokens that the model reads: of the source, and of the title without its last token."""
         return self.sizes(dataset).sum(1, dtype="int32")
 
     def sizes(self, dataset: datasets.Dataset) -> np.ndarray:
-        """Tokens of source and title, which ``collate`` pads each by itself; no token follows the title's last."""
+        """Return the tokens of source and title, which ``collate`` pads independently, without the title's last token."""
         import numpy as np
         import pyarrow.compute
 
@@ -295,21 +245,24 @@ class TitleGeneration(Task):
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Lay out source and title as two blocks of columns, S and T wide, the title padded on the right.
 
-        For prefix_lm the source is padded on the left, so that it ends where its title begins, in training and generating
-        alike. source, source_mask (N, S), title (N, T): int64; labels (N, T): the token after each of the title's, -100 after
-        the last; index (N,): the row of the data.
+        For prefix_lm the source is padded on the left, so that it ends where its title begins, both in training and in
+        generation.
+
+        Returns:
+            source and source_mask (N, S), title (N, T): int64. labels (N, T): the token after each token of the title, NO_LABEL
+            after the last. index (N,): row of the data.
         """
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
-        pad, side = self.tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
+        pad, side = self.text_tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
         sources = [torch.tensor(example["source"]) for example in examples]
         titles = [torch.tensor(example["title"]) for example in examples]
         return {
             "source": pad_sequence(sources, batch_first=True, padding_value=pad, padding_side=side),
             "source_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True, padding_side=side),
             "title": pad_sequence([title[:-1] for title in titles], batch_first=True, padding_value=pad),
-            "labels": pad_sequence([title[1:] for title in titles], batch_first=True, padding_value=-100),
+            "labels": pad_sequence([title[1:] for title in titles], batch_first=True, padding_value=NO_LABEL),
             "index": torch.tensor([int(example["index"]) for example in examples]),
         }
 
@@ -317,78 +270,66 @@ class TitleGeneration(Task):
         source, title = batch["source"], batch["title"]
         if self.architecture == "encoder_decoder":
             return {"input_ids": source, "attention_mask": batch["source_mask"], "decoder_input_ids": title}
-        # Logits of the title's places only: those of a source of 4,096 tokens would be 650 MB a row.
-        return {**_joined(batch, title, batch["labels"] != -100), "logits_to_keep": title.shape[1]}
+        # Logits of the title only: those of a source of 4,096 tokens would take 650 MB per row.
+        return {**_joined(batch, title, batch["labels"] != NO_LABEL), "logits_to_keep": title.shape[1]}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
-        return cross_entropy(outputs.logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+        return token_loss(outputs.logits, target)
 
     def num_items(self, target: Tensor) -> int:
-        return int((target != -100).sum())
+        return count_labels(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Generate; rows of title (the reference as it stands in the data), generated, and the source's beginning."""
+        """Generate titles. Return rows of title (the reference in the data), generated, and source (its beginning)."""
         rows = self._rows["eval"][batch["index"].tolist()]
-        columns = zip(rows[self.target_column], self._write(model, batch), rows[self._source], strict=True)
+        columns = zip(rows[self.target_column], self._generate(model, batch), rows[self._source], strict=True)
         return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
 
-    def _write(self, model: PreTrainedModel, batch: Batch) -> list[str]:
+    def _generate(self, model: PreTrainedModel, batch: Batch) -> list[str]:
         start = batch["title"][:, :1]
         if self.architecture == "encoder_decoder":
             ids = model.generate(batch["source"], attention_mask=batch["source_mask"])
         else:
             ids = model.generate(**_joined(batch, start, start == start))[:, batch["source"].shape[1] :]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
 
-        said = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
-        computed = [metric().compute(**said) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
-        return {name: value for part in computed for name, value in part.items()}
-
-    def save(self, model: PreTrainedModel, directory: Path) -> None:
-        """Write what ``AutoModelForCausalLM`` (encoder_decoder: ``AutoModelForSeq2SeqLM``) and ``AutoTokenizer`` load.
-
-        Import hftune.models.bigbird and hftune.data.jieba_tokenizer first: the classes are theirs.
-        """
-        model.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        pairs = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
+        computed = [metric().compute(**pairs) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
+        return {name: value for scores in computed for name, value in scores.items()}
 
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         import hftune.models.bigbird  # noqa: F401 - registers the classes
         from hftune.data.jieba_tokenizer import JiebaTokenizer
-        from hftune.models.pretrained import load_config, load_model
 
-        self.tokenizer = JiebaTokenizer.from_pretrained(directory)
+        self.text_tokenizer = JiebaTokenizer.from_pretrained(directory)
         auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
-        model = load_model(auto, str(directory), load_config(str(directory), {}))
-        model.generation_config.update(
-            max_new_tokens=self.max_target_length, **self.generation
-        )  # a recipe may search otherwise
+        model = self._load_saved(auto, directory)
+        # The recipe's settings may have changed since.
+        model.generation_config.update(max_new_tokens=self.max_target_length, **self.generation)
         return model
 
     def example_inputs(self) -> list[str]:
         return self._rows["eval"][:2][self._source]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Write each text's title, as ``generated``."""
+        """Return a row for each text, whose ``generated`` is its title."""
         from hftune.data.text import check_inputs, to_ids
 
         check_inputs(inputs)
-        sources, _ = to_ids(inputs, self.tokenizer, self.max_source_length)
-        title = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id]
+        sources, _ = to_ids(inputs, self.text_tokenizer, self.max_source_length)
+        title = [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]
         batch = self.collate([{"source": source, "title": title, "index": 0} for source in sources])
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        return [{"generated": text} for text in self._write(model, batch)]
+        return [{"generated": text} for text in self._generate(model, batch)]
 
 
 def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
-    """Put the title's block behind the source's: input_ids, attention_mask, token_type_ids (0 source, 1 title)."""
+    """Concatenate source and title: input_ids, attention_mask, token_type_ids (0 source, 1 title)."""
     import torch
 
     types = [torch.zeros_like(batch["source"]), torch.ones_like(title)]
@@ -400,7 +341,7 @@ def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
 
 
 SOURCES = ("content", "text", "article")
-"""Columns that may hold the texts, if ``source_column`` does not say."""
+"""Columns that may hold the source texts, if ``source_column`` is not set."""
 
 
 def encode(
@@ -411,7 +352,7 @@ def encode(
     max_source_length: int,
     max_target_length: int,
 ) -> dict[str, list]:
-    """Tokenise: source [CLS] ... [SEP], title [CLS] ... [SEP], of which [CLS] starts and [SEP] ends the writing."""
+    """Tokenize: source [CLS] ... [SEP], title [CLS] ... [SEP]; in generation, [CLS] starts the title and [SEP] ends it."""
     from hftune.data.text import to_ids
 
     sources, source_cut = to_ids(batch[source_column], tokenizer, max_source_length)

@@ -106,14 +106,14 @@ def own_lines(err: str) -> list[str]:
             "It computes: loss, accuracy, macro_f1. Did you mean 'accuracy'?",
         ),
         ("train.mixed_precision=fp16", "train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no."),
-        ("task.max_length=4096", "task.max_length=4096 is more than the 512 positions of the model."),
+        ("task.max_length=4096", "task.max_length=4096 exceeds the model's 512 positions. Lower it."),
         (
             "train.micro_batch_tokens=3",
             "train.micro_batch_tokens=3 cannot hold sample 0 with its 7 tokens. Raise it, or lower the task's maximum length.",
         ),
         (
             "task.model_config.model_type=brt",
-            "task.model_config.model_type='brt' is not one that transformers knows. Did you mean 'bert'?",
+            "task.model_config.model_type='brt' is not known to transformers. Did you mean 'bert'?",
         ),
         (
             "task.model_config.hidden_sise=16",
@@ -141,7 +141,7 @@ def test_a_model_folder_without_a_config_is_refused(tiny, refused, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     assert refused(tiny(f"task.model={folder}")) == (
-        f"hftune: task.model={folder} holds no config.json (but nothing): name the folder that save_pretrained wrote.\n"
+        f"hftune: task.model={folder} has no config.json (it has nothing): name a folder written by save_pretrained.\n"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_label_out_of_range_names_its_row(tiny, refused, write_rows, label):
     path = write_rows("range.jsonl", [*GOOD[:3], {"text": "a", "label": label}])
     assert refused(tiny(train=path)) == (
         f"hftune: Row 3 of the train split has the label {label!r}; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names; null takes the data's own.\n"
+        "Correct the row, or set task.label_names; null uses the names of the data.\n"
     )
 
 
@@ -212,7 +212,7 @@ def test_a_label_that_is_no_name_names_its_row(tiny, refused, write_rows):
     path = write_rows("names.jsonl", [{"text": "a", "label": "good"}, {"text": "b", "label": "god"}])
     assert refused(tiny(eval=path)) == (
         "hftune: Row 1 of the eval split has the label 'god'; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names; null takes the data's own.\n"
+        "Correct the row, or set task.label_names; null uses the names of the data.\n"
     )
 
 
@@ -224,7 +224,7 @@ def test_the_row_is_that_of_the_file_where_rows_are_drawn_from_it(tiny, refused,
     assert row >= 50
     assert said == (
         f"hftune: Row {row} of the train split has the label {row}; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names; null takes the data's own.\n"
+        "Correct the row, or set task.label_names; null uses the names of the data.\n"
     )
 
 
@@ -245,7 +245,7 @@ def test_an_empty_dataset_is_refused(tiny, refused, write_rows, part):
 def test_empty_texts_name_the_first_rows(tiny, refused, write_rows):
     empty = [{"text": text, "label": 0} for text in ("", "  ", "\n", None, "")]
     path = write_rows("texts.jsonl", [*GOOD[:2], *empty[:1]])
-    said = "hftune: The train split has an empty text in column 'text' at row {}. Remove such rows, or fill them.\n"
+    said = "hftune: The train split has an empty text in column 'text' at row {}. Remove these rows, or fill them in.\n"
     assert refused(tiny(train=path)) == said.format("2")
     path = write_rows("more.jsonl", [*GOOD[:2], *empty])
     assert refused(tiny(train=path)) == said.format("2, 3, 4 and 2 more")

@@ -154,7 +154,10 @@ def test_any_file_cut_or_flipped_makes_resume_fall_back_to_the_checkpoint_before
     (newest_one / "optimizer.safetensors").write_bytes(b"")
     run = Run(train(recipe(copy)).output_dir)
     said = capsys.readouterr().out
-    assert f"Skipped {newest_one}: optimizer.safetensors has 0 bytes instead of the " in said and "Resuming from step 9 of 14" in said
+    assert (
+        f"Skipped {newest_one}: optimizer.safetensors has 0 bytes instead of the " in said
+        and "Resuming from step 9 of 14" in said
+    )
     assert_bit_equal(run, unbroken[1]["dropout"])
     assert without_speed(run) == without_speed(unbroken[1]["dropout"])
 

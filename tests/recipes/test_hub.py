@@ -141,7 +141,7 @@ def test_an_old_commit_that_is_not_the_newest_in_the_cache_is_never_mixed_up_off
         codes, said = typed(hub, tmp_path, *command, f"task.dataset_revision={old}", "resume=never", variables=hub.offline)
     finally:
         yelp(hub, "Yelp/yelp_review_full")
-    assert 2 in codes and f"the cache has commit {new}, and commit {old} is asked for." in said
+    assert 2 in codes and f"the cache has commit {new}, but commit {old} is needed." in said
 
 
 def test_a_renamed_repository_and_a_connection_that_is_cut_once_are_no_trouble(hub, tmp_path):
@@ -158,14 +158,14 @@ def test_a_renamed_repository_and_a_connection_that_is_cut_once_are_no_trouble(h
 
 
 AGAIN = (
-    "Check the network and start again: what has arrived is kept. HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; "
+    "Check the network and start again: finished downloads are kept. HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; "
     "HF_HUB_OFFLINE=1 takes what is in the cache. Without the Hub, "
 )
 FOLDER = "name a folder: task.model=FOLDER."
 FILES = "name files: task.dataset=json task.data_files.train=... task.data_files.eval=... (json, csv, parquet, arrow, text)."
 SCRIPT = (
-    "hftune: task.dataset=csebuetnlp/xlsum has a loading script, and no program from the Hub is run. The Hub's own conversion of "
-    "most such data sets is at task.dataset_revision=refs/convert/parquet, with a folder for each configuration: task.data_dir=..."
+    "hftune: task.dataset=csebuetnlp/xlsum has a loading script, and hftune runs no code from the Hub. The Hub has a converted "
+    "copy of most such data sets: set task.dataset_revision=refs/convert/parquet, and task.data_dir=... to the folder of a configuration."
 )
 
 
@@ -177,11 +177,11 @@ def test_a_loading_script_is_not_run_and_its_conversion_is_pointed_to(hub, runs,
 
 FAULTS = {
     "model missing": "the Hub has no such model, or it is private. Check the name; for a private one, log in with `hf auth login`.",
-    "model gated": "its owner asks for agreement. Accept the terms at HUB/NAME and log in with `hf auth login`, on each machine.",
-    "model cut": f"the Hub (HUB) cuts the connection (REASON). {AGAIN}{FOLDER}",
+    "model gated": "its owner requires agreement to terms. Accept them at HUB/NAME and log in with `hf auth login`, on each machine.",
+    "model cut": f"the Hub (HUB) closed the connection (REASON). {AGAIN}{FOLDER}",
     "dataset missing": "the Hub has no such data set, or it is private. Check the name; for a private one, log in with `hf auth "
     "login`.",
-    "dataset gated": "its owner asks for agreement. Accept the terms at HUB/datasets/NAME and log in with `hf auth login`, on each "
+    "dataset gated": "its owner requires agreement to terms. Accept them at HUB/datasets/NAME and log in with `hf auth login`, on each "
     "machine.",
     "dataset slow": f"the Hub (HUB) does not answer in time. {AGAIN}{FILES}",
 }

@@ -231,11 +231,11 @@ def test_input_that_cannot_be_answered_is_named(runs, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     assert said(tmp_path / "empty") == f"--input {tmp_path}/empty is an empty folder."
     (tmp_path / "notes.txt").write_text("no image")
-    assert said(tmp_path / "notes.txt") == f"Input 0 ({tmp_path}/notes.txt) is no image that can be read."
+    assert said(tmp_path / "notes.txt") == f"Input 0 ({tmp_path}/notes.txt) is not an image that can be read."
     Image.new("L", (20, 10)).save(tmp_path / "wide.png")
     assert said(tmp_path / "wide.png") == (
-        f"Input 0 ({tmp_path}/wide.png) is 20 x 10 pixels, and task.image_size=28. Give all images that size; or set "
-        "task.resize=true, which scales the shorter side to it and cuts the longer one."
+        f"Input 0 ({tmp_path}/wide.png) is 20 x 10 pixels, but task.image_size=28. Give all images that size, or set "
+        "task.resize=true, which scales the shorter side and crops the longer one."
     )
 
 

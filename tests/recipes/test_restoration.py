@@ -168,7 +168,7 @@ def test_what_cannot_be_restored_is_named(demo, damaged, tmp_path, capsys):
     )
     (masks / "1.png").unlink()
     assert refusal(capsys, folder, "--input", damaged, "--output", tmp_path / "out") == (
-        f"hftune: --input {damaged}: {images}/1.png has no partner of its name in {masks}.\n"
+        f"hftune: --input {damaged}: {images}/1.png has no match of the same name in {masks}.\n"
     )
 
 
@@ -176,17 +176,17 @@ def test_a_pair_that_cannot_be_restored_is_named(demo, damaged):
     model, picture = load_model(demo[0].folder), Image.new("RGB", (40, 32))
     with pytest.raises(DataError) as caught:
         model.predict([(picture, Image.new("L", (32, 40), 255))])
-    assert str(caught.value) == "Input 0 is 40 x 32 pixels, and its mask 32 x 40. They must have the same size."
+    assert str(caught.value) == "Input 0 is 40 x 32 pixels, but its mask is 32 x 40. They must have the same size."
     with pytest.raises(DataError) as caught:
         model.predict([(picture, Image.new("L", (40, 32)))])
     assert str(caught.value) == (
-        "Input 0 has a mask that is empty everywhere: nothing is to be restored. Paint white (at least half bright) what is "
-        "damaged, or leave the image out."
+        "Input 0 has an empty mask, so there is nothing to restore. Paint the damage white (at least half bright), or leave "
+        "the image out."
     )
 
 
 def test_a_grey_image_is_restored_with_a_warning(demo):
-    with pytest.warns(UserWarning, match="Images that are grey, transparent or the like are made RGB."):
+    with pytest.warns(UserWarning, match="Some images are not RGB and are converted to it."):
         (row,) = load_model(demo[0].folder).predict([(Image.new("L", (40, 32), 90), Image.new("L", (40, 32), 255))])
     assert row["image"].mode == "RGB"
 
@@ -210,8 +210,8 @@ def test_a_network_of_ones_own_trains_on_folders_and_loads_again(damaged, tmp_pa
     with pytest.raises(ConfigError) as caught:
         loaded.recipe.task.load(result.model_dir)
     assert str(caught.value) == (
-        f"{result.model_dir} has a network with {{'network': 'tests.support.tasks.Blend', 'network_args': {{'start': 0.25}}}}, and "
-        "the recipe says {'network': 'tests.support.tasks.Blend', 'network_args': {'start': 0.5}}."
+        f"{result.model_dir} has a network with task.network_args={{'start': 0.25}}, but the recipe has "
+        "task.network_args={'start': 0.5}."
     )
 
 

@@ -237,7 +237,7 @@ def test_empty_title_is_named_with_its_row(tmp_path):
     with pytest.raises(DataError) as caught:
         train(fresh(tmp_path, rows))
     assert str(caught.value) == (
-        "The train split has an empty text in column 'title' at row 5. Remove such rows, or fill them."
+        "The train split has an empty text in column 'title' at row 5. Remove these rows, or fill them in."
     )
 
 
@@ -245,7 +245,7 @@ def test_empty_article_is_named_with_its_row(tmp_path):
     with pytest.raises(DataError) as caught:
         train(fresh(tmp_path, [{"content": "", "title": "标题"}, *articles("train", 5)]))
     assert str(caught.value) == (
-        "The train split has an empty text in column 'content' at row 0. Remove such rows, or fill them."
+        "The train split has an empty text in column 'content' at row 0. Remove these rows, or fill them in."
     )
 
 
@@ -271,7 +271,7 @@ def test_positions_too_few_are_refused_before_training(tmp_path):
     [
         (
             ["task.architecture=prefix_lm", "task.model_config.attention_type=block_sparse"],
-            "task.model_config.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+            "task.model_config.attention_type=block_sparse: architecture=prefix_lm has full attention only. "
             "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
         ),
         (
@@ -317,11 +317,11 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     train(fresh(tmp_path, rows, "task.max_source_length=64", "train.max_steps=1", "eval.show_samples=2"))
     said = capsys.readouterr().out
     assert said.splitlines()[1:4] == [
-        "task.source_column is not set: the texts are those of column 'content'.",
+        "task.source_column is not set: using column 'content'.",
         "4 of the 4 rows in the eval split are also in the train split: scores will look better than they are.",
-        "Sources longer than task.max_source_length=64 tokens are cut at the end: 25.0% of train and 25.0% of eval.",
+        "Sources longer than task.max_source_length=64 tokens are truncated at the end: 25.0% of train and 25.0% of eval.",
     ]
-    assert said.count("are cut at the end") == 1
+    assert said.count("are truncated at the end") == 1
     shown = [line.split() for line in said.splitlines() if line.startswith("  source ")]
     assert shown == [["source", "北京大学的报告。"]] * 2
 
@@ -331,7 +331,7 @@ def test_length_that_is_no_multiple_of_the_block_is_said(tmp_path, capsys):
     long = ("task.architecture=encoder_decoder", "task.max_source_length=100", "train.max_steps=1")
     train(fresh(tmp_path, rows, *long))
     assert (
-        "task.max_source_length=100 is not a multiple of the encoder's block of 8: sources as long as that are padded to 104."
+        "task.max_source_length=100 is not a multiple of the encoder's block size 8: the longest sources are padded to 104 tokens."
     ) in capsys.readouterr().out.splitlines()
 
 
@@ -366,12 +366,12 @@ def test_vocabulary_that_is_none_or_has_no_use_is_refused_before_torch(tmp_path)
     with pytest.raises(ConfigError) as caught:
         Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}/words", f"task.model={tmp_path}").validate()
     assert caught.value.problems[1:] == [
-        f"task.vocabulary={tmp_path}/words is for fresh models: task.model={tmp_path} brings its own. Set task.model=null.",
+        f"task.vocabulary={tmp_path}/words is for new models, but task.model={tmp_path} has a vocabulary. Set task.model=null.",
         f"task.vocabulary={tmp_path}/words: there is no such folder.",
     ]
     with pytest.raises(ConfigError) as caught:
         Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}").validate()
-    assert str(caught.value) == (f"task.vocabulary={tmp_path} holds no vocab.txt: name the folder that `hftune vocab` wrote.")
+    assert str(caught.value) == (f"task.vocabulary={tmp_path} has no vocab.txt: name a folder written by `hftune vocab`.")
 
 
 def test_file_that_is_not_utf8_is_refused(tmp_path, capsys):

@@ -269,7 +269,7 @@ def test_attention_dropout_is_zero_unless_asked_for(pretrained):
         (GPT2Config(), "task.model is a 'gpt2'; architecture=prefix_lm takes the weights of bert or big_bird."),
         (
             BigBirdConfig(use_bias=False),
-            "task.model has use_bias=false or rescale_embeddings=true, which architecture=prefix_lm lacks.",
+            "task.model has use_bias=false or rescale_embeddings=true, which prefix_lm does not support.",
         ),
         (
             BertConfig(type_vocab_size=1),
@@ -621,7 +621,7 @@ def test_encoder_decoder_without_pretrained_weights_is_drawn_from_its_config():
         ),
         (
             {"hidden_act": "gelo"},
-            "task.model_config.hidden_act='gelo' is not one that transformers knows. Did you mean 'gelu'?",
+            "task.model_config.hidden_act='gelo' is not known to transformers. Did you mean 'gelu'?",
         ),
     ],
 )
@@ -637,7 +637,7 @@ def test_fields_of_an_encoder_decoder_that_cannot_work_are_refused(overrides, se
     [
         (
             {"attention_type": "block_sparse"},
-            "task.model_config.attention_type=block_sparse: architecture=prefix_lm attends in full. "
+            "task.model_config.attention_type=block_sparse: architecture=prefix_lm has full attention only. "
             "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
         ),
         ({"hidden_sise": 8}, "task.model_config.hidden_sise is not a key of PrefixLMConfig. Did you mean 'hidden_size'?"),
@@ -658,5 +658,5 @@ def test_fields_for_an_encoder_and_a_decoder_that_are_loaded_as_they_are_are_ref
     with pytest.raises(ConfigError) as refusal:
         build_encoder_decoder("folder", config, start_token_id=START, end_token_id=END, pad_token_id=PAD, block_size=8)
     assert str(refusal.value) == (
-        "task.model is an encoder and a decoder already, loaded as they are. Leave task.model_config empty."
+        "task.model already is an encoder-decoder, which is loaded unchanged. Leave task.model_config empty."
     )

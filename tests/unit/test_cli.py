@@ -83,19 +83,19 @@ def test_corpus_that_cannot_be_read(capsys, tmp_path, corpus):
     assert refused(capsys, "vocab", none, *output) == f"{none}: there is no such file."
     none.with_suffix(".md").write_text("x")
     assert refused(capsys, "vocab", none.with_suffix(".md"), *output) == (
-        f"{none.with_suffix('.md')} is of no known type. Known: .txt, .json, .jsonl, .csv, .parquet."
+        f"{none.with_suffix('.md')} has none of the known suffixes: .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt. Convert or rename it."
     )
     assert refused(capsys, "vocab", corpus, "--columns", "text", *output) == (
-        f"{corpus} has no column 'text', but content, title. Name them: --columns ..."
+        f"{corpus} has no column 'text', only content, title. Set --columns ..."
     )
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n")
-    assert refused(capsys, "vocab", blank, *output) == f"{blank}: no text in there."
+    assert refused(capsys, "vocab", blank, *output) == f"{blank}: there is no text."
 
 
 def test_folder_with_something_else_is_not_written_into(capsys, tmp_path, corpus):
     assert refused(capsys, "vocab", corpus, "--output", tmp_path) == (
-        f"{tmp_path} holds something else than a vocabulary. Name another folder, or empty it."
+        f"{tmp_path} has other files than a vocabulary. Name a different folder, or empty it."
     )
 
 

@@ -819,7 +819,7 @@ def test_a_pattern_that_fits_no_file_is_refused(plain, files, tmp_path):
 
 def test_a_file_format_without_files_asks_for_them(plain):
     assert refusal(f"recipe={plain}", "task.dataset=json") == (
-        "task.dataset=json reads files: set task.data_files.train=... and task.data_files.eval=..."
+        "task.dataset=json needs files: set task.data_files.train=... and task.data_files.eval=..."
     )
 
 
@@ -853,7 +853,7 @@ def test_a_model_folder_without_a_config_says_what_is_in_it(plain, tmp_path, nam
     for name in names:
         (folder / name).touch()
     assert refusal(f"recipe={plain}", f"task.model={folder}") == (
-        f"task.model={folder} holds no config.json (but {there}): name the folder that save_pretrained wrote."
+        f"task.model={folder} has no config.json (it has {there}): name a folder written by save_pretrained."
     )
 
 
@@ -870,7 +870,7 @@ def test_a_model_folder_with_a_config_is_accepted(plain, tmp_path):
 def test_a_fresh_model_without_a_type_asks_for_it(write):
     path = write("mine.yaml", "task: {type: SequenceClassification, model: null, dataset: 'hftune.data.demo:reviews'}")
     assert refusal(f"recipe={path}") == (
-        f"task.model=null builds a fresh model: set task.model_config.model_type (such as bert) and its sizes. ({path})"
+        f"task.model=null builds a new model: set task.model_config.model_type (such as bert) and its sizes. ({path})"
     )
 
 

@@ -107,8 +107,8 @@ def test_model_that_needs_more_than_json_keeps_is_refused_with_what_is_missing(t
         load_export(Counted(width=5), tmp_path / "model")
     assert str(caught.value) == (
         f"{tmp_path}/model cannot be loaded by {Counted.__module__}.Counted: AttributeError: 'Counted' object has no attribute "
-        "'pair'. Its model is built without the data here: if build_model needs more than the task's fields, give the task "
-        "methods save and load that keep it."
+        "'pair'. The model is built without the data here. If build_model needs more than the task's fields, write save and "
+        "load methods that keep it."
     )
 
 

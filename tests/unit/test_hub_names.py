@@ -117,7 +117,7 @@ def test_what_names_do_not_tell_is_asked_for(tmp_path):
         "task.data_files.train: the command line)"
     ]
     assert said(f"[{tmp_path}/a.jsonl, {tmp_path}/b.csv]") == [
-        "task.data_files.train has files of several formats: csv, json. Give them one."
+        "task.data_files.train has files of several formats: csv, json. Use one format."
     ]
     Recipe.load(
         "yelp", "task.dataset=json", f"task.data_files={{train: {tmp_path}/c.log, eval: {tmp_path}/a.jsonl}}"
@@ -131,11 +131,11 @@ def test_titles_find_the_column_of_their_texts_or_list_those_that_there_are(writ
 
     found = task({"id": "1", "text": "x", "title": "y"})
     assert found._source == "text"
-    for row, has in (({"id": "1", "body": "x"}, "none of"), ({"text": "x", "content": "z"}, "several of")):
+    for row, has in (({"id": "1", "body": "x"}, "none"), ({"text": "x", "content": "z"}, "several")):
         with pytest.raises(DataError) as refused:
             task({**row, "title": "y"})._rows  # noqa: B018 - it is the looking that is tested
         assert str(refused.value) == (
-            f"task.source_column is not set, and the data have {has} content, text, article. Set it to one of their columns: "
+            f"task.source_column is not set, and the data have {has} of content, text, article. Set it to one of their columns: "
             f"{', '.join([*row, 'title'])}."
         )
 

@@ -239,7 +239,7 @@ def problems(**fields: Any) -> list[str]:
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
-    assert problems(dataset="idx") == ["task.dataset=idx reads a folder: set task.data_dir=..."]
+    assert problems(dataset="idx") == ["task.dataset=idx needs a folder: set task.data_dir=..."]
     (tmp_path / "mnist").mkdir()
     assert problems(dataset="idx", data_dir=f"{tmp_path}/mnst") == [
         f"task.data_dir={tmp_path}/mnst: there is no such folder. Did you mean {tmp_path}/mnist?"
@@ -247,13 +247,13 @@ def test_missing_folders_and_files_are_named(tmp_path):
     write_idx(tmp_path / "mnist")
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()
     assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist") == [
-        f"task.data_dir={tmp_path}/mnist holds no t10k-labels-idx1-ubyte, with .gz or without."
+        f"task.data_dir={tmp_path}/mnist has no file t10k-labels-idx1-ubyte, with or without .gz."
     ]
     assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist", eval_split="validation") == [
         "task.eval_split=validation: idx files have the splits train and test."
     ]
     assert problems(dataset="ylecun/mnist", data_dir=str(tmp_path)) == [
-        f"task.data_dir={tmp_path} is for task.dataset=idx and imagefolder, not for ylecun/mnist."
+        f"task.data_dir={tmp_path} is for task.dataset=idx or imagefolder, not for ylecun/mnist."
     ]
 
 
@@ -264,7 +264,7 @@ def test_missing_folders_and_files_are_named(tmp_path):
         ({"width": 0}, "task.width=0 must be at least 1."),
         (
             {"mean": [0.1, 0.2]},
-            "task.mean=[0.1, 0.2] and task.std=[0.3081] must both hold one number, for grey, or three, for colour.",
+            "task.mean=[0.1, 0.2] and task.std=[0.3081] must both hold one number (grey) or three (red, green, blue).",
         ),
         ({"std": [0.0]}, "task.std=[0.0] must be above 0."),
     ],
@@ -291,9 +291,9 @@ def test_broken_idx_files_are_refused(tmp_path):
     for raw, message in {
         whole[:-5]: f"{path} is truncated: its header announces 9,408 bytes, and 9,403 follow.",
         whole + b"x": f"{path} is too long: its header announces 9,408 bytes, and 9,409 follow.",
-        whole[:9]: f"{path} is truncated: it ends within its first 16 bytes.",
-        idx_bytes(LABELS): f"{path} begins with 00 00 08 01 and not with 00 00 08 03: it is no idx file of images.",
-        b"": f"{path} begins with nothing and not with 00 00 08 03: it is no idx file of images.",
+        whole[:9]: f"{path} is truncated: it has fewer than 16 bytes.",
+        idx_bytes(LABELS): f"{path} begins with 00 00 08 01, not with 00 00 08 03: it is not an idx file of images.",
+        b"": f"{path} begins with nothing, not with 00 00 08 03: it is not an idx file of images.",
     }.items():
         path.write_bytes(raw)
         assert refused(of_idx(tmp_path)) == message
@@ -323,14 +323,14 @@ def test_label_out_of_range_names_its_row(tmp_path):
     write_idx(tmp_path, labels=labels)
     assert refused(of_idx(tmp_path)) == (
         "Row 7 of the train split has the label 11; there are 10 labels, 0 to 9 (0, 1, 2, 3, 4, 5, 6, 7, 8, 9). "
-        "Correct the row, or set task.label_names; null takes the data's own."
+        "Correct the row, or set task.label_names; null uses the names of the data."
     )
 
 
 def test_images_of_another_size_are_refused_by_name(tmp_path):
     way_out = (
-        "and task.image_size=28. Give all images that size; or set task.resize=true, which scales the shorter side to it and "
-        "cuts the longer one."
+        "and task.image_size=28. Give all images that size, or set task.resize=true, which scales the shorter side and crops "
+        "the longer one."
     )
     write_idx(tmp_path / "idx", images=IMAGES[:, 4:, :])
     assert refused(of_idx(tmp_path / "idx")) == f"{tmp_path}/idx/train-images-idx3-ubyte: image 0 is 28 x 24 pixels, {way_out}"
@@ -343,7 +343,7 @@ def test_images_of_another_size_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"no image", "is no image that can be read."),
+        (b"no image", "is not an image that can be read."),
         (None, "cannot be read: image file is truncated (2 bytes not processed)."),
     ],
 )
@@ -363,10 +363,10 @@ def test_colours_transparency_and_deep_pixels_are_refused(tmp_path):
     for image, reason in [
         (
             Image.new("RGB", (28, 28), (1, 2, 3)),
-            "is in colour, and task.mean has one number, for grey. Give task.mean and task.std three.",
+            "is in colour, but task.mean has one number, for grey. Give task.mean and task.std three.",
         ),
         (Image.new("RGBA", (28, 28), (1, 1, 1, 5)), "has transparent parts. Put it on a background."),
-        (Image.new("I;16", (28, 28)), "has pixels of more than 8 bits (Pillow's mode I;16). Convert it."),
+        (Image.new("I;16", (28, 28)), "has more than 8 bits per channel (Pillow mode I;16). Convert it."),
     ]:
         image.save(path)
         assert refused(of_folder(folder)) == said + reason
@@ -434,7 +434,7 @@ def test_export_of_another_network_is_refused(finished):
     _, folder = finished
     with pytest.raises(ConfigError) as caught:
         ImageClassification(width=2).load(folder)
-    assert str(caught.value) == f"{folder} is of a network with task.width=1, and the recipe has task.width=2."
+    assert str(caught.value) == f"{folder} has a network with task.width=1, but the recipe has task.width=2."
 
 
 def test_shipped_recipes_are_those_of_the_same_task():
@@ -443,3 +443,34 @@ def test_shipped_recipes_are_those_of_the_same_task():
     assert (plain.train.epochs, plain.train.schedule, plain.train.clip_norm) == (3, "constant", None)
     assert sum(parameter.numel() for parameter in plain.task.build_model().parameters()) == 21_840
     assert type(best.task) is type(plain.task) and best.task.augmentation
+
+
+def test_a_network_of_ones_own_classifies_and_is_loaded_again(tmp_path):
+    fields = {"network": "hftune.models.convnet.ConvNet", "network_args": {"width": 2, "num_classes": 10}}
+    task = of_idx(write_idx(tmp_path / "data"), **fields)
+    task.datasets()
+    model = task.build_model().eval()
+    assert model.network.conv1.out_channels == 20
+    (folder := tmp_path / "model").mkdir()
+    task.save(model, folder)
+    fresh = of_idx(tmp_path / "data", **fields)
+    loaded = fresh.load(folder).eval()
+    with torch.no_grad():
+        assert fresh.predict(loaded, [IMAGES[0]]) == task.predict(model, [IMAGES[0]])
+    with pytest.raises(ConfigError) as caught:
+        of_idx(tmp_path / "data", network=fields["network"], network_args={"num_classes": 10}).load(folder)
+    assert str(caught.value) == (
+        f"{folder} has a network with task.network_args={{'width': 2, 'num_classes': 10}}, but the recipe has "
+        "task.network_args={'num_classes': 10}."
+    )
+
+
+def test_a_network_with_another_number_of_classes_is_refused(tmp_path):
+    fields = {"network": "hftune.models.convnet.ConvNet", "network_args": {"num_classes": 11}}
+    task = of_idx(write_idx(tmp_path / "data"), **fields)
+    batch = task.collate([task.datasets()["train"][0]])
+    with pytest.raises(ConfigError) as caught:
+        task.build_model()(**task.inputs(batch))
+    assert str(caught.value) == (
+        "task.network: for images (1, 1, 28, 28) ConvNet returned (1, 11), not logits (1, 10), one for each class."
+    )

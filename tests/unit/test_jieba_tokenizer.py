@@ -325,8 +325,8 @@ def test_tokenizer_that_does_not_segment_is_refused(tmp_path):
             check_tokenizer(silent, "models/title")
         word = next(word for word in vocabulary() if re.fullmatch("[\u4e00-\u9fff]{2,}", word))
         assert str(caught.value) == (
-            f"The tokenizer of models/title, a BertTokenizer, cuts {word!r} into {' '.join(word)!r}, though its vocabulary has "
-            "the word. Load it with hftune.data.jieba_tokenizer.JiebaTokenizer.from_pretrained('models/title')."
+            f"The tokenizer of models/title, a BertTokenizer, splits {word!r} into {' '.join(word)!r}, although its vocabulary "
+            "has the word. Load it with hftune.data.jieba_tokenizer.JiebaTokenizer.from_pretrained('models/title')."
         )
 
 
@@ -335,8 +335,8 @@ def test_vocabulary_of_characters_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         JiebaTokenizer.from_pretrained(tmp_path)
     assert str(caught.value) == (
-        f"The vocabulary of {tmp_path} has no word that jieba knows, so that jieba's words would all fall apart into "
-        "characters. Load it with transformers' BertTokenizer, or train a vocabulary with "
+        f"The vocabulary of {tmp_path} has none of jieba's words, so all of them would be split into characters."
+        " Load it with transformers' BertTokenizer, or train a vocabulary with "
         "`hftune vocab`."
     )
 
@@ -346,8 +346,8 @@ def test_vocabulary_without_the_characters_of_its_words_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         JiebaTokenizer.from_pretrained(tmp_path)
     assert str(caught.value) == (
-        f"To the tokenizer of {tmp_path}, 50% of the characters of its own words are [UNK] (at most 25% are sane). Look whether "
-        "vocab.txt is the one that belongs to the model, or train a vocabulary with "
+        f"For the tokenizer of {tmp_path}, 50% of the characters of its own words are [UNK] (at most 25% is accepted). Check that "
+        "vocab.txt belongs to the model, or train a vocabulary with "
         "`hftune vocab`."
     )
 
@@ -357,8 +357,8 @@ def test_vocabulary_that_does_not_know_the_texts_is_refused(tokenizer):
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(tokenizer, "models/title", ["鳳凰涅槃浴火"])
     assert str(caught.value) == (
-        "To the tokenizer of models/title, 100% of the tokens of these texts are [UNK] (at most 25% are sane). Look whether "
-        "vocab.txt is the one that belongs to the model, or train a vocabulary with "
+        "For the tokenizer of models/title, 100% of the tokens of these texts are [UNK] (at most 25% is accepted). Check that "
+        "vocab.txt belongs to the model, or train a vocabulary with "
         "`hftune vocab`."
     )
 
@@ -367,7 +367,7 @@ def test_folder_without_a_vocabulary_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
     with pytest.raises(ConfigError) as caught:
         JiebaTokenizer.from_pretrained(tmp_path)
-    assert str(caught.value) == f"{tmp_path} has no vocab.txt, where a jieba tokenizer's words are."
+    assert str(caught.value) == f"{tmp_path} has no vocab.txt, which a jieba tokenizer needs."
 
 
 def test_use_changes_neither_its_pickle_nor_its_hash(tokenizer):
@@ -391,7 +391,7 @@ def test_a_spawned_process_gives_the_same_ids(tokenizer):
 
 
 def test_pieces_in_memory_have_a_bound(tokenizer, monkeypatch):
-    monkeypatch.setattr(jieba_tokenizer, "MOST_REMEMBERED", 10)
+    monkeypatch.setattr(jieba_tokenizer, "MAX_CACHED", 10)
     expected = [tokenizer.tokenize(f"word{number}") for number in range(100)]
     assert len(tokenizer.cache) <= 10
     assert [tokenizer.tokenize(f"word{number}") for number in range(100)] == expected
@@ -417,7 +417,7 @@ def test_vocabulary_keeps_the_most_frequent_words_and_ties_go_by_text():
 def test_vocabulary_too_small_for_words_is_refused():
     with pytest.raises(ConfigError) as caught:
         train_vocabulary(["北京"], 12)
-    assert str(caught.value) == "A vocabulary of 12 tokens has no place for words; ask for thousands."
+    assert str(caught.value) == "A vocabulary of 12 tokens has no room for words; use thousands."
 
 
 def test_trained_vocabulary_is_the_same_in_every_process():

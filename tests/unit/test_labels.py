@@ -72,7 +72,7 @@ def test_a_class_that_the_train_part_lacks_is_refused_by_name(tmp_path, kind):
     found = task(kind, tmp_path, (["bad", "good"], ["bad", "good"]), (["good", "awful"], ["awful", "good"]))
     assert refused(found) == (
         "Row 1 of the eval split has the label 'awful'; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names; null takes the data's own."
+        "Correct the row, or set task.label_names; null uses the names of the data."
     )
 
 
@@ -95,16 +95,16 @@ def test_label_names_may_rename_the_classes_in_their_order(tmp_path, kind):
 def test_label_names_that_could_mean_anything_are_refused(tmp_path, names):
     found = task("texts", tmp_path, (["bad", "good"], ["bad", "good"]), (["bad"], ["bad", "good"]), label_names=names)
     assert refused(found) == (
-        f"task.label_names=[{', '.join(names)}] does not fit the train split's own names of the classes: bad, good. Use the same "
-        "names, in any order; or a new name for each, in the data's order; or task.label_names=null for the data's own."
+        f"task.label_names=[{', '.join(names)}] does not match the class names of the train split: bad, good. Use the same "
+        "names, in any order; or a new name for each, in that order; or task.label_names=null, which uses those of the data."
     )
 
 
 def test_numbers_without_names_are_refused_where_label_names_reorders_the_named_ones(tmp_path):
     found = task("texts", tmp_path, (["bad", "good"], ["bad", "good"]), ([0, 1],), label_names=["good", "bad"])
     assert refused(found) == (
-        "The eval split's labels are numbers without names, and task.label_names puts the train split's own names (bad, good) "
-        "into a different order: what the numbers mean is not known. Set task.label_names=null."
+        "The labels of the eval split are numbers without names, and task.label_names changes the order of the train split's "
+        "names (bad, good), so what the numbers mean is unknown. Set task.label_names=null."
     )
 
 
@@ -119,8 +119,8 @@ def test_grades_that_are_numbers_written_as_texts_are_sorted_as_numbers(tmp_path
 def test_grades_that_are_words_need_label_names(tmp_path):
     grades = ["good", "bad", "fair"]
     assert refused(task("texts", tmp_path, (grades,), (grades,), ordinal=True)) == (
-        "task.ordinal=true: the labels are texts (bad, fair, good), whose order is not known. Set task.label_names to all of "
-        "them, the lowest grade first; or task.ordinal=false if they are no grades."
+        "task.ordinal=true: the labels are texts (bad, fair, good), whose order is unknown. Set task.label_names to all of "
+        "them, the lowest grade first, or task.ordinal=false if they are not grades."
     )
     found = task("texts", tmp_path, (grades,), (grades,), ordinal=True, label_names=["bad", "fair", "good"])
     assert scored_as(found, "train") == grades
@@ -129,7 +129,9 @@ def test_grades_that_are_words_need_label_names(tmp_path):
 def test_the_order_of_grades_is_said_where_the_data_set_gives_it(tmp_path):
     names = ["awful", "good", "fair"]
     found = task("texts", tmp_path, (names, names), (names, names), ordinal=True)
-    assert "task.ordinal=true: the grades are, lowest first, awful, good, fair." in found.notices(found.datasets(), None)
+    assert "task.ordinal=true: the grades from lowest to highest are awful, good, fair." in found.notices(
+        found.datasets(), None
+    )
 
 
 def of_csv(tmp_path: Path, text: str, **fields: Any) -> SequenceClassification:
@@ -156,16 +158,16 @@ def test_an_empty_label_of_a_csv_names_its_row(tmp_path, labels):
 
 def test_an_na_among_numbers_is_refused_and_not_made_a_class(tmp_path):
     assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n")) == (
-        "Row 2 of the train split has the label 'NA', where others have numbers. Correct the row, or name all classes in "
-        "task.label_names."
+        "Row 2 of the train split has the label 'NA', but other rows have numbers. Correct the row, or list all classes "
+        "in task.label_names."
     )
     assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n", label_names=["no", "yes"])) == (
         "Row 2 of the train split has the label 'NA'; there are 2 labels, 0 to 1 (no, yes). "
-        "Correct the row, or set task.label_names; null takes the data's own."
+        "Correct the row, or set task.label_names; null uses the names of the data."
     )
 
 
 def test_an_empty_text_of_a_csv_names_its_row(tmp_path):
     assert refused(of_csv(tmp_path, "text,label\na,1\n,0\n")) == (
-        "The train split has an empty text in column 'text' at row 1. Remove such rows, or fill them."
+        "The train split has an empty text in column 'text' at row 1. Remove these rows, or fill them in."
     )

@@ -92,7 +92,7 @@ def subwords(tmp_path):
 def test_a_row_of_subwords_is_its_text_and_a_newline(task, subwords):
     made = task(tokenizer=subwords)
     assert made.text_tokenizer.decode(made.datasets()["train"].stream) == "".join(f"{line}\n" for line in LINES)
-    assert not any("stands for" in line for line in made.notices(made.datasets(), None))  # nothing is unknown to it
+    assert not any("Tokens that are" in line for line in made.notices(made.datasets(), None))  # nothing is unknown to it
 
 
 @pytest.mark.parametrize("length", [1, 2, 35, 99, 100])
@@ -115,7 +115,7 @@ def test_fewer_blocks_are_drawn_once_and_stay_in_order():
 
 def test_unknown_words_are_told_by_their_share(task):
     made = task(vocab_size=4)
-    assert made.notices(made.datasets(), None)[-1] == "<unk> stands for 53.3% of train, 53.3% of eval."
+    assert made.notices(made.datasets(), None)[-1] == "Tokens that are <unk>: 53.3% of train, 53.3% of eval."
 
 
 @pytest.mark.parametrize("config", [OWN, GPT2, LLAMA], ids=["transformer_lm", "gpt2", "llama"])
@@ -172,22 +172,22 @@ FILES = "task.data_files={train: x.txt, eval: x.txt}"
     [
         (
             ["task.tokenizer=null"],
-            "task.model=null builds a fresh model: set task.tokenizer to words or basic_english, or to a name or a folder.",
+            "task.model=null builds a new model: set task.tokenizer to words or basic_english, or to a name or a folder.",
         ),
         (
             ["task.model=openai-community/gpt2"],
-            "task.tokenizer=words makes a vocabulary that task.model=openai-community/gpt2 does not know. Set "
-            "task.tokenizer=null, which takes the model's own. (task.model: the command line; task.tokenizer: recipe wikitext2)",
+            "task.tokenizer=words builds a vocabulary that does not fit task.model=openai-community/gpt2. Set "
+            "task.tokenizer=null to use the tokenizer of the model. (task.model: the command line; task.tokenizer: recipe wikitext2)",
         ),
         (["task.tokenizer=./nowhere"], "task.tokenizer=./nowhere: there is no such folder."),
         (
             ["task.tokenizer=openai-community/gpt2", "task.vocab_size=100"],
-            "task.vocab_size=100 bounds what is made from the text: task.tokenizer=words or basic_english.",
+            "task.vocab_size=100 has an effect only with task.tokenizer=words or basic_english.",
         ),
         (["task.block_length=0"], "task.block_length=0 must be at least 1."),
         (
             ["task.model_config=null"],
-            "task.model=null builds a fresh model: set task.model_config.model_type (such as gpt2) and its sizes.",
+            "task.model=null builds a new model: set task.model_config.model_type (such as gpt2) and its sizes.",
         ),
         (
             ["task.dataset=text", "task.data_files={train: x.txt, eval: x.txt, tset: x.txt}"],
@@ -216,7 +216,7 @@ def test_what_cannot_work_is_refused_before_torch(words, message, tmp_path, monk
     [
         (
             {"block_length": 15},
-            "task.block_length=15 needs 16 tokens; the train split has 15. Lower it, or give more text.",
+            "task.block_length=15 needs 16 tokens or more; the train split has 15. Lower it, or use more text.",
         ),
         ({"text_column": "txt"}, "task.text_column=txt is not a column of the train split. It has: text. Did you mean 'text'?"),
     ],
@@ -232,7 +232,7 @@ def test_row_without_a_text_is_named(write_rows):
     made = LanguageModeling(dataset="json", data_files={"train": path, "eval": path}, model_config=OWN, tokenizer="words")
     with pytest.raises(DataError) as refused:
         made.datasets()
-    assert str(refused.value) == "The train split has no text in column 'text' at row 1. Remove such rows, or fill them."
+    assert str(refused.value) == "The train split has no text in column 'text' at row 1. Remove these rows, or fill them in."
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_row_without_a_text_is_named(write_rows):
     [
         (
             {"model_config": OWN | {"max_position_embeddings": 3}},
-            "task.block_length=4 is more than the 3 positions of the model.",
+            "task.block_length=4 exceeds the model's 3 positions. Lower it.",
         ),
         (
             {"model_config": OWN | {"hidden_size": 15}},
@@ -249,7 +249,7 @@ def test_row_without_a_text_is_named(write_rows):
         ({"model_config": OWN | {"nhead": 3}}, "task.model_config.nhead is not a key of TransformerLMConfig."),
         (
             {"model_config": {"model_type": "transformer"}},
-            "task.model_config.model_type='transformer' is not one that transformers knows. Did you mean 'transformer_lm'?",
+            "task.model_config.model_type='transformer' is not known to transformers. Did you mean 'transformer_lm'?",
         ),
     ],
 )
@@ -269,8 +269,8 @@ def test_tokenizer_that_knows_more_than_the_model_is_refused(task, subwords, tmp
     with pytest.raises(ConfigError) as refused:
         other.build_model()
     assert str(refused.value) == (
-        f"The tokenizer knows {len(other.text_tokenizer)} tokens, task.model={tmp_path}/model only 8. Set "
-        "task.tokenizer=null, which takes the model's own."
+        f"The tokenizer has {len(other.text_tokenizer)} tokens, but task.model={tmp_path}/model only 8. Set "
+        "task.tokenizer=null to use the tokenizer of the model."
     )
 
 

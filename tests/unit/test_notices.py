@@ -59,14 +59,14 @@ def test_only_rows_that_are_trained_on_count_as_shared(texts):
 
 def test_a_split_that_files_do_not_have_is_said_to_be_unused(texts):
     said = of_reviews(texts, REVIEWS[:40], REVIEWS[40:], "task.eval_split=validation", "task.train_split=train")
-    assert said == ["Not used: task.eval_split=validation. task.data_files has parts and no splits."]
+    assert said == ["No effect: task.eval_split=validation. The splits come from task.data_files."]
 
 
 def test_a_split_that_a_function_does_not_have_is_said_to_be_unused():
     task = Recipe.load("mnist_demo", "task.train_split=training", "task.dataset=tests.support.tasks:few_digits").task
     said = task.notices(task.datasets(), None)
     assert said[0] == (
-        "Not used: task.train_split=training. task.dataset=tests.support.tasks:few_digits has parts and no splits."
+        "No effect: task.train_split=training. The splits come from task.dataset=tests.support.tasks:few_digits."
     )
 
 

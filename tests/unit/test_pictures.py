@@ -61,7 +61,7 @@ def test_folders_are_put_together_by_name_whatever_the_suffix(folder):
 def test_a_mask_of_another_size_is_refused(folder):
     mask(width=30).save(folder / "test" / "mask" / "b.png")
     assert refusal(folder) == (
-        f"Row 1 of the eval split ({folder}/test/image/b.png) is 40 x 32 pixels, and its mask 30 x 32. "
+        f"Row 1 of the eval split ({folder}/test/image/b.png) is 40 x 32 pixels, but its mask is 30 x 32. "
         "They must have the same size."
     )
 
@@ -69,28 +69,27 @@ def test_a_mask_of_another_size_is_refused(folder):
 def test_an_image_without_a_partner_is_refused(folder):
     (folder / "train" / "mask" / "b.png").unlink()
     assert refusal(folder) == (
-        f"task.data_dir={folder}: {folder}/train/image/b.png has no partner of its name in {folder}/train/mask."
+        f"task.data_dir={folder}: {folder}/train/image/b.png has no match of the same name in {folder}/train/mask."
     )
 
 
 def test_a_mask_without_an_image_is_refused(folder):
     mask().save(folder / "train" / "mask" / "c.png")
     assert refusal(folder) == (
-        f"task.data_dir={folder}: {folder}/train/mask/c.png has no partner of its name in {folder}/train/image."
+        f"task.data_dir={folder}: {folder}/train/mask/c.png has no match of the same name in {folder}/train/image."
     )
 
 
 def test_a_file_that_is_no_image_is_named(folder):
     (folder / "train" / "target" / "a.png").write_text("no image")
-    assert refusal(folder) == f"Row 0 of the train split ({folder}/train/target/a.png) is no image that can be read."
+    assert refusal(folder) == f"Row 0 of the train split ({folder}/train/target/a.png) is not an image that can be read."
 
 
 def test_an_empty_folder_is_refused(folder):
     for path in (folder / "test" / "image").iterdir():
         path.unlink()
     assert refusal(folder) == (
-        f"task.data_dir={folder}: {folder}/test/image holds no images "
-        "(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .ppm)."
+        f"task.data_dir={folder}: {folder}/test/image has no images (.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .ppm)."
     )
 
 
@@ -101,15 +100,15 @@ def test_a_missing_folder_is_named(folder):
 def test_a_mask_that_is_empty_everywhere_is_refused(folder):
     mask(value=100).save(folder / "train" / "mask" / "a.png")
     assert refusal(folder) == (
-        f"Row 0 of the train split ({folder}/train/mask/a.png) has a mask that is empty everywhere: nothing is to be restored. "
-        "Paint white (at least half bright) what is damaged, or leave the image out."
+        f"Row 0 of the train split ({folder}/train/mask/a.png) has an empty mask, so there is nothing to restore. Paint the "
+        "damage white (at least half bright), or leave the image out."
     )
 
 
 def test_an_image_smaller_than_the_crop_is_refused(folder):
     assert refusal(folder, crop=33) == (
         f"Row 0 of the train split ({folder}/train/image/a.png) is 40 x 32 pixels, smaller than task.crop=33. "
-        "Lower task.crop, or remove such images."
+        "Lower it, or remove such images."
     )
 
 
@@ -123,7 +122,7 @@ def test_images_that_are_not_rgb_are_converted_and_that_is_said_once(folder, mod
         "Training on random squares of 16 x 16 pixels; evaluation on whole images, padded to multiples of 8.",
         "2 of the 2 images in the eval split are also in the train split: scores will look better than they are.",
         "The masks mark, on average, 8.8% of train, 8.8% of eval.",
-        "Grey, transparent or the like, and made RGB: 1 of the train split's images.",
+        "Converted to RGB: 1 of the images in the train split.",
     ]
 
 
@@ -148,7 +147,7 @@ def test_what_is_transparent_marks_nothing(folder):
 
 def test_a_mask_that_is_transparent_everywhere_is_empty(folder):
     Image.new("RGBA", (40, 32), (255, 255, 255, 0)).save(folder / "train" / "mask" / "a.png")
-    assert "has a mask that is empty everywhere" in refusal(folder)
+    assert "has an empty mask" in refusal(folder)
 
 
 def test_a_mask_of_numbered_classes_is_refused(folder):
@@ -158,8 +157,8 @@ def test_a_mask_of_numbered_classes_is_refused(folder):
     classes.paste(2, (4, 8, 12, 9))
     classes.save(folder / "train" / "mask" / "a.png")
     assert refusal(folder) == (
-        f"Row 0 of the train split ({folder}/train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0): which of "
-        "them mark damage cannot be told. Save masks in black and white."
+        f"Row 0 of the train split ({folder}/train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0), and it is "
+        "unclear which of them mark damage. Save masks in black and white."
     )
 
 
@@ -168,7 +167,7 @@ def test_a_mask_with_a_palette_of_black_and_white_is_read(folder):
     assert task(folder).datasets()["train"][0]["mask"].sum() == 8 * 14
 
 
-@pytest.mark.parametrize(("inverted", "doubt"), [(False, ""), (True, " Are the masks inverted? White is what is damaged.")])
+@pytest.mark.parametrize(("inverted", "doubt"), [(False, ""), (True, " Are the masks inverted? White marks damage.")])
 def test_the_share_that_masks_mark_is_said_and_doubted_where_it_is_large(folder, inverted, doubt):
     if inverted:
         for path in (folder / "train" / "mask").iterdir():
@@ -210,7 +209,7 @@ def test_an_image_that_changed_its_size_since_the_start_is_named(folder):
     with pytest.raises(DataError) as caught:
         train[1]
     assert str(caught.value) == (
-        f"Row 1 of the train split ({folder}/train/target/b.png): its target is 20 x 32 pixels, and was 40 x 32 when training "
+        f"Row 1 of the train split ({folder}/train/target/b.png): its target is 20 x 32 pixels, but was 40 x 32 when training "
         "began."
     )
 
@@ -308,11 +307,11 @@ def test_a_grid_holds_pictures_of_several_sizes():
     [
         (("task.width=12",), "task.width=12 must be a multiple of 8."),
         (("task.crop=8",), "task.crop=8 must be at least 16."),
-        (("task.fill=[0,0]",), "task.fill=[0, 0] must be three numbers from 0 to 255: red, green, blue."),
+        (("task.fill=[0,0]",), "task.fill=[0, 0] must be three numbers from 0 to 255: red, green and blue."),
         (("task.mask_weight=0",), "task.mask_weight=0.0 must be above 0."),
         (
             ("task.target_column=target",),
-            "task.target_column=target needs task.mask_column: which pixels are damaged cannot be told.",
+            "task.target_column=target needs task.mask_column, which marks the damaged pixels.",
         ),
         (
             ("task.network_args.depth=4",),

@@ -41,7 +41,7 @@ def test_all_file_formats_give_the_same_samples(tmp_path, kind):
     assert loaded.validate() == []
     train = loaded.datasets()["train"]
     assert list(train["label"]) == [row["label"] for row in ROWS]
-    assert loaded.tokenizer.decode(train[0]["input_ids"], skip_special_tokens=True) == "the food was a on day 0"
+    assert loaded.text_tokenizer.decode(train[0]["input_ids"], skip_special_tokens=True) == "the food was a on day 0"
     assert loaded.lengths(train).tolist() == [len(row) for row in train["input_ids"]]
 
 
@@ -98,7 +98,7 @@ def test_trained_tokenizer_is_the_same_in_every_process():
     code = (
         "from hftune.tasks import SequenceClassification as S; import hashlib, json;"
         "t = S(model=None, dataset='hftune.data.demo:reviews', max_train_samples=500, vocab_size=400);"
-        "print(hashlib.sha256(json.dumps(sorted(t.tokenizer.get_vocab().items())).encode()).hexdigest())"
+        "print(hashlib.sha256(json.dumps(sorted(t.text_tokenizer.get_vocab().items())).encode()).hexdigest())"
     )
     said = {
         subprocess.run(
@@ -156,5 +156,5 @@ def test_file_given_to_a_model_of_texts_says_how_texts_are_given():
     with pytest.raises(DataError) as caught:
         text.check_inputs([Path("photo.png")])
     assert str(caught.value) == (
-        "Input 0 is the file photo.png; texts come from --text and --text-file. This model answers texts."
+        "Input 0 is the file photo.png; texts come from --text and --text-file. This model takes texts."
     )

@@ -89,5 +89,5 @@ def test_dropout_is_on_in_training_alone():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^hidden_size=30 is not a multiple of 2 \* num_attention_heads=8\.$"):
         build(hidden_size=30)
-    with pytest.raises(ValueError, match=r"^21 tokens are more than the 20 positions of the model\.$"):
+    with pytest.raises(ValueError, match=r"^21 tokens exceed the model's 20 positions\.$"):
         build()(torch.zeros(1, 21, dtype=torch.long))

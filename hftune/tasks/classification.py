@@ -1,0 +1,25 @@
+"""What the classification tasks share, of texts or of images: the most probable class of each sample, and its evaluation rows.
+
+Shape suffixes: N samples, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def most_probable(logits_NK: Tensor) -> list[tuple[int, float]]:
+    """Return each sample's most probable class number and its probability, rounded to 6 digits."""
+    probability_N, class_N = logits_NK.float().softmax(-1).max(-1)
+    return [(label, round(probability, 6)) for label, probability in zip(class_N.tolist(), probability_N.tolist(), strict=True)]
+
+
+def evaluation_rows(logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
+    """Return rows of label and prediction (class numbers) and the prediction's probability."""
+    return [
+        {"label": label, "prediction": prediction, "probability": probability}
+        for label, (prediction, probability) in zip(labels_N.tolist(), most_probable(logits_NK), strict=True)
+    ]
