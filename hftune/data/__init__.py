@@ -1,1 +1,1 @@
-"""Reading, caching and padding of data. Knows no model, no rank and no device."""
+"""Reading, caching and padding of data. Independent of models, ranks and devices."""

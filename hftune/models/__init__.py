@@ -1,1 +1,1 @@
-"""Models, and how they are loaded or built. Knows no data, no rank and no device."""
+"""Models, and how they are loaded or built. Independent of data, ranks and devices."""

@@ -274,7 +274,7 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _places(shape_BHNSD: torch.Size, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the named blocks stand among those of all rows and heads, and which of their keys count."""
+    """Return the flat indices of the named blocks among those of all rows and heads, and which of their keys count."""
     B, H, N, S, _ = shape_BHNSD
     K = blocks_BHMK.shape[-1]
     starts_BH11 = torch.arange(B * H, device=blocks_BHMK.device).view(B, H, 1, 1) * N

@@ -33,7 +33,7 @@ class ConvNet(nn.Module):
         self.linear2 = nn.Linear(50 * width, num_classes)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return logits (N, K) of normalised images (N, C, H, W)."""
+        """Return logits (N, K) of normalized images (N, C, H, W)."""
         x_NCHW = relu(max_pool2d(self.conv1(image), 2))
         x_NCHW = relu(max_pool2d(self.drop_channels(self.conv2(x_NCHW)), 2))
         x_NF = relu(self.linear1(x_NCHW.flatten(1)))

@@ -34,7 +34,7 @@ class ImageClassification(ImageTask):
     """Classify images. The loss is cross-entropy; an item is an image."""
 
     network: str | None = None
-    """Import path of your own network class, package.module.Class. It is called with normalised images (N, C, H, W), float32,
+    """Import path of your own network class, package.module.Class. It is called with normalized images (N, C, H, W), float32,
     and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout."""
     network_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own network, such as {num_classes: 10}."""
@@ -188,7 +188,7 @@ class ImageClassification(ImageTask):
         return {**example, "image": move(example["image"], angle * rotate, right * shift, down * shift)}
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Stack and normalise: image (N, C, H, W) float32, labels (N,) int64."""
+        """Stack and normalize: image (N, C, H, W) float32, labels (N,) int64."""
         import numpy as np
         import torch
 

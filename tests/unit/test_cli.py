@@ -1,5 +1,6 @@
 """The hftune command: what it refuses, and how."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -106,6 +107,16 @@ def test_vocabulary_is_written_from_lines_of_text_and_over_an_earlier_one(capsys
         assert cli.main(["vocab", str(tmp_path / "corpus.txt"), "--size", str(size), "--output", str(words)]) == 0
         listed = (words / "vocab.txt").read_text(encoding="utf-8").splitlines()
         assert len(listed) <= size and "的" in listed
+
+
+@pytest.mark.parametrize("name", ["corpus.tsv", "corpus.csv.gz"])
+def test_vocabulary_is_written_from_tables_with_tabs_and_compressed_ones(name, tmp_path):
+    separator = "\t" if name.endswith("tsv") else ","
+    lines = [f"id{separator}text", *(f"{row}{separator}北京大学的报告 上海的地铁" for row in range(5))]
+    raw, words = "\n".join(lines).encode(), tmp_path / "words"
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    assert cli.main(["vocab", str(tmp_path / name), "--columns", "text", "--size", "60", "--output", str(words)]) == 0
+    assert "北京大学" in (words / "vocab.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_vocabulary_that_loading_would_refuse_is_not_written(capsys, tmp_path):

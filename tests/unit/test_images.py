@@ -329,7 +329,7 @@ def test_label_out_of_range_names_its_row(tmp_path):
 
 def test_images_of_another_size_are_refused_by_name(tmp_path):
     way_out = (
-        "and task.image_size=28. Give all images that size, or set task.resize=true, which scales the shorter side and crops "
+        "but task.image_size=28. Give all images that size, or set task.resize=true, which scales the shorter side and crops "
         "the longer one."
     )
     write_idx(tmp_path / "idx", images=IMAGES[:, 4:, :])
