@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         session(options.master or ("local[1]" if options.local else None))
         launch(recipe, options.num_processes, options.local, options.use_gpu)
     except (ConfigError, DataError, TrainingError, Interrupted) as error:
-        from hftune.distributed.heartbeat import exit_code
+        from hftune.distributed.failure_report import exit_code
 
         print(f"hftune: {error}", file=sys.stderr, flush=True)
         return exit_code(error)

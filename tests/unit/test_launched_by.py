@@ -7,8 +7,8 @@ import pytest
 import hftune.run
 from hftune import ConfigError, Recipe
 from hftune.distributed.accelerator import check_launch, check_launcher
-from hftune.distributed.heartbeat import Whereabouts
-from hftune.distributed.preflight import check_environment, launch_options
+from hftune.distributed.preflight import launch_options
+from hftune.distributed.process_info import check_environment
 
 GIVEN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -59,14 +59,15 @@ def refused(function, *arguments) -> str:
         ({"ACCELERATE_USE_CPU": "banana"}, "ACCELERATE_USE_CPU=banana in the environment is neither true nor false."),
         (
             {"SLURM_STEP_NUM_TASKS": "8"},
-            "srun has started 8 processes (SLURM_STEP_NUM_TASKS=8), and none knows of the others: each would train alone. "
+            "srun started 8 processes (SLURM_STEP_NUM_TASKS=8) that are not connected: each would train alone. "
             "`hftune slurm` writes a script for it; or start one launcher on each node: srun --ntasks-per-node=1 torchrun. To "
-            "train alone on purpose, set WORLD_SIZE=1.",
+            "train in separate processes on purpose, set WORLD_SIZE=1.",
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-            "mpirun has started 2 processes (OMPI_COMM_WORLD_SIZE=2), and none knows of the others: each would train alone. "
-            "Start them with torchrun --nproc_per_node N, or accelerate launch. To train alone on purpose, set WORLD_SIZE=1.",
+            "mpirun started 2 processes (OMPI_COMM_WORLD_SIZE=2) that are not connected: each would train alone. "
+            "Start them with torchrun --nproc_per_node N, or accelerate launch. To train in separate processes on purpose, "
+            "set WORLD_SIZE=1.",
         ),
     ],
 )
@@ -97,7 +98,7 @@ def test_leaving_needs_no_number_either(environment):
 )
 def test_what_launchers_do_set_is_not_refused(environment, values):
     environment(**values)
-    Whereabouts.from_environment()
+    check_environment()
 
 
 @pytest.mark.parametrize(

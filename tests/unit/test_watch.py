@@ -6,27 +6,40 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from hftune.distributed import heartbeat as module
-from hftune.distributed.heartbeat import Heartbeat, Report, Whereabouts, _Watch, is_second_hand
+from hftune.distributed import failure_report, heartbeat, watchdog
+from hftune.distributed.failure_report import Report, is_second_hand, stack_location
+from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import Attempt, agree
+from hftune.distributed.watchdog import Limits, Watchdog
 from hftune.errors import ConfigError, ElsewhereError, TrainingError
 
 FRESH = 0.3
 
 
-def whereabouts(rank: int, num_processes: int = 2, machine: range = range(1)) -> Whereabouts:
-    return Whereabouts(rank, num_processes, machine, has_agent=False, host=f"host{machine.start}")
+def whereabouts(rank: int, num_processes: int = 2, machine: range = range(1)) -> ProcessInfo:
+    return ProcessInfo(
+        rank,
+        num_processes,
+        rank - machine.start,
+        len(machine),
+        f"host{machine.start}",
+        main_address="10.0.0.1",
+        main_port=29500,
+    )
 
 
 @pytest.fixture
@@ -38,22 +51,22 @@ def store():
 def watch(monkeypatch, store):
     """Return a function that starts the watch of one of two processes, which beats every hundredth of a second."""
     for name, seconds in (("BEAT_S", 0.01), ("HURT_S", 10.0), ("HEARD_S", 0.5), ("RETURN_S", 0.1), ("FRESH_S", FRESH)):
-        monkeypatch.setattr(module, name, seconds)
+        monkeypatch.setattr(watchdog, name, seconds)
     watches = []
 
     def start(
         rank: int,
         dead_after_s: float = 0.3,
         stall_after_s: float | None = None,
-        here: Whereabouts | None = None,
+        here: ProcessInfo | None = None,
         has_group: bool = True,
         look: Callable[[], Any] | None = None,
-    ) -> _Watch:
-        own = Heartbeat(Progress(), dead_after_s, stall_after_s)
-        own.here = here or whereabouts(rank, machine=range(rank, rank + 1))
-        own.progress.stage(f"step {rank + 3}")
-        shared = dist.PrefixStore("run", store.clone())
-        watches.append(_Watch(own, look or (lambda: shared), has_group, secret="word"))
+    ) -> Watchdog:
+        progress, shared = Progress(), dist.PrefixStore("run", store.clone())
+        progress.stage(f"step {rank + 3}")
+        here = here or whereabouts(rank, machine=range(rank, rank + 1))
+        limits = Limits(dead_after_s, stall_after_s)
+        watches.append(Watchdog(here, progress, limits, lambda: None, look or (lambda: shared), has_group, secret="word"))
         watches[-1].claim()  # or its thread would end this process
         return watches[-1]
 
@@ -66,23 +79,23 @@ def watch(monkeypatch, store):
 def test_exactly_one_process_of_each_machine_speaks():
     machines = [range(4), range(4, 8)]
     for rank in range(8):
-        for can_speak in (True, False):
-            report = Report("", rank=rank, can_speak=can_speak)
-            speakers = [[one for one in machine if whereabouts(one, 8, machine).speaks(report)] for machine in machines]
+        for can_print in (True, False):
+            report = Report("", rank=rank, can_print=can_print)
+            speakers = [[one for one in machine if report.is_printed_by(whereabouts(one, 8, machine))] for machine in machines]
             assert [len(some) for some in speakers] == [1, 1]
-            assert ([rank] in speakers) == can_speak
+            assert ([rank] in speakers) == can_print
 
 
 def test_a_process_alone_on_its_machine_that_is_gone_leaves_nobody_to_speak_there():
-    assert not whereabouts(1, 2, range(1, 2)).speaks(Report("", rank=1, can_speak=False))
+    assert not Report("", rank=1, can_print=False).is_printed_by(whereabouts(1, 2, range(1, 2)))
 
 
-def silence(watch: _Watch) -> None:
+def silence(watch: Watchdog) -> None:
     """Let a process fall silent, as C code does that holds Python's lock."""
     watch._round = lambda passed_s: time.sleep(0.01)
 
 
-def on_one_machine(rank: int, num_processes: int = 2) -> Whereabouts:
+def on_one_machine(rank: int, num_processes: int = 2) -> ProcessInfo:
     return replace(whereabouts(rank, num_processes, range(num_processes)), has_agent=True)
 
 
@@ -148,9 +161,9 @@ def test_a_process_of_another_machine_lives_if_one_beside_it_says_so(watch, sile
 def test_a_process_that_has_ended_and_was_not_collected_is_not_running():
     child = subprocess.Popen(["true"])
     time.sleep(0.2)
-    assert not module._is_running(child.pid)
+    assert not watchdog._is_running(child.pid)
     child.wait()
-    assert module._is_running(os.getpid())
+    assert watchdog._is_running(os.getpid())
 
 
 def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_success(watch, store):
@@ -169,7 +182,7 @@ def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_succes
 
 
 def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatch, store):
-    monkeypatch.setattr(module, "REMINDER_S", 0.2)
+    monkeypatch.setattr(heartbeat, "REMINDER_S", 0.2)
     own = Heartbeat(Progress(), 60, None)
     own.here = whereabouts(0, 3)
     own._watch = watch(0, 60, None, whereabouts(0, 3), has_group=False)
@@ -186,7 +199,7 @@ def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatc
 
 
 def test_a_process_without_a_launchers_store_says_that_it_waits_and_where(capfd, monkeypatch):
-    monkeypatch.setattr(module, "REMINDER_S", 0.1)
+    monkeypatch.setattr(heartbeat, "REMINDER_S", 0.1)
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     own = Heartbeat(Progress(), 60, None)
@@ -215,7 +228,7 @@ def test_a_silent_process_is_missed_in_the_step_where_the_others_wait(watch, gon
     assert report.text.endswith(
         f"and is missing in step {4 - gone}. It was killed, or its machine is down or cut off. Last seen 0 s ago in step {gone + 3}."
     )
-    assert (report.code, report.rank, report.is_spoken_here) == (1, gone, True)
+    assert (report.code, report.rank, report.is_printed_here) == (1, gone, True)
 
 
 def test_a_process_that_marks_progress_is_not_hung_and_then_is(watch, capfd):
@@ -235,13 +248,11 @@ def test_the_first_report_counts_on_all_processes(watch):
     own = [Report("hftune: one", rank=0), Report("hftune: other", code=2, rank=1)]
     with ThreadPoolExecutor() as pool:
         settled = list(pool.map(lambda pair: pair[0].settle(pair[1]), zip(watches, own, strict=True)))
-    assert replace(settled[0], is_spoken_here=True) == replace(settled[1], is_spoken_here=True)
-    assert replace(settled[0], is_spoken_here=True) in own
+    assert replace(settled[0], is_printed_here=True) == replace(settled[1], is_printed_here=True)
+    assert replace(settled[0], is_printed_here=True) in own
 
 
-def test_a_store_that_is_gone_is_named_with_who_was_there(watch, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+def test_a_store_that_is_gone_is_named_with_who_was_there(watch):
     watches = [watch(0), watch(1)]
     time.sleep(0.1)
 
@@ -296,6 +307,15 @@ def test_known_errors_are_messages_with_their_exit_code(monkeypatch):
 )
 def test_an_error_is_second_hand_where_torch_tells_of_a_connection(error, expected):
     assert is_second_hand(error) == expected
+
+
+def test_a_stall_in_a_library_is_located_in_the_hftune_code_that_called_it(monkeypatch):
+    """An installed hftune lies in site-packages, as libraries do."""
+    monkeypatch.setattr(failure_report, "PACKAGE", Path("/venv/site-packages/hftune"))
+    names = {}
+    exec(compile("def wait(sys):\n return sys._getframe()", "/venv/site-packages/torch/comm.py", "exec"), names)
+    exec(compile("def fit(sys):\n return wait(sys)", "/venv/site-packages/hftune/loop.py", "exec"), names)
+    assert stack_location(names["fit"](sys)) == "wait (comm.py:2), called from fit (loop.py:2)"
 
 
 def test_many_samples_are_cut():
