@@ -28,9 +28,10 @@ from hftune.distributed.failure_report import (
     is_second_hand,
     with_report,
 )
+from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
-from hftune.distributed.watchdog import CLOSING_S, Limits, Watchdog
+from hftune.distributed.watchdog import CLOSING_S, Watchdog
 from hftune.errors import ElsewhereError, Interrupted, TrainingError
 
 REMINDER_S = 15.0  # between two lines that say who is waited for
@@ -102,12 +103,12 @@ class Heartbeat:
 
     def _missing(self) -> str | None:
         """Say who has not come; None if another process says it."""
-        if self._watch is not None and (self.here.rank == 0 or 0 in self._watch.beats):
-            return self._watch.missing() if self.here.rank == 0 else None
+        if self._watch is not None and (self.here.rank == 0 or 0 in self._watch.peers.beats):
+            return self._watch.peers.missing() if self.here.rank == 0 else None
         if self.here.rank != self.here.node_ranks[0]:
             return None
         place = self.here.store_address
-        who = "process 0, which has not begun" if self._watch is not None else "the other processes"
+        who = "process 0, which has not started" if self._watch is not None else "the other processes"
         return f"{who}: all {self.here.world_size} must be started with the same command, and reach {place}"
 
     def _start_watchdog(self, look: Callable[[], Any | None], has_group: bool, secret: str = "") -> Watchdog:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hftune.distributed import failure_report, heartbeat, watchdog
+from hftune.distributed import failure_report, heartbeat, peers, watchdog
 from hftune.distributed.failure_report import Report, is_second_hand, stack_location
 from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import Attempt, agree
-from hftune.distributed.watchdog import Limits, Watchdog
+from hftune.distributed.watchdog import NEXT, State, Watchdog
 from hftune.errors import ConfigError, ElsewhereError, TrainingError
 
 FRESH = 0.3
@@ -50,8 +52,9 @@ def store():
 @pytest.fixture
 def watch(monkeypatch, store):
     """Return a function that starts the watch of one of two processes, which beats every hundredth of a second."""
-    for name, seconds in (("BEAT_S", 0.01), ("HURT_S", 10.0), ("HEARD_S", 0.5), ("RETURN_S", 0.1), ("FRESH_S", FRESH)):
+    for name, seconds in (("BEAT_S", 0.01), ("HEARD_S", 0.5), ("RETURN_S", 0.1)):
         monkeypatch.setattr(watchdog, name, seconds)
+    monkeypatch.setattr(peers, "FRESH_S", FRESH)
     watches = []
 
     def start(
@@ -72,8 +75,34 @@ def watch(monkeypatch, store):
 
     yield start
     for one in watches:
-        if one._bye is None:
+        if one.state is not State.CLOSED:
             one.close("done")
+
+
+def test_a_watchdog_that_ends_the_process_or_is_closed_changes_its_mind_no_more():
+    """The main thread may come back while the watchdog waits for it, and not once it does not."""
+    reached = {state: {state} for state in State}
+    for _ in State:
+        reached = {state: states.union(*(NEXT[other] for other in states)) for state, states in reached.items()}
+    assert reached[State.ENDING] == {State.ENDING} and reached[State.CLOSED] == {State.CLOSED}
+    assert reached[State.RETURNED] == {State.RETURNED, State.CLOSED}
+    assert reached[State.WATCHING] == set(State)
+
+
+def test_the_table_of_states_says_what_may_follow():
+    rows = re.split(r"^ +(?=[A-Z]+ +[A-Z])", State.__doc__.partition("Next\n")[2], flags=re.MULTILINE)
+    named = {row.split()[0]: set(re.findall(r"\b([A-Z]+):", row)) for row in rows[1:]}
+    assert named == {state.name: {other.name for other in NEXT[state]} for state in State}
+
+
+def test_a_main_thread_that_comes_back_too_late_never_continues(watch):
+    one = watch(0)
+    one.state = State.ENDING
+    waiting = threading.Thread(target=one.claim, daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and one.state is State.ENDING
+    one.state = State.RETURNED
 
 
 def test_exactly_one_process_of_each_machine_speaks():
@@ -111,9 +140,9 @@ def test_a_silent_process_that_lives_on_this_machine_is_given_the_time_of_a_stal
     assert warning.startswith(f"hftune: Process {silent} (host host0, pid ") and warning.count("\n") == 1
     assert ") is alive but has not answered for 0 s (train.dead_after_s=0.3). C code holds Python's lock there, or " in warning
     assert f"or it is stopped or swapping. Last seen 0 s ago in step {silent + 3}. Waiting for up to 1.5 s (train." in warning
-    assert other._decided.wait(5)
+    assert other._failure_is_known.wait(5)
     assert other.report.text.endswith(
-        f"is alive but has not answered for 2 s and is missing in step {4 - silent}. C code holds Python's lock there, or it is "
+        f"is alive but has not answered for 2 s during step {4 - silent}. C code holds Python's lock there, or it is "
         f"stopped or swapping. train.stall_after_s=1.5 is the limit. Last seen 2 s ago in step {silent + 3}."
     )
 
@@ -126,7 +155,7 @@ def test_a_silent_process_that_comes_back_was_never_dead(watch):
     time.sleep(0.5)
     watches[1]._round = round_
     time.sleep(0.2)
-    assert watches[0].report is None and watches[0]._silent_s[1] < 0.2 and not watches[0]._awaited
+    assert watches[0].report is None and watches[0].peers.silent_s[1] < 0.2 and not watches[0].peers.waited_for
 
 
 def test_a_broken_connection_bounds_the_wait_for_a_process_that_lives(watch):
@@ -135,7 +164,7 @@ def test_a_broken_connection_bounds_the_wait_for_a_process_that_lives(watch):
     silence(watches[1])
     report = watches[0].wait_for_cause()
     assert "is alive but has not answered" in report.text
-    assert "train.dead_after_s=0.5 is the limit, as a connection broke meanwhile." in report.text
+    assert "train.dead_after_s=0.5 is the limit, because a connection broke meanwhile." in report.text
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -150,9 +179,9 @@ def test_a_process_of_another_machine_lives_if_one_beside_it_says_so(watch, sile
     assert [one.report for one in watches.values()] == [None] * 4
     silence(watches[2 * silent + 1])  # and now nobody vouches for it
     judge = watches[2 - 2 * silent]
-    assert judge._decided.wait(FRESH + 3)
+    assert judge._failure_is_known.wait(FRESH + 3)
     assert re.search(
-        r" has given no sign of life for \d s and is missing in step \d\. It was killed, or its machine is down or cut off\. If it "
+        r" has given no sign of life for \d s during step \d\. It was killed, or its machine is down or cut off\. If it "
         r"may be in C code that holds Python's lock for so long, raise train\.dead_after_s=0\.4\. Last seen \d s ago in step \d\.$",
         judge.report.text,
     )
@@ -161,9 +190,9 @@ def test_a_process_of_another_machine_lives_if_one_beside_it_says_so(watch, sile
 def test_a_process_that_has_ended_and_was_not_collected_is_not_running():
     child = subprocess.Popen(["true"])
     time.sleep(0.2)
-    assert not watchdog._is_running(child.pid)
+    assert not peers.is_running(child.pid)
     child.wait()
-    assert watchdog._is_running(os.getpid())
+    assert peers.is_running(os.getpid())
 
 
 def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_success(watch, store):
@@ -192,7 +221,7 @@ def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatc
         time.sleep(0.35)
     said = capfd.readouterr().err
     assert re.fullmatch(
-        r"hftune: Process 0 \(host \S+, pid \d+\) has waited 0 s for process 1, which has not begun; process 2 \(host host2, "
+        r"hftune: Process 0 \(host \S+, pid \d+\) has waited 0 s for process 1, which has not started; process 2 \(host host2, "
         r"pid \d+\), in step 5\.\n",
         said,
     )
@@ -215,7 +244,7 @@ def test_processes_that_end_at_different_times_are_not_missed(watch):
     time.sleep(0.1)
     second.close("done")
     time.sleep(0.6)
-    assert first.report is None and not first._is_lost
+    assert first.report is None and first.loss is None
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -226,7 +255,7 @@ def test_a_silent_process_is_missed_in_the_step_where_the_others_wait(watch, gon
     report = watches[1 - gone].wait_for_cause()
     assert report.text.startswith(f"hftune: Process {gone} (host host{gone}, pid ")
     assert report.text.endswith(
-        f"and is missing in step {4 - gone}. It was killed, or its machine is down or cut off. Last seen 0 s ago in step {gone + 3}."
+        f" during step {4 - gone}. It was killed, or its machine is down or cut off. Last seen 0 s ago in step {gone + 3}."
     )
     assert (report.code, report.rank, report.is_printed_here) == (1, gone, True)
 
@@ -238,9 +267,9 @@ def test_a_process_that_marks_progress_is_not_hung_and_then_is(watch, capfd):
         watches[1].progress.samples([1, 2])
     assert watches[0].report is None
     report = watches[1].wait_for_cause()
-    assert report.is_stall and report.text.startswith("hftune: No process has moved on for 0 s (train.stall_after_s=0.3).")
+    assert report.is_stall and report.text.startswith("hftune: No process has made progress for 0 s (train.stall_after_s=0.3).")
     assert "step 3, in" in report.text and "step 4, samples 1, 2, in" in report.text
-    assert "stands at" in capfd.readouterr().err
+    assert "] is at\n" in capfd.readouterr().err
 
 
 def test_the_first_report_counts_on_all_processes(watch):
@@ -365,12 +394,12 @@ def test_a_process_follows_to_a_newer_attempt(attempts):
 
 def test_an_early_watch_of_a_restarted_group_does_not_read_the_last_beats_of_the_group_before(watch, attempts):
     dead = meet(*attempts(0, 1))[1]
-    dead.set("beat/1", json.dumps({"round": 7, "who": "Process 1", "pid": 1, "place": "x", "bye": None, "hurt": False}))
+    dead.set("beat/1", json.dumps({"round": 7, "who": "Process 1", "pid": 1, "position": "x", "bye": None, "hurt": False}))
     assert dead.get("beat/1")
     (again,) = attempts(0)
     early = watch(0, 0.2, None, whereabouts(0), has_group=False, look=again.look)
     time.sleep(0.6)
-    assert early.report is None and early.beats == {}
+    assert early.report is None and early.peers.beats == {}
 
 
 def test_a_group_does_not_meet_the_one_that_ended_in_the_same_store(store):
