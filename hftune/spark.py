@@ -151,7 +151,7 @@ def check_slots(spark: SparkSession, num_tasks: int) -> None:
 @contextmanager
 def shared_folder(recipe: Recipe) -> Iterator[Path]:
     """Make a folder for this launch alone, with the recipe in it, inside the output folder; remove it at the end."""
-    from hftune.distributed.accelerator import check_writable
+    from hftune.distributed.preflight import check_writable
 
     check_writable(Path(recipe.output_dir))
     Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What this process can learn about the launcher that started it. Knows no training.
+"""Refuses what a launcher asks for and this machine or hftune cannot do, before anything is loaded. Independent of data.
 
 How many processes `accelerate launch` was asked for is not in the environment: `accelerate launch --cpu --num_processes 2`
 starts ONE and says nothing, and so it does for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But in these
@@ -7,14 +7,22 @@ cases, as in all others, the launcher is the parent process, and its command lin
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
+from accelerate.utils.environment import parse_flag_from_env
 
+from hftune.config import Recipe
+from hftune.config.sections import TrainConfig
+from hftune.distributed.accelerator import asks_for_fsdp, on_cpu
+from hftune.distributed.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.distributed.process_info import ProcessInfo
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, format_value
 
 LAUNCHERS = (
     ["accelerate", "launch"],
@@ -23,6 +31,189 @@ LAUNCHERS = (
     ["accelerate.commands.accelerate_cli", "launch"],
 )
 """The words that start it, the first as a program in some folder or after ``python -m``."""
+
+
+def check_launcher(recipe: Recipe) -> None:
+    """Refuse what the launcher asks for and hftune does not do, before anything is loaded.
+
+    Raises:
+        ConfigError: DeepSpeed, Megatron-LM or a parallelism_config; version 1 of FSDP, or what does not work under it; what
+            ``check_options`` refuses.
+    """
+    for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
+        if parse_flag_from_env(variable):
+            raise ConfigError(
+                f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and "
+                "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
+            )
+    check_options(recipe.train)
+    if recipe.parallel.pipeline_stages > 1:
+        check_parallel(recipe, ProcessInfo.from_environment().world_size)
+    if not asks_for_fsdp():
+        return
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise ConfigError(
+            f"The launcher asks for version {version} of FSDP, and hftune has version 2. "
+            "Set fsdp_version: 2 in its config, as accelerate_configs/fsdp.yaml does."
+        )
+    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise ConfigError("The launcher's fsdp_offload_params: true is not supported. Set it to false.")
+    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise ConfigError(
+            "The launcher's fsdp_activation_checkpointing: true would draw another dropout when it computes anew. "
+            "Set it to false, and train.gradient_checkpointing=true in the recipe."
+        )
+    if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
+        raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
+    if recipe.train.micro_batch_size == "auto":
+        raise ConfigError(
+            "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
+            "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
+
+
+def check_options(train: TrainConfig) -> None:
+    """Refuse options of the launcher that contradict the recipe, which decides: they would be ignored without a word.
+
+    `accelerate launch` always sets a precision and a backend. "no" is what it sets by itself, and contradicts nothing.
+
+    Raises:
+        ConfigError: naming the recipe's key.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise ConfigError(
+            "The launcher's parallelism_config is not supported. Pipelines are the recipe's, parallel.pipeline_stages=2; to "
+            "shard the model use accelerate_configs/fsdp.yaml. Take it out of the launcher's config."
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", train.mixed_precision):
+        set_it = f"Set train.mixed_precision={precision}, or" if precision in ("bf16", "fp16") else "Set"
+        raise ConfigError(
+            f"The launcher asks for mixed_precision {precision}, and the recipe for train.mixed_precision="
+            f"{train.mixed_precision}. The recipe decides. {set_it} mixed_precision: 'no' in the launcher's config."
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", "inductor" if train.compile else "no"):
+        instead = (
+            "train.compile=true compiles with inductor."
+            if train.compile
+            else "Set train.compile=true, which compiles with inductor."
+        )
+        raise ConfigError(
+            f"The launcher asks for dynamo_backend {backend}, and the recipe for train.compile={format_value(train.compile)}. "
+            f"The recipe decides. {instead} Set dynamo_backend: 'no' in the launcher's config."
+        )
+
+
+def check_parallel(recipe: Recipe, num_processes: int) -> None:
+    """Refuse a pipeline on a number of processes that it does not divide, and what does not work in one.
+
+    Raises:
+        ConfigError: saying what to set instead.
+    """
+    stages, train = recipe.parallel.pipeline_stages, recipe.train
+    asked, one = f"parallel.pipeline_stages={stages}", "parallel.pipeline_stages=1"
+    if asks_for_fsdp():
+        raise ConfigError(
+            f"{asked} does not work under FSDP: both deal the model out. Use accelerate_configs/4gpu.yaml, or {one}."
+        )
+    if train.micro_batch_size == "auto":
+        raise ConfigError(
+            f"train.micro_batch_size=auto does not work with {asked}: stages need unequal memory. Set a number, such as "
+            "train.micro_batch_size=4; hftune plan says what each stage needs."
+        )
+    if train.mixed_precision == "fp16":
+        raise ConfigError(
+            f"train.mixed_precision=fp16 does not work with {asked}: its loss scale is one process's. Use bf16 or no."
+        )
+    if train.compile:
+        raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
+    if num_processes % stages:
+        fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
+        were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"
+        raise ConfigError(
+            f"{asked} does not divide the {were} started. Start {stages}, or a multiple of it; or set "
+            f"parallel.pipeline_stages to one of {fitting}."
+        )
+
+
+def check_hardware(recipe: Recipe) -> None:
+    """Refuse what cannot be computed here.
+
+    Raises:
+        ConfigError: fp16 without a GPU, bf16 on a GPU without it; or what ``check_launch`` refuses.
+    """
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and on_cpu():
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    check_launch()
+    on_cuda = torch.cuda.is_available() and not on_cpu()
+    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+
+
+def check_launch() -> None:
+    """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
+
+    Raises:
+        ConfigError: another number of processes than it was asked for, no such network interface, no way to the main
+            machine, more processes than GPUs.
+    """
+    check_num_processes()
+    process = ProcessInfo.from_environment()
+    if process.world_size > 1:
+        check_interfaces()
+        if process.local_world_size is not None:  # else nobody says where the others are
+            is_one_machine = process.local_world_size >= process.world_size
+            stay_on_this_machine() if is_one_machine else choose_interface(process.main_address)
+    check_gpus()
+
+
+def check_gpus() -> None:
+    """Refuse more processes than GPUs, and GPUs that were asked for and are not there, or raise ConfigError."""
+    asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return
+    if asked not in ("", "-1") and here == 0 and not torch.accelerator.is_available():
+        built = "finds none: is the driver running, and are these their numbers (nvidia-smi)?"
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, and PyTorch {torch.__version__} "
+            f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
+            "ACCELERATE_USE_CPU=true trains on CPUs."
+        )
+    process = ProcessInfo.from_environment()
+    started = process.local_world_size or 1
+    if 0 < here < started:
+        raise ConfigError(
+            f"{started} processes were started on {process.host}, which has {here} GPU{'s' if here > 1 else ''}. "
+            "Set num_processes (over all machines) to one a GPU."
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Try to create a file in the output folder, and to append to it, as logs are written. Raise ConfigError if it fails.
+
+    The folder is not created, as the run may yet be refused: its nearest parent is tried in its place.
+    """
+    probe = folder
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        probe = existing / f".probe-{os.getpid()}"
+        with probe.open("w") as file:
+            file.write("a new file\n")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
+    try:
+        with probe.open("a") as file:
+            file.write("and one more line\n")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} takes new files, but no lines at the end of one: {error.strerror}. Folders that are object "
+            "storage in disguise refuse that. Set output_dir=... to a folder on a disk, and copy it afterwards."
+        ) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def check_num_processes() -> None:

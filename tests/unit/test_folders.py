@@ -10,7 +10,7 @@ import pytest
 from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.output_dir import start_folder
 from hftune.data.cache import cache_dir
-from hftune.distributed.accelerator import check_writable
+from hftune.distributed.preflight import check_writable
 from hftune.errors import ConfigError
 
 

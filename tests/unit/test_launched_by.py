@@ -6,8 +6,7 @@ import pytest
 
 import hftune.run
 from hftune import ConfigError, Recipe
-from hftune.distributed.accelerator import check_launch, check_launcher
-from hftune.distributed.preflight import launch_options
+from hftune.distributed.preflight import check_launch, check_launcher, launch_options
 from hftune.distributed.process_info import check_environment
 
 GIVEN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

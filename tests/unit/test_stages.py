@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hftune import ConfigError, Recipe
 from hftune.build import check_pipeline, plan_batches
-from hftune.distributed.accelerator import check_launcher
+from hftune.distributed.preflight import check_launcher
 from hftune.strategies.pipeline_stages import balanced, check_stages, cut, layers_of
 from tests.support.runs import FSDP
 from tests.support.tasks import Chain, NextToken
