@@ -166,7 +166,7 @@ FAULTS = (
     Fault(
         "address in no network", r"No network of this machine leads to 10\.88\.0\.1", launcher("--main_process_ip", "10.88.0.1")
     ),
-    Fault("unknown name", r"'nodeX' is the address of no machine", launcher("--main_process_ip", "nodeX")),
+    Fault("unknown name", r"'nodeX' does not resolve to an address", launcher("--main_process_ip", "nodeX")),
     Fault(
         "other number of machines",
         r"was started for 3 machines, and machineA .* for 2",

@@ -14,6 +14,10 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NCCL_CONF = "/etc/nccl.conf"
 
 
+class UnknownHost(ConfigError):
+    """A name that does not resolve to an address; it may do so later."""
+
+
 @dataclass(frozen=True)
 class Route:
     """The way from this machine to an address: the interface that it takes, and this machine's address on it."""
@@ -48,18 +52,18 @@ def outward_interfaces() -> dict[str, list[str]]:
 
 
 def resolve(host: str) -> str:
-    """Return the address of a host; IPv4 where there is one.
+    """Return the address of a host; an IPv4 address if it has one.
 
     Raises:
-        ConfigError: the name means nothing here.
+        UnknownHost: the name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(
-            f"{host!r} is the address of no machine ({error.strerror}). Give main_process_ip as numbers."
+        raise UnknownHost(
+            f"{host!r} does not resolve to an address ({error.strerror}). Set main_process_ip to the main machine's IP address."
         ) from error
-    return min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
+    return min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
 
 
 def route_to(host: str) -> Route:

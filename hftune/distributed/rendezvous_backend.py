@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from hftune.distributed.network import is_own_address, resolve, route_to
+from hftune.distributed.network import UnknownHost, is_own_address, resolve, route_to
 from hftune.errors import ConfigError
 
 JOIN_TIMEOUT = "HFTUNE_JOIN_TIMEOUT_S"
@@ -120,8 +121,8 @@ class Meeting(StaticTCPRendezvous):
         return super().next_rendezvous()
 
     def _meet(self) -> None:
-        address, self.until = resolve(self.master_addr), time.monotonic() + self.timeout_s
-        self.waited, self.told = time.monotonic(), PATIENCE_S
+        self.waited, self.told, self.until = time.monotonic(), PATIENCE_S, time.monotonic() + self.timeout_s
+        address = self._resolve()
         is_host = is_own_address(address) if self.is_host is None else self.is_host
         route = route_to(address)
         self.own = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
@@ -132,6 +133,21 @@ class Meeting(StaticTCPRendezvous):
         else:
             self._store = self._reach(address, is_taken=is_host)
             self.rank = self._join(PrefixStore(f"hftune/machines/{self.run_id}", self._store))
+
+    def _resolve(self) -> str:
+        """Return the main machine's address, once its name has one: a pod of Kubernetes may start before another one's name.
+
+        Raises:
+            ConfigError: the name did not resolve in time, or it is an IP address that is not one.
+        """
+        while True:
+            try:
+                return resolve(self.master_addr)
+            except UnknownHost as error:
+                if re.fullmatch(r"[\d.]+", self.master_addr):
+                    raise
+                reason = str(error).rstrip(".")
+                self._wait(lambda reason=reason: reason)
 
     # The main machine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from hftune.distributed import rendezvous
+from hftune.distributed import network, rendezvous
 from hftune.distributed.rendezvous_backend import Meeting, create_handler
 from hftune.doctor import FAULT, OK, _open_files
 
@@ -58,6 +59,49 @@ def test_the_doctor_counts_the_files_that_the_launcher_needs(few_files, monkeypa
     assert finding.found == "at most 512, and 512 processes need 1,088 in the main machine's launcher"
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     assert _open_files().level == OK
+
+
+@pytest.fixture
+def name_server(monkeypatch):
+    """Return a function that lets a name resolve to the loopback only after so many attempts; it counts them."""
+    attempts = []
+
+    def configure(num_failures: float) -> list[str]:
+        def getaddrinfo(host, *arguments, **options):
+            attempts.append(host)
+            if len(attempts) <= num_failures:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return real("127.0.0.1", *arguments, **options)
+
+        monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+        return attempts
+
+    real = socket.getaddrinfo
+    return configure
+
+
+def test_a_name_that_does_not_resolve_yet_is_tried_again(name_server):
+    """On Kubernetes, the name of pod 0 may not exist before pod 1 asks for it."""
+    attempts = name_server(2)
+    info = Meeting("localhost", 0, 1, "job", 5.0, {}).next_rendezvous()
+    assert info.rank == 0 and len(attempts) > 2
+
+
+def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_server):
+    name_server(float("inf"))
+    with pytest.raises(SystemExit) as caught:
+        Meeting("pod-0.job", 29500, 2, "job", 0.3, {}).next_rendezvous()
+    assert str(caught.value) == (
+        "hftune: 'pod-0.job' does not resolve to an address (Name or service not known). Set main_process_ip to the main "
+        "machine's IP address. Waited 0 s; HFTUNE_JOIN_TIMEOUT_S=1 waits longer."
+    )
+
+
+def test_numbers_that_are_no_address_are_refused_at_once(name_server):
+    attempts = name_server(float("inf"))
+    with pytest.raises(SystemExit, match=r"hftune: '10\.77\.0\.300' does not resolve to an address \(Name"):
+        Meeting("10.77.0.300", 29500, 2, "job", 60.0, {}).next_rendezvous()
+    assert len(attempts) == 1
 
 
 @pytest.fixture

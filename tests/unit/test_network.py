@@ -32,8 +32,8 @@ def test_this_machine_has_a_loopback():
 def test_a_name_that_means_nothing_is_refused():
     with pytest.raises(ConfigError) as caught:
         resolve("no-such-host.invalid")
-    assert str(caught.value).startswith("'no-such-host.invalid' is the address of no machine (")
-    assert str(caught.value).endswith("). Give main_process_ip as numbers.")
+    assert str(caught.value).startswith("'no-such-host.invalid' does not resolve to an address (")
+    assert str(caught.value).endswith("). Set main_process_ip to the main machine's IP address.")
 
 
 def test_the_interface_that_leads_to_the_main_machine_is_set_for_gloo_and_nccl(present):
