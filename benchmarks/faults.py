@@ -188,7 +188,7 @@ FAULTS = (
     Fault("link cut in the run", r"no sign of life|does not answer", strike=lambda job: job.machines[1].cut()),
     Fault(
         "process killed on B",
-        r"Process 1 \(host machineB, pid \d+\) (has given no sign of life|ended without a word)|SIGKILL",
+        r"Process 1 \(host machineB, pid \d+\) (has given no sign of life|exited unexpectedly)|SIGKILL",
         strike=lambda job: job.kill(1, False),
     ),
     Fault(

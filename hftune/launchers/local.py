@@ -45,7 +45,7 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         # Not --standalone, whose store listens on all networks of the machine.
         meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
-        torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
+        torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
         command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
         last_word = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
         threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
