@@ -39,26 +39,30 @@ def on_cpu() -> bool:
 
 
 def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_dir: str = "") -> Accelerator:
-    """Join the other processes of the job. Dashboards, where there are any, keep their files in ``output_dir``.
+    """Join the other processes of the job.
+
+    Args:
+        trackers: names of trackers that Accelerate starts.
+        output_dir: folder for their files.
 
     Raises:
-        ConfigError: another number of processes joined than the launcher announced, or they cannot do FSDP as it asks.
+        ConfigError: the number of processes that joined is not what the launcher announced, or FSDP is not available.
     """
-    AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with another precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with a different precision
     set_float32(train)
     set_deterministic(train)
     expected = ProcessInfo.from_environment().world_size
-    # One machine may still download what another has. The default, 10 minutes under NCCL, is short for that.
+    # One machine may still be downloading what another one has. The default, 10 minutes under NCCL, is short for that.
     group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
     state = PartialState(cpu=on_cpu(), **group.to_kwargs())
     if asks_for_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
-        # Accelerate 1.15 knows FSDP on GPUs only, and makes plain DDP of it on CPUs, without a word: AcceleratorState.__init__
-        # looks at a list of kinds. FSDP itself works over Gloo. Needless once that list has MULTI_CPU.
+        # Accelerate 1.15 knows FSDP on GPUs only, and silently makes plain DDP of it on CPUs: AcceleratorState.__init__ has
+        # a list of types. FSDP itself works over Gloo. Remove this once that list has MULTI_CPU.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision=train.mixed_precision,
-        log_with=[name for name in trackers if name != "mlflow"] or None,  # its Tracker adds that one
+        log_with=[name for name in trackers if name != "mlflow"] or None,  # hftune adds that one
         project_config=ProjectConfiguration(output_dir, logging_dir=str(Path(output_dir) / "tensorboard")),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -67,35 +71,35 @@ def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_d
             group,
         ],
         fsdp_plugin=fsdp_plugin(),
-        # The recipe decides these two. Left out, an environment variable of the launcher would.
+        # The recipe decides these two. If they were left out, an environment variable of the launcher would.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
         step_scheduler_with_optimizer=False,
     )
     if asks_for_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
         raise ConfigError(
-            f"FSDP is asked for, and Accelerate came up with {accelerator.distributed_type.value}: nothing would be sharded. "
+            f"The launcher asks for FSDP, but Accelerate chose {accelerator.distributed_type.value}: nothing would be sharded. "
             "Start the processes with accelerate launch --config_file accelerate_configs/fsdp.yaml."
         )
     if accelerator.num_processes != expected:
         raise ConfigError(
             f"The launcher announced {expected} processes, but {accelerator.num_processes} joined. On machines without "
-            "GPUs start them with accelerate_configs/2cpu.yaml or torchrun."
+            "GPUs, start them with accelerate_configs/2cpu.yaml or torchrun."
         )
     return accelerator
 
 
 def set_float32(config: TrainConfig) -> None:
-    """Choose how GPUs compute float32, and convolutions at all; what is false is turned off, whatever torch's default is."""
+    """Set how GPUs compute float32 and convolutions; what is false is turned off, whatever torch's default is."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
 
 
 def set_deterministic(config: TrainConfig) -> None:
-    """Choose whether GPUs may only use algorithms that give the same bits each time; before CUDA starts.
+    """Restrict GPUs to algorithms that give the same bits each time, if the recipe says so; call it before CUDA starts.
 
-    Attention needs nothing more: torch's flash and memory-efficient kernels have deterministic backward passes, which this
-    chooses, and cuDNN's is left out (torch 2.13).
+    Attention needs nothing else: torch's flash and memory-efficient kernels have deterministic backward passes, which this
+    selects, and cuDNN's attention is then not used (torch 2.13).
     """
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
@@ -103,10 +107,10 @@ def set_deterministic(config: TrainConfig) -> None:
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
-    """Return the launcher's settings of FSDP, but for those that the recipe decides; None where it does not ask for FSDP."""
+    """Return the launcher's FSDP settings, except those that the recipe decides; None if it does not ask for FSDP."""
     if not asks_for_fsdp():
         return None
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # with its imports, a second that others need not wait
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # a second of imports that other runs need not wait for
 
     return FullyShardedDataParallelPlugin(
         mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as under DDP: see FullySharded
@@ -115,10 +119,10 @@ def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
 
 
 def leave_group() -> None:
-    """Close the process group at the interpreter's end: Gloo may abort, and NCCL complains, where it is left open.
+    """Close the process group at the interpreter's end: if it is left open, Gloo may abort and NCCL complains.
 
     Not at the end of ``train``, which may be called again.
     """
-    gc.collect()  # DDP's reducers, in cycles with their modules, hold the group, too
+    gc.collect()  # DDP's reducers, in cycles with their modules, also hold the group
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

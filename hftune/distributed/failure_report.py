@@ -16,13 +16,13 @@ from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, T
 
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": a signal asked to stop, and a checkpoint was written
-PATIENCE_S = 15.0  # of those that are silent with the one that speaks; its launcher ends them meanwhile
+PATIENCE_S = 15.0  # for the process that prints the report to do so; its launcher ends the silent ones meanwhile
 
 SECOND_HAND = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket Timeout"),
     *("Timed out waiting", "gloo", "Gloo", "NCCL", "ncclRemoteError", "Watchdog"),
 )
-"""What a healthy process says when another one has died: its connection is gone."""
+"""What the error of a healthy process contains if its connection to a dead process is gone."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,24 @@ class Report:
 
     text: str
     code: int = 1
-    """The exit code: 2 where recipe or data are wrong."""
+    """The exit code: 2 if the recipe or the data are wrong."""
     rank: int = 0
-    """The process that it is about."""
+    """The process that failed."""
     can_print: bool = True
-    """That process prints it on its machine; on the others, and where it cannot, the first one that can."""
+    """The failed process prints it on its own machine; if it cannot, and on other machines, the first process that can does."""
     is_stall: bool = False
-    """Nothing has ended, so every process shows its stack first."""
+    """No process has ended, so each prints its stack first."""
     is_printed_here: bool = True
     """This process prints it."""
     kind: str = "TrainingError"
-    """The exception of hftune.errors that says the same."""
+    """The name of the exception, one of hftune.errors or KeyboardInterrupt."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Report:
-        """Read a report from the launcher's store. Whoever reaches its port can write there: it never means success."""
-        default = cls("hftune: The launcher's store holds a report that no process of this job has written. Who may reach it?")
+        """Read a report from the launcher's store. Anyone who reaches its port can write there, so no report means success."""
+        default = cls(
+            "hftune: The launcher's store holds a report that no process of this job has written. Check who can reach its port."
+        )
         try:
             report = cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -63,19 +65,19 @@ class Report:
 
 
 def is_known(error: BaseException) -> bool:
-    """Say whether the error is one of hftune's own, whose message says all."""
+    """Say whether the error is one of hftune's own, whose message needs no traceback."""
     return isinstance(error, (ConfigError, DataError, TrainingError, Interrupted))
 
 
 def is_second_hand(error: BaseException) -> bool:
-    """Say whether the error tells of another process. Of Python's own kinds, OSError is about files and other networks."""
+    """Say whether a failure elsewhere caused the error. OSError is left out: it is about files and other networks."""
     if isinstance(error, ElsewhereError):
         return True
     return isinstance(error, RuntimeError) and not is_known(error) and any(sign in str(error) for sign in SECOND_HAND)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 where the recipe or the data cannot be trained on, 1 where training failed; INTERRUPTED or STOPPED."""
+    """Return 2 if the recipe or the data cannot be used, 1 if training failed; INTERRUPTED or STOPPED."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, Interrupted):
@@ -84,14 +86,16 @@ def exit_code(error: BaseException) -> int:
 
 
 def with_report(error: BaseException, report: Report) -> BaseException:
+    """Attach a report to an exception; return the exception."""
     error.report = report
     return error
 
 
 def say_last(text: str, kind: str) -> None:
-    """Print what ends this process, and leave it to torchrun, which repeats it below its own table of failures.
+    """Print why this process ends, and write it to torchrun's error file; torchrun repeats it in its table of failures.
 
-    ``kind`` names the exception, for ``hftune.launch`` to raise it again.
+    Args:
+        kind: name of the exception, which ``hftune.launch`` raises again.
     """
     if sys.stderr.isatty():
         text = f"\n{text}"  # there may be a progress bar
@@ -102,7 +106,7 @@ def say_last(text: str, kind: str) -> None:
 
 
 def code_location(frame: FrameType, line: int) -> str:
-    """Name a place in the code."""
+    """Name a line of code: function, file and line number."""
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})"
 
 
@@ -110,11 +114,11 @@ def stack_location(frame: FrameType | None) -> str:
     """Name the innermost frame, and the innermost one that is hftune's or the user's, not a library's."""
     if frame is None:
         return "no code"
-    libraries, own = (str(Path(os.__file__).parent), "site-packages", "<frozen"), str(PACKAGE)
-    innermost, said = frame, code_location(frame, frame.f_lineno)
+    libraries = (str(Path(os.__file__).parent), "site-packages", "<frozen")
+    innermost, location = frame, code_location(frame, frame.f_lineno)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(own) or not any(library in name for library in libraries):
-            return said if frame is innermost else f"{said}, called from {code_location(frame, frame.f_lineno)}"
+        if name.startswith(str(PACKAGE)) or not any(library in name for library in libraries):
+            return location if frame is innermost else f"{location}, called from {code_location(frame, frame.f_lineno)}"
         frame = frame.f_back
-    return said
+    return location

@@ -34,14 +34,15 @@ from hftune.distributed.progress import Progress
 from hftune.distributed.watchdog import CLOSING_S, Watchdog
 from hftune.errors import ElsewhereError, Interrupted, TrainingError
 
-REMINDER_S = 15.0  # between two lines that say who is waited for
+REMINDER_S = 15.0
+"""Between two lines that name the missing processes."""
 
 
 class Heartbeat:
     """A context around training. An exception leaves it with a ``report``, which says where it happened.
 
-    Where another process is the cause, the exception is an ElsewhereError with that one's report. A main thread that does
-    not come back by itself, because it waits in a collective, is ended with its process.
+    If another process is the cause, the exception is an ElsewhereError with the report of that process. A main thread that
+    does not return by itself, because it waits in a collective, is ended with its process.
     """
 
     def __init__(self, progress: Progress, dead_after_s: float, stall_after_s: float | None):
@@ -49,17 +50,17 @@ class Heartbeat:
         self.here = ProcessInfo.from_environment()
         self.progress, self.limits = progress, Limits(dead_after_s, stall_after_s)
         self.closers: list[Callable[[], None]] = []
-        """What is still to be done where a process fails, before the last word."""
+        """Called if a process fails, before its last message."""
         self._closing = threading.Thread(target=self._close, name="hftune _close", daemon=True)
         self._lock = threading.Lock()
         self._connection: Any = None
         self._watch: Watchdog | None = None
 
     def __enter__(self) -> Heartbeat:
-        """Begin to beat before there is a process group, where the launcher has a store already.
+        """Start beating before there is a process group, if the launcher already has a store.
 
         Raises:
-            TrainingError: the store does not answer; the process group would wait for it for an hour.
+            TrainingError: the store does not answer; the process group would wait an hour for it.
         """
         import torch.distributed as dist
 
@@ -78,14 +79,14 @@ class Heartbeat:
     def early_store(self, timeout_s: float) -> Any | None:
         """Return a store that the processes share before they have a process group.
 
-        None if there is none, or if process 0 has not come within the time. It shares a connection with the thread that gives
-        the signs of life: never wait in it.
+        None if there is none, or if process 0 has not arrived within the time. It shares a connection with the thread that
+        writes the signs of life: never wait in it.
         """
         return self._watch.store if self._watch is not None and self._watch.met.wait(timeout_s) else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Say every REMINDER_S, as long as the block waits for the other processes, which of them are missing."""
+        """Name the missing processes every REMINDER_S while the block waits for them."""
         over, began = threading.Event(), time.monotonic()
 
         def remind() -> None:
@@ -102,14 +103,13 @@ class Heartbeat:
             over.set()
 
     def _missing(self) -> str | None:
-        """Say who has not come; None if another process says it."""
+        """Name the processes that have not arrived; None if another process does."""
         if self._watch is not None and (self.here.rank == 0 or 0 in self._watch.peers.beats):
             return self._watch.peers.missing() if self.here.rank == 0 else None
         if self.here.rank != self.here.node_ranks[0]:
             return None
-        place = self.here.store_address
         who = "process 0, which has not started" if self._watch is not None else "the other processes"
-        return f"{who}: all {self.here.world_size} must be started with the same command, and reach {place}"
+        return f"{who}: all {self.here.world_size} must be started with the same command, and reach {self.here.store_address}"
 
     def _start_watchdog(self, look: Callable[[], Any | None], has_group: bool, secret: str = "") -> Watchdog:
         return Watchdog(self.here, self.progress, self.limits, self.close_all, look, has_group, secret)
@@ -121,21 +121,21 @@ class Heartbeat:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        # A process may train several times, and its group be restarted by whatever launcher. The second word never goes into
-        # the store, whose keys anyone can list who reaches its port, until there is a report.
+        # A process may train several times, and any launcher may restart its group. The second word enters the store only with
+        # a report: anyone who reaches its port can list its keys.
         run = [uuid.uuid4().hex, secrets.token_hex(16)]
         dist.broadcast_object_list(run, src=0)
         if self._watch is not None:
             self._watch.close("joined")
         if self._connection is None:  # process 0 holds the store, or whoever made the group
             if not _get_default_store().has_extended_api():
-                return  # not on a network: such a group has its collectives' time-out, and nothing else
+                return  # not on a network: such a group has only the timeout of its collectives
             self._connection = _get_default_store().clone()
         store = dist.PrefixStore(f"hftune/{run[0]}", self._connection)
         self._watch = self._start_watchdog(lambda: store, has_group=True, secret=run[1])
 
     def leave_sigterm(self) -> None:
-        """Do not report SIGTERM any more: from here on training ends by itself when it comes, after its step."""
+        """Stop reporting SIGTERM: from here on training itself ends after the current step when it arrives."""
         if self._watch is not None:
             self._watch.reports_sigterm = False
 
@@ -155,7 +155,7 @@ class Heartbeat:
                 self._watch.close("stopped" if is_failure else "done")
 
     def close_all(self) -> None:
-        """Run the closers, once, in a thread of their own: one that waits for a network is left behind."""
+        """Run the closers once, in a thread of their own: one that waits for a network is abandoned."""
         with self._lock, suppress(RuntimeError):  # it has been started; two threads at once would break its start
             self._closing.start()
         self._closing.join(CLOSING_S)
@@ -165,11 +165,11 @@ class Heartbeat:
             closer()
 
     def _fail(self, error: BaseException) -> None:
-        """Give the error its report, and let the others know; or learn from them what it comes from.
+        """Attach a report to the error and tell the other processes; or learn from them what caused it.
 
         Raises:
             ElsewhereError: another process is the cause.
-            TrainingError: the process wanted to exit, which must not look like success.
+            TrainingError: the process called sys.exit, which must not look like success.
         """
         if is_second_hand(error):
             report = self._watch.wait_for_cause() if self._watch is not None else time.sleep(PATIENCE_S)

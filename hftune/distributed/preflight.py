@@ -30,60 +30,66 @@ LAUNCHERS = (
     ["accelerate.commands.launch"],
     ["accelerate.commands.accelerate_cli", "launch"],
 )
-"""The words that start it, the first as a program in some folder or after ``python -m``."""
+"""The words that start it; the first is a program in some folder or follows ``python -m``."""
 
 
 def check_launcher(recipe: Recipe) -> None:
-    """Refuse what the launcher asks for and hftune does not do, before anything is loaded.
+    """Reject what the launcher asks for and hftune does not support, before anything is loaded.
 
     Raises:
-        ConfigError: DeepSpeed, Megatron-LM or a parallelism_config; version 1 of FSDP, or what does not work under it; what
-            ``check_options`` refuses.
+        ConfigError: DeepSpeed, Megatron-LM or a parallelism_config; FSDP version 1, or what does not work under FSDP; options
+            that contradict the recipe.
     """
     for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
         if parse_flag_from_env(variable):
             raise ConfigError(
-                f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and "
-                "optimizer out to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
+                f"The launcher asks for {name}, which is not supported. Use FSDP, which shards weights, gradients and "
+                "optimizer state over the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
             )
     check_options(recipe.train)
     if recipe.parallel.pipeline_stages > 1:
         check_parallel(recipe, ProcessInfo.from_environment().world_size)
-    if not asks_for_fsdp():
-        return
+    if asks_for_fsdp():
+        _check_fsdp(recipe)
+
+
+def _check_fsdp(recipe: Recipe) -> None:
+    """Reject what does not work under FSDP, or raise ConfigError."""
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise ConfigError(
-            f"The launcher asks for version {version} of FSDP, and hftune has version 2. "
+            f"The launcher asks for FSDP version {version}, and hftune supports version 2. "
             "Set fsdp_version: 2 in its config, as accelerate_configs/fsdp.yaml does."
         )
     if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
         raise ConfigError("The launcher's fsdp_offload_params: true is not supported. Set it to false.")
     if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         raise ConfigError(
-            "The launcher's fsdp_activation_checkpointing: true would draw another dropout when it computes anew. "
+            "The launcher's fsdp_activation_checkpointing: true would draw a different dropout when it recomputes. "
             "Set it to false, and train.gradient_checkpointing=true in the recipe."
         )
-    if on_cpu() and torch.accelerator.is_available():  # torch would deal the weights out to the GPUs all the same
-        raise ConfigError("FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''.")
+    if on_cpu() and torch.accelerator.is_available():  # torch would shard the weights over the GPUs all the same
+        raise ConfigError(
+            "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
+        )
     if recipe.train.micro_batch_size == "auto":
         raise ConfigError(
             "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
-            "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+            "waiting for its shard of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
         )
 
 
 def check_options(train: TrainConfig) -> None:
-    """Refuse options of the launcher that contradict the recipe, which decides: they would be ignored without a word.
+    """Reject options of the launcher that contradict the recipe, which decides: they would be silently ignored.
 
-    `accelerate launch` always sets a precision and a backend. "no" is what it sets by itself, and contradicts nothing.
+    `accelerate launch` always sets a precision and a backend. "no" is its default and contradicts nothing.
 
     Raises:
         ConfigError: naming the recipe's key.
     """
     if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise ConfigError(
-            "The launcher's parallelism_config is not supported. Pipelines are the recipe's, parallel.pipeline_stages=2; to "
-            "shard the model use accelerate_configs/fsdp.yaml. Take it out of the launcher's config."
+            "The launcher's parallelism_config is not supported. Set pipelines in the recipe, parallel.pipeline_stages=2; to "
+            "shard the model, use accelerate_configs/fsdp.yaml. Remove it from the launcher's config."
         )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", train.mixed_precision):
@@ -106,25 +112,25 @@ def check_options(train: TrainConfig) -> None:
 
 
 def check_parallel(recipe: Recipe, num_processes: int) -> None:
-    """Refuse a pipeline on a number of processes that it does not divide, and what does not work in one.
+    """Reject a pipeline on a number of processes that it does not divide, and what does not work in one.
 
     Raises:
-        ConfigError: saying what to set instead.
+        ConfigError: with what to set instead.
     """
     stages, train = recipe.parallel.pipeline_stages, recipe.train
     asked, one = f"parallel.pipeline_stages={stages}", "parallel.pipeline_stages=1"
     if asks_for_fsdp():
         raise ConfigError(
-            f"{asked} does not work under FSDP: both deal the model out. Use accelerate_configs/4gpu.yaml, or {one}."
+            f"{asked} does not work under FSDP: both split the model. Use accelerate_configs/4gpu.yaml, or {one}."
         )
     if train.micro_batch_size == "auto":
         raise ConfigError(
-            f"train.micro_batch_size=auto does not work with {asked}: stages need unequal memory. Set a number, such as "
-            "train.micro_batch_size=4; hftune plan says what each stage needs."
+            f"train.micro_batch_size=auto does not work with {asked}: stages need different amounts of memory. Set a number, "
+            "such as train.micro_batch_size=4; hftune plan shows what each stage needs."
         )
     if train.mixed_precision == "fp16":
         raise ConfigError(
-            f"train.mixed_precision=fp16 does not work with {asked}: its loss scale is one process's. Use bf16 or no."
+            f"train.mixed_precision=fp16 does not work with {asked}: each process has its own loss scale. Use bf16 or no."
         )
     if train.compile:
         raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
@@ -132,16 +138,16 @@ def check_parallel(recipe: Recipe, num_processes: int) -> None:
         fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
         were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"
         raise ConfigError(
-            f"{asked} does not divide the {were} started. Start {stages}, or a multiple of it; or set "
+            f"{asked} does not divide the {were} started. Start {stages} or a multiple of it, or set "
             f"parallel.pipeline_stages to one of {fitting}."
         )
 
 
 def check_hardware(recipe: Recipe) -> None:
-    """Refuse what cannot be computed here.
+    """Reject what this machine cannot compute.
 
     Raises:
-        ConfigError: fp16 without a GPU, bf16 on a GPU without it; or what ``check_launch`` refuses.
+        ConfigError: fp16 without a GPU, bf16 on a GPU that does not support it; or what ``check_launch`` rejects.
     """
     precision = recipe.train.mixed_precision
     if precision == "fp16" and on_cpu():
@@ -153,11 +159,11 @@ def check_hardware(recipe: Recipe) -> None:
 
 
 def check_launch() -> None:
-    """Refuse what the launcher asks of this machine and cannot have; point the backends at the right network.
+    """Reject what the launcher asks of this machine and cannot have; point the backends at the right network.
 
     Raises:
-        ConfigError: another number of processes than it was asked for, no such network interface, no way to the main
-            machine, more processes than GPUs.
+        ConfigError: the launcher started a different number of processes than asked for, there is no such network interface
+            or no route to the main machine, or there are more processes than GPUs.
     """
     check_num_processes()
     process = ProcessInfo.from_environment()
@@ -170,14 +176,14 @@ def check_launch() -> None:
 
 
 def check_gpus() -> None:
-    """Refuse more processes than GPUs, and GPUs that were asked for and are not there, or raise ConfigError."""
+    """Raise ConfigError if there are more processes than GPUs, or none of the GPUs that were asked for."""
     asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         return
     if asked not in ("", "-1") and here == 0 and not torch.accelerator.is_available():
         built = "finds none: is the driver running, and are these their numbers (nvidia-smi)?"
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, and PyTorch {torch.__version__} "
+            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, but PyTorch {torch.__version__} "
             f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
             "ACCELERATE_USE_CPU=true trains on CPUs."
         )
@@ -186,14 +192,14 @@ def check_gpus() -> None:
     if 0 < here < started:
         raise ConfigError(
             f"{started} processes were started on {process.host}, which has {here} GPU{'s' if here > 1 else ''}. "
-            "Set num_processes (over all machines) to one a GPU."
+            "Set num_processes, which counts all machines, to one per GPU."
         )
 
 
 def check_writable(folder: Path) -> None:
-    """Try to create a file in the output folder, and to append to it, as logs are written. Raise ConfigError if it fails.
+    """Raise ConfigError if the output folder cannot be written, or files in it cannot be appended to, as logs are.
 
-    The folder is not created, as the run may yet be refused: its nearest parent is tried in its place.
+    The folder is not created, as the run may still be rejected: its nearest existing parent is tested instead.
     """
     probe = folder
     try:
@@ -202,14 +208,16 @@ def check_writable(folder: Path) -> None:
         with probe.open("w") as file:
             file.write("a new file\n")
     except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to another.") from error
+        raise ConfigError(
+            f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to a different folder."
+        ) from error
     try:
         with probe.open("a") as file:
             file.write("and one more line\n")
     except OSError as error:
         raise ConfigError(
-            f"output_dir={folder} takes new files, but no lines at the end of one: {error.strerror}. Folders that are object "
-            "storage in disguise refuse that. Set output_dir=... to a folder on a disk, and copy it afterwards."
+            f"output_dir={folder} accepts new files, but not appending to one: {error.strerror}. Mounted object storage "
+            "behaves like that. Set output_dir=... to a folder on a disk, and copy it afterwards."
         ) from error
     finally:
         with suppress(OSError):
@@ -217,12 +225,12 @@ def check_writable(folder: Path) -> None:
 
 
 def check_num_processes() -> None:
-    """Refuse to train on fewer or more processes than the launcher was asked for, or with another batch.
+    """Refuse to train on fewer or more processes than the launcher was asked for, or with a different batch.
 
-    Not noticed: a launcher with a shell script or another program between itself and this process.
+    Does not notice a launcher that starts this process through a shell script or another program.
 
     Raises:
-        ConfigError: naming what was asked for, and what to use instead.
+        ConfigError: with what was asked for, and what to use instead.
     """
     try:
         command = psutil.Process().parent().cmdline()
@@ -231,9 +239,9 @@ def check_num_processes() -> None:
     options, started = launch_options(command), ProcessInfo.from_environment().world_size
     if options is None:
         return
-    if (options.gradient_accumulation_steps or 1) > 1:  # which hands it on to DeepSpeed only
+    if (options.gradient_accumulation_steps or 1) > 1:  # which only DeepSpeed would get
         raise ConfigError(
-            f"accelerate launch was asked for --gradient_accumulation_steps {options.gradient_accumulation_steps}, and the "
+            f"accelerate launch was asked for --gradient_accumulation_steps {options.gradient_accumulation_steps}, but the "
             "recipe decides that: train.batch_size is the global batch, train.micro_batch_size what a process computes at once."
         )
     asked = options.num_processes or None
@@ -241,20 +249,20 @@ def check_num_processes() -> None:
         return
     if started == 1:
         raise ConfigError(
-            f"accelerate launch was asked for {asked} processes and started only this one: with --cpu, without --multi_gpu, or "
+            f"accelerate launch was asked for {asked} processes and started only one: with --cpu, without --multi_gpu, or "
             "with distributed_type NO or MULTI_CPU it does so whatever num_processes says. Use --config_file "
             f"accelerate_configs/2cpu.yaml --num_processes {asked}, or torchrun --nproc_per_node {asked}."
         )
     raise ConfigError(
-        f"accelerate launch was asked for {asked} processes, and {started} were started: num_processes counts those of all "
-        "machines, and has to be a multiple of num_machines."
+        f"accelerate launch was asked for {asked} processes and started {started}: num_processes counts those of all machines, "
+        "and has to be a multiple of num_machines."
     )
 
 
 def launch_options(command: Sequence[str]) -> Namespace | None:
-    """Return what a command line asks of `accelerate launch`; None if it is another command.
+    """Return the options of an `accelerate launch` command line; None for any other command.
 
-    ``num_processes`` counts those on all machines; it is falsy if that is left to the launcher. Read with accelerate's own
+    ``num_processes`` counts those on all machines; it is falsy if the launcher decides. Parsed with accelerate's own
     parser, as the options may be spelled in several ways and default to a file.
     """
     words = [Path(word).name for word in command[:5]]

@@ -103,6 +103,6 @@ def test_task_of_a_notebook_cell_is_refused():
 
     Moons.__module__, Moons.__qualname__ = "__main__", "Moons"
     assert refused(Recipe(task=Moons()), 2) == (
-        "task.type=__main__.Moons is defined in this notebook or script itself, where other processes cannot import it from. "
+        "task.type=__main__.Moons is defined in this notebook or script itself, from which other processes cannot import it. "
         "Put it into a file, such as moons.py, and import Moons from there."
     )

@@ -130,8 +130,7 @@ def test_what_launchers_do_set_is_not_refused(environment, values):
         (
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
             (),
-            "The launcher's parallelism_config is not supported. Pipelines are the recipe's, parallel.pipeline_stages=2; to "
-            "shard the model use accelerate_configs/fsdp.yaml. Take it out of the launcher's config.",
+            "The launcher's parallelism_config is not supported. Set pipelines in the recipe, parallel.pipeline_stages=2; to shard the model, use accelerate_configs/fsdp.yaml. Remove it from the launcher's config.",
         ),
     ],
 )
@@ -155,7 +154,7 @@ def test_steps_to_accumulate_are_the_recipes(monkeypatch):
     options = launch_options(command)
     monkeypatch.setattr("hftune.distributed.preflight.launch_options", lambda _: options)
     assert refused(check_launch) == (
-        "accelerate launch was asked for --gradient_accumulation_steps 4, and the recipe decides that: train.batch_size is the "
+        "accelerate launch was asked for --gradient_accumulation_steps 4, but the recipe decides that: train.batch_size is the "
         "global batch, train.micro_batch_size what a process computes at once."
     )
 

@@ -22,7 +22,7 @@ def test_an_open_number_of_machines_is_refused():
     with pytest.raises(SystemExit) as caught:
         create_handler(RendezvousParameters("hftune", "10.77.0.1:29500", "job", 1, 4))
     assert str(caught.value) == (
-        "hftune: rdzv_backend hftune waits for all machines, and --nnodes 1:4 leaves their number open. Say --nnodes 4, or use "
+        "hftune: rdzv_backend hftune waits for all machines, but --nnodes 1:4 leaves their number open. Set --nnodes 4, or use "
         "--rdzv-backend c10d."
     )
 
@@ -37,7 +37,7 @@ def few_files() -> Iterator[int]:
 
 
 def test_the_launcher_that_holds_the_store_allows_itself_the_connections_of_all_processes(few_files):
-    assert Meeting("127.0.0.1", 0, 1, "job", 5.0, {})._hold() is not None
+    assert Meeting("127.0.0.1", 0, 1, "job", 5.0, {})._open_store() is not None
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_files
 
 
@@ -123,9 +123,7 @@ def test_a_launcher_that_waits_with_another_backend_says_so_until_it_starts_a_pr
     time.sleep(0.12)
     said = capfd.readouterr().err.splitlines()
     assert len(said) >= 1 and said[0] == (
-        "hftune: This launcher has started no process for 0 s: it waits for the other machines, which must be started with the "
-        "same number of machines, and reach the same address and port. With --rdzv-backend hftune (accelerate: --rdzv_backend) "
-        "it says which ones are missing."
+        "hftune: This launcher has started no process for 0 s: it is waiting for the other machines. Start them with the same number of machines, address and port. With --rdzv-backend hftune (accelerate: --rdzv_backend) it names the missing ones."
     )
     launcher.append(1)
     time.sleep(0.1)
