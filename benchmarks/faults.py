@@ -155,18 +155,18 @@ def listener(machine: Machine) -> subprocess.Popen:
 
 FAULTS = (
     Fault("machine B missing", r"1 of 2 machines is here: machineA .* 1 more must be started", missing(1)),
-    Fault("machine A missing", r"Nobody answers at 10\.77\.0\.1:29500 \(.*\); this machine is machineB", missing(0)),
+    Fault("machine A missing", r"Nothing answers at 10\.77\.0\.1:29500 \(.*\); this machine is machineB", missing(0)),
     Fault(
         "other port on B",
-        r"1 of 2 machines is here|Nobody answers at 10\.77\.0\.1:29501",
+        r"1 of 2 machines is here|Nothing answers at 10\.77\.0\.1:29501",
         launcher("--main_process_port", "29501", places=(1,)),
     ),
     Fault("port taken on A", r"[Pp]ort .?29500.* (taken by another program|another process is utilizing it)", also=listener),
-    Fault("wrong address", r"Nobody answers at 10\.77\.0\.9:29500", launcher("--main_process_ip", "10.77.0.9")),
+    Fault("wrong address", r"Nothing answers at 10\.77\.0\.9:29500", launcher("--main_process_ip", "10.77.0.9")),
     Fault(
         "address in no network", r"No network of this machine leads to 10\.88\.0\.1", launcher("--main_process_ip", "10.88.0.1")
     ),
-    Fault("unknown name", r"'nodeX' is the address of no machine", launcher("--main_process_ip", "nodeX")),
+    Fault("unknown name", r"'nodeX' does not resolve to an address", launcher("--main_process_ip", "nodeX")),
     Fault(
         "other number of machines",
         r"was started for 3 machines, and machineA .* for 2",
@@ -188,7 +188,7 @@ FAULTS = (
     Fault("link cut in the run", r"no sign of life|does not answer", strike=lambda job: job.machines[1].cut()),
     Fault(
         "process killed on B",
-        r"Process 1 \(host machineB, pid \d+\) (has given no sign of life|ended without a word)|SIGKILL",
+        r"Process 1 \(host machineB, pid \d+\) (has given no sign of life|exited unexpectedly)|SIGKILL",
         strike=lambda job: job.kill(1, False),
     ),
     Fault(

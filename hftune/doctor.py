@@ -30,11 +30,10 @@ from packaging.requirements import Requirement
 from hftune import __version__
 from hftune.build import load_datasets
 from hftune.config import Recipe
-from hftune.distributed.accelerator import check_writable
 from hftune.distributed.consistency import check_same, data_digests, fingerprint
 from hftune.distributed.network import outward_interfaces, own_addresses, resolve
-from hftune.distributed.preflight import check_environment
-from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.preflight import check_writable
+from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.rendezvous_backend import PORT, owner_of
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError

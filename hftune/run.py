@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from hftune import __version__
 from hftune.config.shipped_files import recipe_names
-from hftune.distributed.heartbeat import INTERRUPTED, PATIENCE_S, STOPPED, Heartbeat, Report, exit_code, is_known, say_last
-from hftune.distributed.preflight import check_environment, number
-from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.failure_report import INTERRUPTED, PATIENCE_S, STOPPED, Report, exit_code, is_known, say_last
+from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError, did_you_mean
 from hftune.tracking.console import print_any_character
@@ -127,7 +127,7 @@ def help_text(sections: list[str]) -> str:
 
 def fail(error: BaseException) -> int:
     """Report an error here and to the launcher, once per node. Return the exit code."""
-    if not hasattr(error, "report") and number("GROUP_WORLD_SIZE") > 1:
+    if not hasattr(error, "report") and ProcessInfo.from_environment().num_nodes > 1:
         # It occurred before training, which attaches a report. Processes on other nodes may be ahead of this one, and waiting.
         with suppress(type(error), TrainingError), Heartbeat(Progress(), dead_after_s=60, stall_after_s=None):
             raise error
@@ -136,8 +136,8 @@ def fail(error: BaseException) -> int:
         is_first = ProcessInfo.from_environment().local_rank == 0
         text = f"hftune: {error}" if is_known(error) else traceback.format_exc().rstrip()
         kind = type(error).__name__
-        report = Report(text, exit_code(error), is_spoken_here=is_first or not is_known(error), kind=kind)
-    if report.is_spoken_here:
+        report = Report(text, exit_code(error), is_printed_here=is_first or not is_known(error), kind=kind)
+    if report.is_printed_here:
         say_last(report.text, report.kind)
     elif report.code not in (INTERRUPTED, STOPPED):  # then every process ends without help
         time.sleep(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports

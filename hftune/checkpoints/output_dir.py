@@ -16,8 +16,8 @@ from hftune.checkpoints.export import read_about, restore_export
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.config import Recipe
-from hftune.distributed.accelerator import check_writable
 from hftune.distributed.consistency import DIGEST
+from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, format_value
 from hftune.strategies.base import Strategy

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
-from hftune.distributed.preflight import launcher
+from hftune.distributed.process_info import launcher
 from hftune.errors import ConfigError, did_you_mean, format_value
 
 FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")

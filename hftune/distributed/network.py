@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces lead to the other machines. Knows no process group and no training."""
+"""Which of this machine's network interfaces lead to the other machines. Independent of process groups and training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NCCL_CONF = "/etc/nccl.conf"
 
 
+class UnknownHost(ConfigError):
+    """A name that does not resolve to an address; it may do so later."""
+
+
 @dataclass(frozen=True)
 class Route:
-    """The way from this machine to an address: the interface that it takes, and this machine's address on it."""
+    """The route from this machine to an address: the interface it takes, and this machine's address on it."""
 
     interface: str
     address: str
@@ -39,48 +43,48 @@ def interfaces() -> dict[str, list[str]]:
         state = states.get(name) or states.get(name.partition(":")[0])
         return state is not None and state.isup
 
-    return {name: found for name, found in addresses.items() if found and is_up(name)}
+    return {name: listed for name, listed in addresses.items() if listed and is_up(name)}
 
 
 def outward_interfaces() -> dict[str, list[str]]:
-    """Return those of them that lead out of this machine: all but the loopback."""
-    return {name: found for name, found in interfaces().items() if not any(map(_is_loopback, found))}
+    """Return the interfaces that lead out of this machine: all but the loopback."""
+    return {name: addresses for name, addresses in interfaces().items() if not any(map(_is_loopback, addresses))}
 
 
 def resolve(host: str) -> str:
-    """Return the address of a host; IPv4 where there is one.
+    """Return the address of a host; an IPv4 address if it has one.
 
     Raises:
-        ConfigError: the name means nothing here.
+        UnknownHost: the name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(
-            f"{host!r} is the address of no machine ({error.strerror}). Give main_process_ip as numbers."
+        raise UnknownHost(
+            f"{host!r} does not resolve to an address ({error.strerror}). Set main_process_ip to the main machine's IP address."
         ) from error
-    return min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
+    return min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
 
 
 def route_to(host: str) -> Route:
-    """Return the way to a host, without sending anything.
+    """Return the route to a host, without sending anything.
 
     Raises:
-        ConfigError: there is none; the message lists this machine's own addresses.
+        ConfigError: there is no route; the message lists this machine's own addresses.
     """
     address = resolve(host)
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # of a datagram socket: only looks the route up
-            own = probe.getsockname()[0].partition("%")[0]
+            probe.connect((address, 9))  # a datagram socket only looks the route up
+            source = probe.getsockname()[0].partition("%")[0]
         except OSError as error:
             raise ConfigError(
                 f"No network of this machine leads to {host} ({error.strerror}). It has {own_addresses()}."
             ) from error
     for name, addresses in interfaces().items():
-        if own in addresses:
-            return Route(name, own)
-    return Route("lo" if ipaddress.ip_address(own).is_loopback else "an unknown interface", own)
+        if source in addresses:
+            return Route(name, source)
+    return Route("lo" if ipaddress.ip_address(source).is_loopback else "an unknown interface", source)
 
 
 def is_own_address(address: str) -> bool:
@@ -93,12 +97,12 @@ def is_own_address(address: str) -> bool:
         return True
     try:
         return _plain(route_to(address).address) == _plain(address)
-    except ConfigError:  # no way there
+    except ConfigError:  # no route
         return False
 
 
 def own_addresses() -> str:
-    """List this machine's addresses, the loopback's last; those of IPv6 only of interfaces that have no other."""
+    """List this machine's addresses, the loopback's last; IPv6 addresses only of interfaces that have no others."""
     pairs = []
     for name, addresses in interfaces().items():
         plain = [address for address in addresses if ":" not in address]
@@ -108,7 +112,7 @@ def own_addresses() -> str:
 
 
 def check_interfaces() -> None:
-    """Refuse names of interfaces that this machine does not have: Gloo would fail with "Unable to find address".
+    """Reject names of interfaces that this machine does not have: Gloo would fail with "Unable to find address".
 
     Raises:
         ConfigError: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface.
@@ -123,13 +127,13 @@ def check_interfaces() -> None:
 
 
 def choose_interface(main_host: str) -> Route:
-    """Point Gloo and NCCL at the interface that leads to the main machine, where the user has not.
+    """Point Gloo and NCCL at the interface that leads to the main machine, unless the user has.
 
-    Left alone, Gloo takes the interface that the host's own name resolves to: 127.0.1.1 on a Debian, which no other machine
+    By default, Gloo takes the interface that the host's own name resolves to: 127.0.1.1 on Debian, which no other machine
     reaches.
 
     Raises:
-        ConfigError: as ``check_interfaces``; or there is no way to the main machine, or no telling which one it is.
+        ConfigError: as ``check_interfaces``; or there is no route to the main machine, or no telling which interface it is.
     """
     check_interfaces()
     present = interfaces()
@@ -138,8 +142,8 @@ def choose_interface(main_host: str) -> Route:
         outward = outward_interfaces()
         if len(outward) != 1 and VARIABLES[0] not in os.environ:
             raise ConfigError(
-                f"{main_host} means {route.address} on this machine, which others do not reach. Set main_process_ip to its "
-                f"address in the network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has {own_addresses()}."
+                f"{main_host} means {route.address} on this machine, which other machines do not reach. Set main_process_ip "
+                f"to its address in the network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has {own_addresses()}."
             )
         if len(outward) == 1:
             ((name, addresses),) = outward.items()
@@ -148,19 +152,19 @@ def choose_interface(main_host: str) -> Route:
         raise ConfigError(f"No interface of this machine has {route.address}. It has {own_addresses()}. Set {VARIABLES[0]}.")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
     if not is_in_nccl_conf("NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # "=": this one, and not all that begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # "=": this one, not all with this prefix
     return route
 
 
 def stay_on_this_machine() -> None:
-    """Point Gloo at the loopback, which no other machine reaches, where the user has not. For groups of one machine."""
-    loopback = next((name for name, found in interfaces().items() if all(map(_is_loopback, found))), None)
+    """Point Gloo at the loopback, which no other machine reaches, unless the user has set an interface. For one machine."""
+    loopback = next((name for name, addresses in interfaces().items() if all(map(_is_loopback, addresses))), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def is_in_nccl_conf(name: str) -> bool:
-    """Say whether one of NCCL's own files sets a variable, which the environment would overrule.
+    """Say whether one of NCCL's own files sets a variable, which the environment would override.
 
     Source: NCCL's documentation, "Environment Variables": NCCL_CONF_FILE or ~/.nccl.conf, and /etc/nccl.conf.
     """
@@ -180,7 +184,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _plain(address: str) -> str:
-    """Spell an address in the one way that can be compared."""
+    """Return the canonical spelling of an address."""
     return str(ipaddress.ip_address(address.partition("%")[0]))
 
 

@@ -1,4 +1,4 @@
-"""What this process can learn about the launcher that started it. Knows no training.
+"""Refuses what a launcher asks for and this machine or hftune cannot do, before anything is loaded. Independent of data.
 
 How many processes `accelerate launch` was asked for is not in the environment: `accelerate launch --cpu --num_processes 2`
 starts ONE and says nothing, and so it does for distributed_type MULTI_CPU and NO (huggingface/accelerate#2741). But in these
@@ -8,15 +8,21 @@ cases, as in all others, the launcher is the parent process, and its command lin
 from __future__ import annotations
 
 import os
-import re
-import socket
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
+from accelerate.utils.environment import parse_flag_from_env
 
-from hftune.errors import ConfigError
+from hftune.config import Recipe
+from hftune.config.sections import TrainConfig
+from hftune.distributed.accelerator import asks_for_fsdp, on_cpu
+from hftune.distributed.network import check_interfaces, choose_interface, stay_on_this_machine
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError, format_value
 
 LAUNCHERS = (
     ["accelerate", "launch"],
@@ -24,89 +30,218 @@ LAUNCHERS = (
     ["accelerate.commands.launch"],
     ["accelerate.commands.accelerate_cli", "launch"],
 )
-"""The words that start it, the first as a program in some folder or after ``python -m``."""
+"""The words that start it; the first is a program in some folder or follows ``python -m``."""
 
 
-RANKS = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
-FLAGS = (
-    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"),
-    *("ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"),
-)
-TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
-"""What accelerate reads as a truth value."""
-SIBLINGS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "an MPI launcher": "PMI_SIZE"}
-"""By what started it: the variable with the number of processes of which this one is, if it set no WORLD_SIZE."""
-
-
-def number(name: str) -> int:
-    """Return one of RANKS from the environment: if it is not set or no number, that of a process alone."""
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else int(name.endswith("SIZE"))
-
-
-def check_environment() -> None:
-    """Refuse variables that no launcher sets like this, before anything relies on them.
+def check_launcher(recipe: Recipe) -> None:
+    """Reject what the launcher asks for and hftune does not support, before anything is loaded.
 
     Raises:
-        ConfigError: naming the variable, and what to do.
+        ConfigError: DeepSpeed, Megatron-LM or a parallelism_config; FSDP version 1, or what does not work under FSDP; options
+            that contradict the recipe.
     """
-    for name in RANKS:
-        if (value := os.environ.get(name)) is not None and not value.isdecimal():
+    for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
+        if parse_flag_from_env(variable):
             raise ConfigError(
-                f"{name}={value!r} in the environment is not a whole number. Launchers such as torchrun set it; to train in "
-                "one process, unset it."
+                f"The launcher asks for {name}, which is not supported. Use FSDP, which shards weights, gradients and "
+                "optimizer state over the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
             )
-    for name in FLAGS:
-        if (value := os.environ.get(name)) is not None and value.lower() not in (*TRUE, *FALSE):
-            raise ConfigError(f"{name}={value} in the environment is neither true nor false.")
-    _check_siblings()
-    if (size := number("WORLD_SIZE")) <= 1:
-        return
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+    check_options(recipe.train)
+    if recipe.parallel.pipeline_stages > 1:
+        check_parallel(recipe, ProcessInfo.from_environment().world_size)
+    if asks_for_fsdp():
+        _check_fsdp(recipe)
+
+
+def _check_fsdp(recipe: Recipe) -> None:
+    """Reject what does not work under FSDP, or raise ConfigError."""
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise ConfigError(
-            f"WORLD_SIZE={size} in the environment says that this is one of {size} processes, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set. Start all with accelerate launch or torchrun --nproc_per_node N; "
-            "to train in one process, unset WORLD_SIZE."
+            f"The launcher asks for FSDP version {version}, and hftune supports version 2. "
+            "Set fsdp_version: 2 in its config, as accelerate_configs/fsdp.yaml does."
         )
-    if (rank := number("RANK")) >= size:
-        raise ConfigError(f"RANK={rank} in the environment must be below WORLD_SIZE={size}: ranks count from 0.")
+    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise ConfigError("The launcher's fsdp_offload_params: true is not supported. Set it to false.")
+    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise ConfigError(
+            "The launcher's fsdp_activation_checkpointing: true would draw a different dropout when it recomputes. "
+            "Set it to false, and train.gradient_checkpointing=true in the recipe."
+        )
+    if on_cpu() and torch.accelerator.is_available():  # torch would shard the weights over the GPUs all the same
+        raise ConfigError(
+            "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
+        )
+    if recipe.train.micro_batch_size == "auto":
+        raise ConfigError(
+            "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
+            "waiting for its shard of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
+        )
 
 
-def _check_siblings() -> None:
-    """Refuse to be one of several processes that do not know of each other, or raise ConfigError."""
-    if "WORLD_SIZE" in os.environ:
+def check_options(train: TrainConfig) -> None:
+    """Reject options of the launcher that contradict the recipe, which decides: they would be silently ignored.
+
+    `accelerate launch` always sets a precision and a backend. "no" is its default and contradicts nothing.
+
+    Raises:
+        ConfigError: naming the recipe's key.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise ConfigError(
+            "The launcher's parallelism_config is not supported. Set pipelines in the recipe, parallel.pipeline_stages=2; to "
+            "shard the model, use accelerate_configs/fsdp.yaml. Remove it from the launcher's config."
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", train.mixed_precision):
+        set_it = f"Set train.mixed_precision={precision}, or" if precision in ("bf16", "fp16") else "Set"
+        raise ConfigError(
+            f"The launcher asks for mixed_precision {precision}, and the recipe for train.mixed_precision="
+            f"{train.mixed_precision}. The recipe decides. {set_it} mixed_precision: 'no' in the launcher's config."
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", "inductor" if train.compile else "no"):
+        instead = (
+            "train.compile=true compiles with inductor."
+            if train.compile
+            else "Set train.compile=true, which compiles with inductor."
+        )
+        raise ConfigError(
+            f"The launcher asks for dynamo_backend {backend}, and the recipe for train.compile={format_value(train.compile)}. "
+            f"The recipe decides. {instead} Set dynamo_backend: 'no' in the launcher's config."
+        )
+
+
+def check_parallel(recipe: Recipe, num_processes: int) -> None:
+    """Reject a pipeline on a number of processes that it does not divide, and what does not work in one.
+
+    Raises:
+        ConfigError: with what to set instead.
+    """
+    stages, train = recipe.parallel.pipeline_stages, recipe.train
+    asked, one = f"parallel.pipeline_stages={stages}", "parallel.pipeline_stages=1"
+    if asks_for_fsdp():
+        raise ConfigError(
+            f"{asked} does not work under FSDP: both split the model. Use accelerate_configs/4gpu.yaml, or {one}."
+        )
+    if train.micro_batch_size == "auto":
+        raise ConfigError(
+            f"train.micro_batch_size=auto does not work with {asked}: stages need different amounts of memory. Set a number, "
+            "such as train.micro_batch_size=4; hftune plan shows what each stage needs."
+        )
+    if train.mixed_precision == "fp16":
+        raise ConfigError(
+            f"train.mixed_precision=fp16 does not work with {asked}: each process has its own loss scale. Use bf16 or no."
+        )
+    if train.compile:
+        raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
+    if num_processes % stages:
+        fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
+        were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"
+        raise ConfigError(
+            f"{asked} does not divide the {were} started. Start {stages} or a multiple of it, or set "
+            f"parallel.pipeline_stages to one of {fitting}."
+        )
+
+
+def check_hardware(recipe: Recipe) -> None:
+    """Reject what this machine cannot compute.
+
+    Raises:
+        ConfigError: fp16 without a GPU, bf16 on a GPU that does not support it; or what ``check_launch`` rejects.
+    """
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and on_cpu():
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.")
+    check_launch()
+    on_cuda = torch.cuda.is_available() and not on_cpu()
+    if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"train.mixed_precision=bf16 is not supported by {torch.cuda.get_device_name()}. Use fp16 or no.")
+
+
+def check_launch() -> None:
+    """Reject what the launcher asks of this machine and cannot have; point the backends at the right network.
+
+    Raises:
+        ConfigError: the launcher started a different number of processes than asked for, there is no such network interface
+            or no route to the main machine, or there are more processes than GPUs.
+    """
+    check_num_processes()
+    process = ProcessInfo.from_environment()
+    if process.world_size > 1:
+        check_interfaces()
+        if process.local_world_size is not None:  # else nobody says where the others are
+            is_one_machine = process.local_world_size >= process.world_size
+            stay_on_this_machine() if is_one_machine else choose_interface(process.main_address)
+    check_gpus()
+
+
+def check_gpus() -> None:
+    """Raise ConfigError if there are more processes than GPUs, or none of the GPUs that were asked for."""
+    asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
         return
-    for starter, name in SIBLINGS.items():
-        if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
-            how = (
-                "`hftune slurm` writes a script for it; or start one launcher on each node: srun --ntasks-per-node=1 torchrun."
-                if starter == "srun"
-                else "Start them with torchrun --nproc_per_node N, or accelerate launch."
-            )
-            raise ConfigError(
-                f"{starter} has started {count} processes ({name}={count}), and none knows of the others: each would train "
-                f"alone. {how} To train alone on purpose, set WORLD_SIZE=1."
-            )
+    if asked not in ("", "-1") and here == 0 and not torch.accelerator.is_available():
+        built = "finds none: is the driver running, and are these their numbers (nvidia-smi)?"
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={asked} asks for GPUs, but PyTorch {torch.__version__} "
+            f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
+            "ACCELERATE_USE_CPU=true trains on CPUs."
+        )
+    process = ProcessInfo.from_environment()
+    started = process.local_world_size or 1
+    if 0 < here < started:
+        raise ConfigError(
+            f"{started} processes were started on {process.host}, which has {here} GPU{'s' if here > 1 else ''}. "
+            "Set num_processes, which counts all machines, to one per GPU."
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ConfigError if the output folder cannot be written, or files in it cannot be appended to, as logs are.
+
+    The folder is not created, as the run may still be rejected: its nearest existing parent is tested instead.
+    """
+    probe = folder
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        probe = existing / f".probe-{os.getpid()}"
+        with probe.open("w") as file:
+            file.write("a new file\n")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be written: {error.strerror}. Set output_dir=... to a different folder."
+        ) from error
+    try:
+        with probe.open("a") as file:
+            file.write("and one more line\n")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} accepts new files, but not appending to one: {error.strerror}. Mounted object storage "
+            "behaves like that. Set output_dir=... to a folder on a disk, and copy it afterwards."
+        ) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def check_num_processes() -> None:
-    """Refuse to train on fewer or more processes than the launcher was asked for, or with another batch.
+    """Refuse to train on fewer or more processes than the launcher was asked for, or with a different batch.
 
-    Not noticed: a launcher with a shell script or another program between itself and this process.
+    Does not notice a launcher that starts this process through a shell script or another program.
 
     Raises:
-        ConfigError: naming what was asked for, and what to use instead.
+        ConfigError: with what was asked for, and what to use instead.
     """
     try:
         command = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):  # it has ended, or this user may not look
         return
-    options, started = launch_options(command), number("WORLD_SIZE")
+    options, started = launch_options(command), ProcessInfo.from_environment().world_size
     if options is None:
         return
-    if (options.gradient_accumulation_steps or 1) > 1:  # which hands it on to DeepSpeed only
+    if (options.gradient_accumulation_steps or 1) > 1:  # which only DeepSpeed would get
         raise ConfigError(
-            f"accelerate launch was asked for --gradient_accumulation_steps {options.gradient_accumulation_steps}, and the "
+            f"accelerate launch was asked for --gradient_accumulation_steps {options.gradient_accumulation_steps}, but the "
             "recipe decides that: train.batch_size is the global batch, train.micro_batch_size what a process computes at once."
         )
     asked = options.num_processes or None
@@ -114,20 +249,20 @@ def check_num_processes() -> None:
         return
     if started == 1:
         raise ConfigError(
-            f"accelerate launch was asked for {asked} processes and started only this one: with --cpu, without --multi_gpu, or "
+            f"accelerate launch was asked for {asked} processes and started only one: with --cpu, without --multi_gpu, or "
             "with distributed_type NO or MULTI_CPU it does so whatever num_processes says. Use --config_file "
             f"accelerate_configs/2cpu.yaml --num_processes {asked}, or torchrun --nproc_per_node {asked}."
         )
     raise ConfigError(
-        f"accelerate launch was asked for {asked} processes, and {started} were started: num_processes counts those of all "
-        "machines, and has to be a multiple of num_machines."
+        f"accelerate launch was asked for {asked} processes and started {started}: num_processes counts those of all machines, "
+        "and has to be a multiple of num_machines."
     )
 
 
 def launch_options(command: Sequence[str]) -> Namespace | None:
-    """Return what a command line asks of `accelerate launch`; None if it is another command.
+    """Return the options of an `accelerate launch` command line; None for any other command.
 
-    ``num_processes`` counts those on all machines; it is falsy if that is left to the launcher. Read with accelerate's own
+    ``num_processes`` counts those on all machines; it is falsy if the launcher decides. Parsed with accelerate's own
     parser, as the options may be spelled in several ways and default to a file.
     """
     words = [Path(word).name for word in command[:5]]
@@ -141,20 +276,3 @@ def launch_options(command: Sequence[str]) -> Namespace | None:
     if options.num_processes is None and (options.config_file or (Path(default_config_file).is_file() and not options.cpu)):
         options.num_processes = load_config_from_file(options.config_file).num_processes
     return options
-
-
-def launcher() -> str | None:
-    """Name the launcher of this process: the same each time that it restarts its group, and no other launcher's; None if none.
-
-    TORCHELASTIC_RESTART_COUNT cannot say whether this is the first attempt: each torchrun agent counts only its own failures,
-    and restarts its processes uncounted if those of another machine failed. But an agent keeps one log folder for all attempts.
-    """
-    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
-        return None
-    logs = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    try:
-        parent = psutil.Process().parent()
-        own = logs[1] if logs else f"{parent.pid} since {parent.create_time()}"
-    except (psutil.Error, AttributeError):  # it has ended, or this user may not look
-        return None
-    return f"{socket.gethostname()} {run_id} {own}"

@@ -1,4 +1,4 @@
-"""Signs of life of code that knows nothing of them, such as a metric in plain Python. Knows no one who reads them."""
+"""Signs of life from code that gives none, such as a metric in plain Python. Independent of who reads them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DEPTH = 20
 
 @contextmanager
 def marked_while_moving(progress: Progress, every_s: float = EVERY_S) -> Iterator[None]:
-    """Within ``with``: mark progress whenever this thread's Python code has got to another place than at the last look.
+    """Within ``with``: mark progress whenever this thread's Python code has moved since the last look.
 
-    A call that does not come back, such as one that waits for a file system, leaves no mark.
+    A call that does not return, such as one that waits for a file system, leaves no mark.
     """
     thread, done = threading.get_ident(), threading.Event()
 
     def watch() -> None:
         last: list[tuple[int, int]] = []
         while not done.wait(every_s):
-            place = _place(thread)
-            if place != last:
+            position = _position(thread)
+            if position != last:
                 progress.tick()
-            last = place
+            last = position
 
     watcher = threading.Thread(target=watch, name="pulse", daemon=True)
     watcher.start()
@@ -40,9 +40,9 @@ def marked_while_moving(progress: Progress, every_s: float = EVERY_S) -> Iterato
         watcher.join()
 
 
-def _place(thread: int) -> list[tuple[int, int]]:
-    frame, found = sys._current_frames().get(thread), []
-    while frame is not None and len(found) < DEPTH:
-        found.append((id(frame.f_code), frame.f_lasti))
+def _position(thread: int) -> list[tuple[int, int]]:
+    frame, position = sys._current_frames().get(thread), []
+    while frame is not None and len(position) < DEPTH:
+        position.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return found
+    return position

@@ -1,13 +1,12 @@
-"""How the processes of a group that a launcher may restart find each other, and not their predecessors. Knows no training.
+"""How the processes of a restarted group find each other, and not their predecessors. Independent of training.
 
-torchrun's agent keeps one store for all attempts. In torch 2.13 a restarted group reads there the addresses that the ended
-one left, and fails with "Connection refused" (pytorch/pytorch#135712, #167288). TORCHELASTIC_RESTART_COUNT cannot tell the
-groups apart: each machine counts its own restarts.
+torchrun's agent keeps one store for all attempts. In torch 2.13 a restarted group reads the addresses that the
+previous one left there, and fails with "Connection refused" (pytorch/pytorch#135712, #167288). TORCHELASTIC_RESTART_COUNT
+cannot tell the groups apart: each machine counts its own restarts.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -22,6 +21,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
+from hftune.distributed.process_info import ProcessInfo
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
@@ -29,9 +30,9 @@ REMINDER_S = 15.0
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes the handler of ``rdzv_backend: hftune``. An entry point, which torchrun calls while it is imported.
+    """Return the factory of the handler for ``rdzv_backend: hftune``. An entry point; torchrun calls it while being imported.
 
-    Whatever its backend: where torchrun starts hftune, and waits with another one, something is said here.
+    It is called whatever the backend. If torchrun starts hftune with a different backend, it prints reminders meanwhile.
     """
     is_ours = threading.Event()
     if any(before in ("-m", "--module") and word.startswith("hftune.") for before, word in pairwise(sys.argv)):
@@ -40,36 +41,32 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         from hftune.distributed.rendezvous_backend import create_handler
 
-        is_ours.set()  # it says who is missing
+        is_ours.set()  # this backend names the missing machines itself
         return create_handler(params)
 
     return create_handler
 
 
 def _remind(is_ours: threading.Event) -> None:
-    """Say what a launcher waits for as long as it starts no process: torch's own backends wait for minutes in silence."""
+    """Print what a launcher waits for until it starts a process: torch's own backends wait for minutes in silence."""
     began = time.monotonic()
     while not is_ours.wait(REMINDER_S) and not psutil.Process().children():
         print(
-            f"hftune: This launcher has started no process for {time.monotonic() - began:.0f} s: it waits for the other "
-            "machines, which must be started with the same number of machines, and reach the same address and port. With "
-            "--rdzv-backend hftune (accelerate: --rdzv_backend) it says which ones are missing.",
+            f"hftune: This launcher has started no process for {time.monotonic() - began:.0f} s: it is waiting for the other "
+            "machines. Start them with the same number of machines, address and port. With --rdzv-backend hftune "
+            "(accelerate: --rdzv_backend) it names the missing ones.",
             file=sys.stderr,
             flush=True,
         )
 
 
 def init_method() -> str | None:
-    """Return what ``init_process_group`` should be given; None, which means torch's own, where nothing is ever restarted."""
-    if not may_restart() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """Return the init_method for ``init_process_group``; None, torch's own, if the group is never restarted."""
+    process = ProcessInfo.from_environment()
+    if not (process.may_restart and process.agent_has_store):
         return None
     _register()
     return "hftune://"
-
-
-def may_restart() -> bool:
-    """Say whether the launcher starts the group again after a failure."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 @cache
@@ -83,13 +80,13 @@ def _meet(url: str, timeout: timedelta, **kwargs: Any) -> Iterator[tuple[Any, in
 
 
 def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> str:
-    """Return a name that the processes have in common with each other and with no earlier group in this store.
+    """Return a name that the processes share with each other and with no earlier group in this store.
 
-    Process 0 invites; each other one answers under the newest invitation with a word of its own. An invitation counts once
-    it is confirmed with that word, which the process 0 of an ended group cannot have heard.
+    Process 0 invites; each other process answers the newest invitation with a random word. An invitation counts once it is
+    confirmed with that word, which process 0 of an earlier group cannot know.
 
     Raises:
-        DistStoreError: the others did not come in time.
+        DistStoreError: the other processes did not arrive in time.
     """
     if rank == 0:
         name = uuid.uuid4().hex
@@ -109,15 +106,16 @@ def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> str:
 
 
 class Attempt:
-    """The processes of one attempt, before they have a process group: agrees as ``agree`` does, but never waits."""
+    """The processes of one attempt, before they have a process group: the protocol of ``agree``, without waiting."""
 
     def __init__(self, store: Any, rank: int):
         self._store, self._rank, self._word = store, rank, uuid.uuid4().hex
-        self._job = f"hftune/{os.environ['TORCHELASTIC_RUN_ID']}"
+        process = ProcessInfo.from_environment()
+        self._job, self._may_restart = f"hftune/{process.run_id}", process.may_restart
         self._name: str | None = None
         self._num_confirmed = 0
         self._shared: Any = None
-        if not may_restart():
+        if not self._may_restart:
             self._shared = dist.PrefixStore(f"{self._job}/early", store)
         elif rank == 0:
             self._name = uuid.uuid4().hex
@@ -125,8 +123,8 @@ class Attempt:
             self._shared = dist.PrefixStore(f"{self._job}/{self._name}", store)
 
     def look(self) -> Any | None:
-        """Return the store of this attempt, the same one while nothing changes; None while process 0 has not confirmed it."""
-        if not may_restart():
+        """Return the store of this attempt, the same object while nothing changes; None until process 0 has confirmed it."""
+        if not self._may_restart:
             return self._shared
         if self._rank == 0:
             self._confirm()
@@ -135,7 +133,7 @@ class Attempt:
         return self._shared
 
     def _confirm(self) -> None:
-        """Confirm those that have answered since the last look; one request if none has."""
+        """Confirm the processes that have answered since the last look; a single request if none has."""
         while self._store.check([key := f"{self._job}/{self._name}/answer/{self._num_confirmed + 1}"]):
             self._store.set(f"{self._job}/{self._name}/confirmed/{self._store.get(key).decode()}", "")
             self._num_confirmed += 1

@@ -1,7 +1,7 @@
-"""How the machines of a job meet, before a process is started or a GPU held on any. Knows no training.
+"""How the machines of a job meet, before any process is started or GPU held. Independent of training.
 
-torchrun and accelerate launch find this as the rendezvous backend "hftune" (``rdzv_backend: hftune``), on every machine. It
-is their static backend but for the waiting, which says who is there, who is missing and why, and ends in words.
+torchrun and accelerate launch find this as the rendezvous backend "hftune" (``rdzv_backend: hftune``) on every machine. It is
+their static backend except for the waiting, which names who is there, who is missing and why, and ends with a message.
 The machine whose address is the job's address (``main_process_ip``) is the main one, so the same command works on all.
 Source: torch.distributed.elastic.rendezvous, "torchrun.handlers" entry points.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,46 +26,46 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from hftune.distributed.network import is_own_address, resolve, route_to
+from hftune.distributed.network import UnknownHost, is_own_address, resolve, route_to
 from hftune.errors import ConfigError
 
 JOIN_TIMEOUT = "HFTUNE_JOIN_TIMEOUT_S"
 MACHINES = "HFTUNE_MACHINES"
 JOIN_TIMEOUT_S = 300.0  # people start the second machine by hand, and imports from a cold network disk take a minute
-DOCTOR_TIMEOUT_S = 25.0  # who asks what is wrong does not wait for long
+DOCTOR_TIMEOUT_S = 25.0  # whoever runs the doctor wants an answer soon
 PORT = 29500
-ANSWER_S = 5.0  # for whoever accepts a connection to answer as a launcher's store does
-PATIENCE_S = 5.0  # without a word
+ANSWER_S = 5.0  # for a program that accepts a connection to answer as a launcher's store does
+PATIENCE_S = 5.0  # before the first message
 REMINDER_S = 15.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine tells the main one of itself."""
+    """What a machine tells the main machine about itself."""
 
     host: str
     address: str
     interface: str
     num_machines: int
-    """That it was told there are."""
+    """As its launcher was told."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address} on {self.interface})"
 
 
 def create_handler(params: RendezvousParameters) -> Meeting:
-    """Read the launcher's words.
+    """Read the launcher's parameters.
 
     Raises:
-        SystemExit: there is no address, or it is not one.
+        SystemExit: there is no address, or it is invalid.
     """
     if params.min_nodes != params.max_nodes:
         leave(
-            f"rdzv_backend hftune waits for all machines, and --nnodes {params.min_nodes}:{params.max_nodes} leaves their "
-            f"number open. Say --nnodes {params.max_nodes}, or use --rdzv-backend c10d."
+            f"rdzv_backend hftune waits for all machines, but --nnodes {params.min_nodes}:{params.max_nodes} leaves their "
+            f"number open. Set --nnodes {params.max_nodes}, or use --rdzv-backend c10d."
         )
     if not params.endpoint and params.max_nodes == 1:
-        params.endpoint = "127.0.0.1:0"  # accelerate hands no address on for one machine
+        params.endpoint = "127.0.0.1:0"  # accelerate passes no address for one machine
     if not params.endpoint:
         leave("rdzv_backend hftune needs main_process_ip, without --same_network (torchrun: --rdzv-endpoint HOST:PORT).")
     try:
@@ -91,26 +92,26 @@ def join_timeout_s(given: str | None) -> float:
 
 
 def leave(message: str) -> None:
-    """End the launcher with one message; it has started no process yet, so there is nothing to trace."""
+    """End the launcher with one message; it has not started a process, so a traceback would not help."""
     sys.exit(f"hftune: {message}")
 
 
 class Meeting(StaticTCPRendezvous):
-    """Holds the store on the main machine and joins it on the others."""
+    """Opens the store on the main machine and connects to it on the others."""
 
     def __init__(self, host: str, port: int, num_machines: int, run_id: str, timeout_s: float, config: Any):
         super().__init__(host, port, rank=-1, world_size=num_machines, run_id=run_id, timeout=600)
-        self.timeout_s, self.place = timeout_s, f"{host}:{port}"
+        self.timeout_s, self.endpoint = timeout_s, f"{host}:{port}"
         self.is_host = {"true": True, "false": False}.get(str(config.get("is_host", "")).lower())
 
     def get_backend(self) -> str:
         return "hftune"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others once; a group that is started again finds them met.
+        """Meet the other machines once; a restarted group uses the same store.
 
         Raises:
-            SystemExit: they did not come, or do not fit together; the message says who and why.
+            SystemExit: some did not arrive, or they do not fit together; the message says which and why.
         """
         if self._store is None:
             try:
@@ -120,12 +121,13 @@ class Meeting(StaticTCPRendezvous):
         return super().next_rendezvous()
 
     def _meet(self) -> None:
-        address, self.until = resolve(self.master_addr), time.monotonic() + self.timeout_s
-        self.waited, self.told = time.monotonic(), PATIENCE_S
+        self.began, self.next_reminder_s = time.monotonic(), PATIENCE_S
+        self.until = self.began + self.timeout_s
+        address = self._resolve()
         is_host = is_own_address(address) if self.is_host is None else self.is_host
         route = route_to(address)
-        self.own = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
-        store = self._hold() if is_host else None
+        self.machine = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
+        store = self._open_store() if is_host else None
         if store is not None:
             self._store, self.rank = store, 0
             self._receive(PrefixStore(f"hftune/machines/{self.run_id}", store))
@@ -133,42 +135,57 @@ class Meeting(StaticTCPRendezvous):
             self._store = self._reach(address, is_taken=is_host)
             self.rank = self._join(PrefixStore(f"hftune/machines/{self.run_id}", self._store))
 
+    def _resolve(self) -> str:
+        """Return the main machine's address, once its name has one: a pod of Kubernetes may start before another one's name.
+
+        Raises:
+            ConfigError: the name did not resolve in time, or it is an IP address that is not one.
+        """
+        while True:
+            try:
+                return resolve(self.master_addr)
+            except UnknownHost as error:
+                if re.fullmatch(r"[\d.]+", self.master_addr):
+                    raise
+                reason = str(error).rstrip(".")
+                self._wait(lambda reason=reason: reason)
+
     # The main machine
 
-    def _hold(self) -> TCPStore | None:
-        """Open the port, or return None where it is taken: by another launcher of this job on the same machine, perhaps."""
+    def _open_store(self) -> TCPStore | None:
+        """Open the port, or return None if it is taken: by another launcher of this job on the same machine, perhaps."""
         allow_open_files()
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
         if self.world_size == 1 and resolve(self.master_addr) == "127.0.0.1":
-            # torch would listen on all interfaces, and whoever reaches a store can do as they like with the job.
+            # torch would listen on all interfaces, and anyone who reaches a store controls the job.
             options["master_listen_fd"] = self._listen()
         try:
             return TCPStore(self.master_addr, self.master_port, None, True, self.timeout, **options)
         except DistError as error:
             if "EADDRINUSE" not in str(error):
-                raise ConfigError(f"The port of {self.place} cannot be opened: {error}") from error
+                raise ConfigError(f"The port of {self.endpoint} cannot be opened: {error}") from error
             return None
 
     def _listen(self) -> int:
-        """Open the port on the address itself, any port if it is 0; return the socket's descriptor."""
+        """Open the port on this address only, or any port if it is 0; return the socket's file descriptor."""
         try:
             with socket.create_server((self.master_addr, self.master_port)) as server:
                 self.master_port = server.getsockname()[1]
                 return server.detach()
         except OSError as error:
             owner = owner_of(self.master_port)
-            raise ConfigError(f"The port of {self.place} cannot be opened{owner}: {error.strerror}.") from error
+            raise ConfigError(f"The port of {self.endpoint} cannot be opened{owner}: {error.strerror}.") from error
 
     def _receive(self, store: Any) -> None:
         """Wait for all machines and see them confirm.
 
         Raises:
-            ConfigError: some did not come, have left, or were told of another number of machines.
+            ConfigError: some did not arrive, have left, or were started for a different number of machines.
         """
         others: list[Machine] = []
         while len(others) < self.world_size - 1:
             for index in range(len(others) + 1, min(int(store.add("joined", 0)), self.world_size - 1) + 1):
-                _await(store, f"machine/{index}", "A machine has joined and left again, without a word")
+                _await(store, f"machine/{index}", "A machine joined and left again without a message")
                 others.append(Machine(**json.loads(store.get(f"machine/{index}"))))
             if refusal := self._refusal(others):
                 store.set("refusal", refusal)
@@ -178,26 +195,26 @@ class Meeting(StaticTCPRendezvous):
                 self._wait(lambda: self._missing(others))
         store.set("complete", "")
         for index, other in enumerate(others, start=1):
-            _await(store, f"ready/{index}", f"{other} has joined and left again")
-        if self.told > PATIENCE_S:
-            say(f"All {self.world_size} machines are here: {', '.join(map(str, [self.own, *others]))}.")
+            _await(store, f"ready/{index}", f"{other} joined and left again")
+        if self.next_reminder_s > PATIENCE_S:
+            say(f"All {self.world_size} machines are here: {', '.join(map(str, [self.machine, *others]))}.")
 
     def _refusal(self, others: list[Machine]) -> str | None:
         for other in others:
             if other.num_machines != self.world_size:
                 return (
-                    f"{other} was started for {other.num_machines} machines, and {self.own} for {self.world_size}. "
+                    f"{other} was started for {other.num_machines} machines, and {self.machine} for {self.world_size}. "
                     "Start all with the same num_machines (--nnodes)."
                 )
         return None
 
     def _missing(self, others: list[Machine]) -> str:
-        here, count = [self.own, *others], self.world_size - 1 - len(others)
+        here, count = [self.machine, *others], self.world_size - 1 - len(others)
         named = [name for name in os.environ.get(MACHINES, "").replace(",", " ").split() if not _is_among(name, here)]
         who = f" Missing: {', '.join(named)}." if named else ""
         return (
             f"{len(here)} of {self.world_size} machines {'is' if len(here) == 1 else 'are'} here: {', '.join(map(str, here))}."
-            f"{who} {count} more must be started with the same command, and reach {self.place} (firewall, address, port)"
+            f"{who} {count} more must be started with the same command, and reach {self.endpoint} (firewall, address, port)"
         )
 
     # The others
@@ -206,7 +223,7 @@ class Meeting(StaticTCPRendezvous):
         """Connect to the main machine's store.
 
         Raises:
-            ConfigError: nobody answers, or somebody else does.
+            ConfigError: nothing answers, or another program does.
         """
         while True:
             try:
@@ -215,77 +232,79 @@ class Meeting(StaticTCPRendezvous):
             except OSError as error:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
                 self._wait(lambda reason=reason: self._unanswered(reason))
-        found: list[Any] = []
+        answers: list[Any] = []
 
         def connect() -> None:
             try:
                 store = TCPStore(address, self.master_port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
                 store.check(["hftune"])
-                found.append(store)
+                answers.append(store)
             except DistError as error:
-                found.append(error)
+                answers.append(error)
 
-        # In a thread that can be left behind: a listener that is no store may never answer.
+        # In a thread that can be abandoned: a listener that is no store may never answer.
         threading.Thread(target=connect, daemon=True).start()
         until = time.monotonic() + ANSWER_S
-        while not found and time.monotonic() < until:
+        while not answers and time.monotonic() < until:
             time.sleep(0.05)
-        if found and isinstance(found[0], TCPStore):
-            found[0].set_timeout(self.timeout)
-            return found[0]
+        if answers and isinstance(answers[0], TCPStore):
+            answers[0].set_timeout(self.timeout)
+            return answers[0]
         where = "on this machine" if is_taken else f"on {self.master_addr}"
         raise ConfigError(
             f"Port {self.master_port} {where} is taken by another program{owner_of(self.master_port) if is_taken else ''}: it "
-            "accepts connections and does not answer as a launcher. Give all machines another --main_process_port."
+            "accepts connections but does not answer as a launcher. Give all machines a different --main_process_port."
         )
 
     def _unanswered(self, reason: str) -> str:
         return (
-            f"Nobody answers at {self.place} ({reason}); this machine is {self.own}. The machine with that address must be "
-            "started with the same command and port; if none has it, correct main_process_ip"
+            f"Nothing answers at {self.endpoint} ({reason}); this machine is {self.machine}. The machine with that address "
+            "must be started with the same command and port; if none has it, correct main_process_ip"
         )
 
     def _join(self, store: Any) -> int:
         """Report to the main machine and return this one's rank.
 
         Raises:
-            ConfigError: the main machine refuses, is gone, or waits for others in vain.
+            ConfigError: the main machine refuses, is gone, or waits too long for the others.
         """
         try:
             index = int(store.add("joined", 1))
             if index >= self.world_size:
                 raise ConfigError(
-                    f"The job at {self.place} has its {self.world_size} machines already. Is an earlier launcher still "
+                    f"The job at {self.endpoint} already has all {self.world_size} machines. Is an earlier launcher still "
                     "running there, or was one started twice?"
                 )
-            store.set(f"machine/{index}", json.dumps(asdict(self.own)))
+            store.set(f"machine/{index}", json.dumps(asdict(self.machine)))
             while not store.check(["complete"]):
                 if store.check(["refusal"]):
                     raise ConfigError(store.get("refusal").decode())
-                self._wait(lambda: f"{self.own} has joined {self.place}, which waits for more of {self.world_size} machines")
+                self._wait(
+                    lambda: f"{self.machine} has joined {self.endpoint}, which waits for more of {self.world_size} machines"
+                )
             store.set(f"ready/{index}", "")
         except DistError as error:
             raise ConfigError(
-                f"The main machine at {self.place} has ended while {self.own} waited with it. It says why."
+                f"The launcher at {self.endpoint} exited while {self.machine} was waiting; see its log."
             ) from error
         return index
 
     # All
 
     def _wait(self, describe: Callable[[], str]) -> None:
-        """Sleep for a moment, saying now and then what for.
+        """Sleep for a moment, printing every REMINDER_S what for.
 
         Raises:
-            ConfigError: it has been long enough.
+            ConfigError: the time is over.
         """
-        passed = time.monotonic() - self.waited
+        waited_s = time.monotonic() - self.began
         if time.monotonic() > self.until:
             raise ConfigError(
                 f"{describe()}. Waited {self.timeout_s:.0f} s; {JOIN_TIMEOUT}={2 * self.timeout_s:.0f} waits longer."
             )
-        if passed > self.told:
+        if waited_s > self.next_reminder_s:
             say(f"{describe()}. Waiting, for up to {self.timeout_s:.0f} s.")
-            self.told += REMINDER_S
+            self.next_reminder_s += REMINDER_S
         time.sleep(0.2)
 
 
@@ -302,7 +321,7 @@ def _is_among(name: str, machines: list[Machine]) -> bool:
 
 
 def owner_of(port: int) -> str:
-    """Name the process that listens on a port of this machine, where that may be known."""
+    """Name the process that listens on a port of this machine, if this user may know it."""
     for process, connection in _listeners():
         if connection.laddr.port == port:
             return f" ({process})"
@@ -325,12 +344,12 @@ def _listeners() -> Iterator[tuple[str, Any]]:
 
 
 def say(text: str) -> None:
-    """Tell whoever watches the launcher."""
+    """Print a message of the launcher."""
     print(f"hftune: {text}", file=sys.stderr, flush=True)
 
 
 def allow_open_files(most: int = 65536) -> None:
-    """Raise this process's limit of open files as far as it may: the store takes two for each process of the job."""
+    """Raise this process's limit of open files as far as permitted: the store takes two for each process of the job."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -10,9 +10,10 @@ from typing import Any
 from accelerate import Accelerator
 
 from hftune.config import Recipe, TrainConfig
-from hftune.distributed.accelerator import check_hardware, check_launch, check_launcher, leave_group, start_accelerator
+from hftune.distributed.accelerator import leave_group, start_accelerator
 from hftune.distributed.consistency import EARLY_S, check_early, check_same, data_digests, fingerprint
 from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.preflight import check_hardware, check_launch, check_launcher
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest

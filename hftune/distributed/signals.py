@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish to stop after the step. Knows neither training nor files."""
+"""SIGTERM and Ctrl-C as a request to stop after the current step. Independent of training and files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from types import FrameType
 from typing import Any
 
 SECOND_AFTER_S = 1.0
-"""A launcher may pass on the Ctrl-C that the terminal has sent already; what comes that soon is not a second one."""
+"""A launcher may forward the Ctrl-C that the terminal has already sent; a repeat this soon is not a second request."""
 
 
 class StopRequest:
     """Within ``with``: the first SIGTERM or SIGINT sets ``name``; a second SIGINT interrupts at once.
 
-    Schedulers (SLURM, Kubernetes, spot machines) send SIGTERM and wait for a while before they kill. Outside the main thread,
-    where Python handles no signals, nothing is changed.
+    Schedulers (SLURM, Kubernetes, spot instances) send SIGTERM and wait before they kill. Does nothing outside the main
+    thread, where Python handles no signals.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
-        """Name of the signal that asked to stop; None while nobody has."""
+        """Name of the signal that asked to stop; None before that."""
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 

@@ -1,7 +1,7 @@
 """``launch(recipe, num_processes=2)``: train on several processes of this machine, from a program or a notebook cell.
 
 The processes are new interpreters that torchrun starts, as it does on the command line: nothing is forked after CUDA was
-touched, nothing is pickled, and a process that crashes does not take the notebook along.
+initialized, nothing is pickled, and a process that crashes does not take the notebook with it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.accelerator import on_cpu
+from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
@@ -30,12 +31,12 @@ KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError,
 def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     """Train a recipe on ``num_processes`` processes of this machine and wait for the end. Shows what they print.
 
-    None means one for each GPU, or one where there is none. SIGTERM and Ctrl-C (interrupting the cell) finish the step and
-    write a checkpoint, and the same call goes on from it; a second Ctrl-C ends all at once.
+    None means one per GPU, or one process without GPUs. SIGTERM and Ctrl-C (interrupting the cell) finish the step and write a
+    checkpoint, from which the same call resumes; a second Ctrl-C ends all processes at once.
 
     Raises:
-        ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. What
-            else a task raises comes as a TrainingError with that process's traceback.
+        ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. Any
+            other exception of a task becomes a TrainingError with that process's traceback.
     """
     recipe.validate()
     check_importable(recipe)
@@ -45,23 +46,23 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         # Not --standalone, whose store listens on all networks of the machine.
         meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
-        torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
+        torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
         command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
-        last_word = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
+        error_file = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
         threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
-        code, is_stopped = run_and_show(command, {**threads, **environment(), **last_word})
+        code, is_stopped = run_and_show(command, {**threads, **environment(), **error_file})
         if code != 0:
             raise failure(Path(folder), code, is_stopped)
     return TrainResult.read(Path(recipe.output_dir))
 
 
 def check_importable(recipe: Recipe) -> None:
-    """Refuse a task that other processes cannot import, or raise ConfigError."""
+    """Raise ConfigError if other processes cannot import the task."""
     if type(recipe.task).__module__ == "__main__":
         name = type(recipe.task).__qualname__
         raise ConfigError(
-            f"task.type={type_name(type(recipe.task))} is defined in this notebook or script itself, where other processes "
-            f"cannot import it from. Put it into a file, such as {name.lower()}.py, and import {name} from there."
+            f"task.type={type_name(type(recipe.task))} is defined in this notebook or script itself, from which other "
+            f"processes cannot import it. Put it into a file, such as {name.lower()}.py, and import {name} from there."
         )
 
 
@@ -69,9 +70,9 @@ def count_processes(asked: int | None) -> int:
     """Return how many processes to start.
 
     Raises:
-        ConfigError: there are fewer GPUs, or a launcher has started several processes already.
+        ConfigError: there are fewer GPUs, or a launcher has already started several processes.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if ProcessInfo.from_environment().world_size > 1:
         raise ConfigError(
             "hftune.launch starts processes itself, and this is one of several that a launcher has started: call train(recipe)."
         )
@@ -89,37 +90,37 @@ def count_processes(asked: int | None) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the processes: modules are found where the caller finds them, and output comes at once."""
+    """Return the environment of the processes: with the caller's module search path, and unbuffered output."""
     modules = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     return {**os.environ, "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
-    """Run a command and print what it prints; return its exit code, and whether it was asked to stop.
+    """Run a command and print its output; return its exit code, and whether it was asked to stop.
 
-    SIGTERM and the first SIGINT are passed on, where this is the main thread; elsewhere Python hears no signals.
+    Forwards SIGTERM and the first SIGINT if this is the main thread; in other threads Python receives no signals.
 
     Raises:
-        KeyboardInterrupt: there was a second SIGINT, and all processes have been killed.
+        KeyboardInterrupt: after a second SIGINT; all processes have been killed.
     """
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
-    # A session of its own: a terminal, and Jupyter, would send Ctrl-C to torchrun, too, which would then hear it twice.
+    # A session of its own: a terminal, and Jupyter, would also send Ctrl-C to torchrun, which would then receive it twice.
     process = subprocess.Popen(command, env=env, start_new_session=True, **output)
-    passed_on: list[int] = []
+    forwarded: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in passed_on:
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in forwarded:
             raise KeyboardInterrupt
-        passed_on.append(number)
+        forwarded.append(number)
         process.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
-        return process.wait(), bool(passed_on)
+        return process.wait(), bool(forwarded)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -132,18 +133,18 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
 
 def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:
     """Return the exception that the processes ended with."""
-    if (said := read_failure(folder)) is not None:
-        return said
+    if (described := read_failure(folder)) is not None:
+        return described
     if is_stopped:
         return Interrupted("Training was asked to stop, and ended before it could write a checkpoint.")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return TrainingError(f"Training {how} without a word; what it printed stands above.")
+    return TrainingError(f"Training {how} without a message; see its output above.")
 
 
 def read_failure(folder: Path) -> BaseException | None:
-    """Return the exception that the first process to fail ended with, from its last word in ``folder``, if there is one."""
-    words = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")]
-    if not words:
+    """Return the exception of the first process to fail, from the error files in ``folder``; None if there are none."""
+    messages = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")]
+    if not messages:
         return None
-    first = min(words, key=lambda word: word["extraInfo"]["timestamp"])
+    first = min(messages, key=lambda message: message["extraInfo"]["timestamp"])
     return KINDS.get(first["extraInfo"]["kind"], TrainingError)(first["message"].removeprefix("hftune: "))

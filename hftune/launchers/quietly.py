@@ -1,31 +1,50 @@
-"""``python -m hftune.launchers.quietly accelerate launch ...``: the same without tracebacks of the launcher's own.
+"""``python -m hftune.launchers.quietly accelerate launch ...``, or ``torchrun ...``: without the launcher's own tracebacks.
 
-The log of a batch job should end with what its processes say. A launcher that a signal stops, or whose processes fail, adds
-thirty lines of its own call stack on each node (torch 2.13, accelerate 1.15).
+A log should end with what the processes say. A launcher that a signal stops, or whose processes fail, adds thirty lines of its
+own call stack on each node (torch 2.13, accelerate 1.15).
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 
 def main(argv: list[str]) -> int | str:
-    """Run ``accelerate launch ...``; return its exit code, or what to print last in place of a traceback."""
-    from accelerate.commands.launch import main as launch
+    """Run the launcher; return its exit code, or what to print last in place of a traceback."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    sys.argv = [" ".join(argv[:2]), *argv[2:]]
+    launch = _torchrun(argv) if argv[0] == "torchrun" else _accelerate(argv)
     try:
         launch()
     except SignalException as error:
         print(f"The launcher on {socket.gethostname()} was stopped by {signal.Signals(error.sigval).name}.", file=sys.stderr)
         return 128 + error.sigval
     except ChildFailedError as error:
-        return str(error)
+        is_explained = any(Path(failure.error_file).is_file() for failure in error.failures.values())
+        return 1 if argv[0] == "torchrun" and is_explained else str(error)
     return 0
+
+
+def _torchrun(argv: list[str]) -> Callable[[], None]:
+    """Return torchrun, on this machine alone: hftune.launch tells its caller what the processes leave in their error files."""
+    from torch.distributed.run import main as launch
+
+    logging.disable(logging.ERROR)  # that a process failed and the others are being stopped, once for each
+    sys.argv = argv
+    return launch
+
+
+def _accelerate(argv: list[str]) -> Callable[[], None]:
+    from accelerate.commands.launch import main as launch
+
+    sys.argv = [" ".join(argv[:2]), *argv[2:]]
+    return launch
 
 
 if __name__ == "__main__":

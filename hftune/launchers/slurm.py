@@ -1,4 +1,4 @@
-"""Writes the batch script with which SLURM trains a recipe on several nodes, through every time limit. Knows no training."""
+"""Writes the SLURM batch script that trains a recipe on several nodes across time limits. Independent of training."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from hftune.config.shipped_files import config_path
 from hftune.errors import ConfigError
 
 MARGIN_S = 20
-"""Of the grace period, for the launchers to exit and the job to be requeued."""
+"""The part of the grace period in which launchers exit and the job is requeued."""
 EARLY_S = 60
-"""How much earlier than asked SLURM may send the signal (sbatch's manual, --signal)."""
+"""How much earlier than requested SLURM may send the signal (sbatch's manual, --signal)."""
 START_S = 60
-"""For imports, data and model, before the first step. More for large ones."""
+"""For imports, data and model before the first step; large ones need more."""
 
 
 @dataclass(kw_only=True)
 class Job:
-    """What to ask SLURM for. What is trained, and in which batches, is the recipe's."""
+    """What to ask SLURM for; the recipe decides what is trained and in which batches."""
 
     nodes: str
-    """Number of nodes: "2"; or the fewest and the most that the job starts with, "1-2"."""
+    """Number of nodes, "2", or the minimum and maximum, "1-2"."""
     gpus: int | None = None
-    """GPUs of each node, one process on each. None for a job on CPUs."""
+    """GPUs per node, with one process each. None: a job on CPUs."""
     cpu: bool = False
     """Train on CPUs."""
     processes: int | None = None
-    """Processes on each node of a job on CPUs. None: 1."""
+    """Processes per node of a job on CPUs. None: 1."""
     cores: int | None = None
-    """CPU cores of each process. None: 1 for a process on CPUs, 2 for one with a GPU, and 1 for each loader worker."""
+    """CPU cores per process. None: 1 on CPUs, 2 with a GPU, plus 1 for each loader worker."""
     time: str = "24:00:00"
-    """Time limit in SLURM's spelling, such as 2-12:00:00. At the limit the job is requeued and later resumes."""
+    """Time limit in SLURM's format, such as 2-12:00:00. At the limit the job is requeued and later resumes."""
     partition: str | None = None
     account: str | None = None
     name: str | None = None
     """None: the recipe's."""
     config: str | None = None
-    """A launch configuration, such as one for FSDP: a shipped one's name or the path of a .yaml file. None: plain DDP."""
+    """Launch configuration, such as one for FSDP: the name of a shipped one or the path of a .yaml file. None: plain DDP."""
     grace_s: int = 120
     """Seconds before the time limit at which training finishes its step and writes a checkpoint."""
 
@@ -72,27 +72,27 @@ class Job:
         counts = {"gpus": 1, "processes": 1, "cores": 1, "grace_s": 2 * MARGIN_S}
         cores = "cpus-per-process" if self.cpu else "cpus-per-gpu"
         if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", self.nodes):
-            yield f"--nodes {self.nodes} is not a number of nodes, such as 2, nor a range, such as 1-2."
+            yield f"--nodes {self.nodes} is neither a number of nodes, such as 2, nor a range, such as 1-2."
         elif self.nodes.partition("-")[2] and self.fewest_nodes > int(self.nodes.partition("-")[2]):
-            yield f"--nodes {self.nodes} begins with the larger number."
+            yield f"--nodes {self.nodes} starts with the larger number."
         for name, least in counts.items():
             if (value := getattr(self, name)) is not None and value < least:
                 yield f"--{cores if name == 'cores' else name.replace('_', '-')} {value} must be at least {least}."
         if self.cpu == (self.gpus is not None):
-            yield "Give either --gpus, the number in each node, or --cpu."
+            yield "Set either --gpus, the number per node, or --cpu."
         if self.processes is not None and not self.cpu:
-            yield f"--processes {self.processes} is for --cpu. With --gpus there is one process for each GPU."
+            yield f"--processes {self.processes} is for --cpu. With --gpus there is one process per GPU."
         for name in ("partition", "account", "name"):
             if (value := getattr(self, name)) is not None and not re.fullmatch(r"[\w.,:@%+-]+", value):
                 option = "job-name" if name == "name" else name
-                yield f"--{option} {value!r} has characters that SLURM's names do not: it goes into an #SBATCH line."
+                yield f"--{option} {value!r} has characters that are not allowed in an #SBATCH line."
         yield from self._problems_of_time()
         if self.config is not None and self.nodes.startswith("1") and self.may_be_one_process:
-            yield f"--config {self.config} is for several processes, and --nodes {self.nodes} {self._each()} may be one."
+            yield f"--config {self.config} is for several processes, but --nodes {self.nodes} {self._each()} may be one."
 
     def _problems_of_time(self) -> Iterator[str]:
         if (seconds := time_s(self.time)) is None:
-            yield f"--time {self.time!r} is not a time as SLURM writes it: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
+            yield f"--time {self.time!r} is not a SLURM time: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
         elif seconds < (least := START_S + EARLY_S + self.grace_s):
             yield (
                 f"--time {self.time} is {seconds:,} s and must be at least {least:,} s: {START_S} to start, --grace-s "
@@ -121,14 +121,14 @@ def time_s(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What goes to sbatch, and what its reader should know."""
+    """The script for sbatch, and what its user should know."""
 
     text: str
     notices: list[str]
 
 
 def batch_script(words: list[str], job: Job) -> BatchScript:
-    """Write the script for ``recipe=... key=value ...``, once these have been checked as the run itself would.
+    """Return the script for ``recipe=... key=value ...``, after checking these as the run itself does.
 
     Raises:
         ConfigError: a mistyped key, a recipe that would not resume, or a launch configuration that starts one process.
@@ -136,7 +136,7 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
     recipe = Recipe.from_argv(words)
     recipe.validate()
     if recipe.resume != "auto":
-        raise ConfigError(f"resume={recipe.resume} would begin there again each time that the job is requeued. Leave it out.")
+        raise ConfigError(f"resume={recipe.resume} would start over there each time the job is requeued. Leave it out.")
     name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
     cores, notices = job.cores, []
     if cores is None:
@@ -155,13 +155,13 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
 #SBATCH --nodes={job.nodes}
 {asked}
 #SBATCH --time={job.time}
-#SBATCH --signal=B:USR1@{job.grace_s}  # to this script alone, so many seconds before the time limit
+#SBATCH --signal=B:USR1@{job.grace_s}  # to this script only, that many seconds before the time limit
 #SBATCH --requeue
 #SBATCH --open-mode=append  # one log, however often the job is requeued
 #SBATCH --output=%x-%j.log
 
-# Relative paths, such as outputs/, start from this folder. The Python environment is the one that wrote this script; what else
-# training needs, such as `module load`, goes here.
+# Relative paths, such as outputs/, start from this folder. The Python environment is the one that wrote this script; anything
+# else that training needs, such as `module load`, goes here.
 cd {shlex.quote(str(Path.cwd()))} || exit
 export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH
 
@@ -171,8 +171,8 @@ words=(
 )
 
 {_environment(job, cores)}{_launch(job)}
-# One task on each node, and none is killed because another one has exited first: it may be writing. --export: also under
-# `sbatch --export=NONE`, which would keep the variables above from the tasks.
+# One task per node; none is killed because another one exited first, as it may be writing. --export=ALL: `sbatch --export=NONE`
+# would keep the variables above from the tasks.
 srun --export=ALL --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0 \\
     "${{launch[@]}}" -m hftune.run "${{words[@]}}" &
 training=$!
@@ -213,21 +213,21 @@ def _notice_on_cores(job: Job, cores: int, num_workers: int) -> str:
 
 
 def _environment(job: Job, cores: int) -> str:
-    """Return the lines that set what training reads from the environment."""
+    """Return the lines that set environment variables of the training."""
     lines = []
     if job.cpu:
         lines += ["export ACCELERATE_USE_CPU=true", f"export OMP_NUM_THREADS={cores}"]
     if not job.is_one_process:
         lines += [
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.grace_s - MARGIN_S}  # seconds that a launcher gives its processes",
-            "# Without PyTorch's warnings of broken connections, which are the others' when one process fails.",
+            "# Hide PyTorch's warnings of broken connections, which the other processes print when one fails.",
             'export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"',
         ]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _launch(job: Job) -> str:
-    """Return the lines that set the command of each node, up to the module."""
+    """Return the lines that define each node's launch command, up to the module."""
     python = Path(sys.executable).name
     if job.is_one_process:
         return f"launch=({python})\n"
@@ -237,13 +237,13 @@ def _launch(job: Job) -> str:
         kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
     alone = f"((SLURM_JOB_NUM_NODES > 1)) || launch=({python})  # one process\n" if job.may_be_one_process else ""
     return f"""
-# One launcher on each node. They meet on the first one, at a port of this job's own; a node that does not come is named.
+# One launcher per node. They meet on the first node, at a port derived from the job id; a missing node is named.
 # The recipe decides on precision and compilation.
 export HFTUNE_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 launch=(
     {python} -m hftune.launchers.quietly accelerate launch {kind}
     --num_machines "$SLURM_JOB_NUM_NODES" --num_processes $((SLURM_JOB_NUM_NODES * {job.processes_a_node}))
-    --machine_rank=0  # on every node; the address decides which one is the first
+    --machine_rank=0  # on every node; the address decides which one is first
     --main_process_ip "$(head -n 1 <<< "$HFTUNE_MACHINES")" --main_process_port $((10000 + SLURM_JOB_ID % 20000))
 )
 ((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune)
@@ -254,7 +254,7 @@ def _launch_config(name: str) -> Path:
     """Find a launch configuration for several processes.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it starts one process.
+        ConfigError: it does not exist, cannot be read, or starts one process.
     """
     path = Path(name).resolve() if name.endswith(".yaml") and Path(name).is_file() else config_path(name)
     try:
@@ -266,6 +266,6 @@ def _launch_config(name: str) -> Path:
     kind = config.get("distributed_type")
     if kind in ("NO", "MULTI_CPU"):
         raise ConfigError(
-            f"--config {name} has distributed_type {kind}: accelerate launch would start one process on each node."
+            f"--config {name} has distributed_type {kind}: accelerate launch would start only one process per node."
         )
     return path

@@ -21,7 +21,8 @@ from hftune.build import build_model, check_micro_batches, largest_micro_batch_s
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
 from hftune.data.augmentation import augmented
-from hftune.distributed.accelerator import check_parallel, on_cpu
+from hftune.distributed.accelerator import on_cpu
+from hftune.distributed.preflight import check_parallel
 from hftune.errors import ConfigError
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory

@@ -148,7 +148,7 @@ def test_a_model_folder_without_a_config_is_refused(tiny, refused, tmp_path):
 def test_an_output_folder_that_cannot_be_written_is_refused(tiny, refused, tmp_path):
     folder = tmp_path / "tiny.yaml" / "out"  # below a file: root cannot write there either
     assert refused(tiny(f"output_dir={folder}")) == (
-        f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to another.\n"
+        f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to a different folder.\n"
     )
 
 
@@ -323,7 +323,9 @@ def test_the_others_end_where_the_main_process_alone_cannot_write(tiny, tmp_path
     code, out, err = launch("torchrun", "--nproc_per_node", "2", "-m", "hftune.run", *tiny(f"output_dir={folder}"))
     assert code != 0
     assert out == FIRST_LINE
-    assert own_lines(err) == [f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to another."]
+    assert own_lines(err) == [
+        f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to a different folder."
+    ]
     assert "exitcode  : 2 " in err
 
 

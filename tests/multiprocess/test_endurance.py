@@ -24,7 +24,7 @@ def test_an_upload_longer_than_a_stall_is_waited_for(tmp_path):
     task = ("task.type=tests.support.tasks.SlowUpload", "task.upload_s=6", "train.stall_after_s=3")
     log = tmp_path / "log"
     said = said_by(Group(2, [[TRAPPED, [*task, f"output_dir={tmp_path}/out"], None, {}]], log), log)
-    assert "uploaded" in said and "No process has moved on" not in said
+    assert "uploaded" in said and "No process has made progress" not in said
     assert said.index("model_last") < said.index("uploading")  # the summary does not wait for it
 
 

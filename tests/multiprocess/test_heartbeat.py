@@ -99,7 +99,7 @@ def test_a_killed_process_is_named_by_one_of_those_that_outlive_it(launch):
     assert job.code != 0
     assert len(job.said) == 1, job.err
     assert re.fullmatch(
-        r"hftune: Process 1 \(host \S+, pid \d+\) ended without a word and is missing in step 15\. It was killed, crashed, or "
+        r"hftune: Process 1 \(host \S+, pid \d+\) exited unexpectedly during step 15\. It was killed, crashed, or "
         r"exited\. Last seen in .+\.",
         job.said[0],
     )
@@ -110,7 +110,7 @@ def test_a_killed_process_is_named_by_one_of_those_that_outlive_it(launch):
 def test_a_process_that_hangs_is_found_by_where_it_stands(launch):
     job = on_one(launch, 2, "task.fault=hang", "train.stall_after_s=8")  # longer than imports take on a loaded machine
     first, *places = job.said[-3:]
-    assert re.fullmatch(r"hftune: No process has moved on for \d+ s \(train.stall_after_s=8\)\. They stand at:", first)
+    assert re.fullmatch(r"hftune: No process has made progress for \d+ s \(train.stall_after_s=8\)\. Current positions:", first)
     assert re.fullmatch(r"  process 1 \(host \S+, pid \d+\): step 15, samples 35, 17, in strike \(tasks.py:\d+\)", places[1])
     assert " step 15, samples " in places[0] and "called from _backward (data_parallel.py:" in places[0]
     assert "    time.sleep(1000)" in job.said  # the stack of process 1
@@ -121,7 +121,7 @@ def test_a_process_that_hangs_is_found_by_where_it_stands(launch):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("leave", r"ended without a word and is missing in step 15\. It was killed, crashed, or exited\. Last seen in .*\."),
+        ("leave", r"exited unexpectedly during step 15\. It was killed, crashed, or exited\. Last seen in .*\."),
         ("exit", r"called sys\.exit\(0\) in step 15, before training was over: strike \(tasks\.py:\d+\)\."),
     ],
 )
@@ -168,7 +168,7 @@ def test_two_machines_end_with_the_traceback_of_the_one_that_failed(launch, mach
 def test_a_process_killed_on_another_machine_is_missed_within_the_bound(launch, machines):
     here, there = on_two(launch, machines, STRIKE, "task.fault=kill", "train.dead_after_s=4")
     assert re.fullmatch(
-        r"hftune: Process 1 \(host machineB, pid \d+\) has given no sign of life for \d s and is missing in step 15\. It was "
+        r"hftune: Process 1 \(host machineB, pid \d+\) has given no sign of life for \d s during step 15\. It was "
         r"killed, or its machine is down or cut off\. Last seen \d s ago in .*\.",
         here.said[-1],
     )

@@ -61,7 +61,8 @@ def test_exception_of_a_task_comes_with_the_traceback_of_its_process(capsys):
     head, *trace, last = str(caught.value).splitlines()
     assert head.startswith(f"[process 1 of 2 on host {socket.gethostname()}, step ") and last == "ValueError: bad sample 17"
     assert trace[-1].strip() == 'raise ValueError("bad sample 17")'
-    assert "step 1/16" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step 1/16" in shown and "torch.distributed.elastic" not in shown
 
 
 def test_own_errors_come_as_what_they_are():
@@ -102,6 +103,6 @@ def test_task_of_a_notebook_cell_is_refused():
 
     Moons.__module__, Moons.__qualname__ = "__main__", "Moons"
     assert refused(Recipe(task=Moons()), 2) == (
-        "task.type=__main__.Moons is defined in this notebook or script itself, where other processes cannot import it from. "
+        "task.type=__main__.Moons is defined in this notebook or script itself, from which other processes cannot import it. "
         "Put it into a file, such as moons.py, and import Moons from there."
     )

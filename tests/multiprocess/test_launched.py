@@ -48,7 +48,7 @@ def test_launches_that_start_one_process_for_two_are_refused(tmp_path):
         code, said = end(job)
         assert code != 0
         assert refusals(said) == [
-            "hftune: accelerate launch was asked for 2 processes and started only this one: with --cpu, without --multi_gpu, or "
+            "hftune: accelerate launch was asked for 2 processes and started only one: with --cpu, without --multi_gpu, or "
             "with distributed_type NO or MULTI_CPU it does so whatever num_processes says. Use --config_file "
             "accelerate_configs/2cpu.yaml --num_processes 2, or torchrun --nproc_per_node 2."
         ]
@@ -65,7 +65,7 @@ def test_processes_that_do_not_divide_among_the_machines_are_refused(tmp_path):
         code, said = end(job)
         assert code != 0
         assert refusals(said) == [
-            "hftune: accelerate launch was asked for 3 processes, and 2 were started: num_processes counts those of all machines, "
+            "hftune: accelerate launch was asked for 3 processes and started 2: num_processes counts those of all machines, "
             "and has to be a multiple of num_machines."
         ]
 

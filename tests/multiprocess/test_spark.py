@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import ConfigError, DataError, Recipe, TrainingError, spark
+from hftune.launchers import spark as launcher
 from tests.support.runs import Run, environment, train_on
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +54,8 @@ def cluster(tmp_path_factory):
             builder = builder.config(name, value)
         session = builder.getOrCreate()
         session.sparkContext.setLogLevel("OFF")
-        patch.setattr(spark, "SLOTS_S", 240)
-        spark.check_slots(session, 2)  # the executors take a while to come up where the machine is busy
+        patch.setattr(launcher, "SLOTS_S", 240)
+        launcher.check_slots(session, 2)  # the executors take a while to come up where the machine is busy
         yield session
         session.stop()
 
@@ -128,7 +129,7 @@ def test_killed_process_is_told_of(cluster, tmp_path):
     with pytest.raises(TrainingError) as caught:
         spark.launch(recipe, 2)
     who = rf"Process 1 \(host {socket.gethostname()}, pid \d+\)"
-    assert re.fullmatch(rf"{who} ended without a word: it was killed, or crashed\.", str(caught.value))
+    assert re.fullmatch(rf"{who} exited unexpectedly: it was killed, or crashed\.", str(caught.value))
 
 
 def refused(recipe=TAGGING, num_processes=2, **options):
@@ -139,7 +140,7 @@ def refused(recipe=TAGGING, num_processes=2, **options):
 
 def test_what_the_cluster_cannot_do_is_refused_in_seconds(cluster, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(spark, "SLOTS_S", 0.5)
+    monkeypatch.setattr(launcher, "SLOTS_S", 0.5)
     assert refused(num_processes=0) == "num_processes=0 must be at least 1."
     assert refused(num_processes=3) == (
         "The training needs 3 Spark tasks at once, and the cluster local-cluster[2,1,1024] can run 2. Lower num_processes, or "
@@ -156,12 +157,12 @@ def test_what_the_cluster_cannot_do_is_refused_in_seconds(cluster, monkeypatch, 
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     assert refused() == (
-        "Spark needs Java, and JAVA_HOME=/nowhere holds none: install version 17 or 21 of it, such as openjdk-17-jre-headless."
+        "Spark needs Java, and JAVA_HOME=/nowhere has none: install version 17 or 21, such as openjdk-17-jre-headless."
     )
     monkeypatch.delenv("JAVA_HOME")
     monkeypatch.setenv("PATH", "/nowhere")
     assert refused() == (
-        "Spark needs Java, and there is none on the PATH: install version 17 or 21 of it, such as openjdk-17-jre-headless."
+        "Spark needs Java, and there is none on the PATH: install version 17 or 21, such as openjdk-17-jre-headless."
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refused() == 'hftune.spark needs a package that is not installed: pip install "hftune[spark]".'

@@ -176,7 +176,7 @@ def test_a_machine_that_does_not_come_is_named_before_a_process_is_started(machi
     code, out, err = finish(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
     assert code == 1 and out == ""
     assert err == (
-        f"hftune: Nobody answers at 10.77.0.1:29500 (Connection refused); this machine is machineB (10.77.0.2 on "
+        f"hftune: Nothing answers at 10.77.0.1:29500 (Connection refused); this machine is machineB (10.77.0.2 on "
         f"{machines[1].interface}). The machine with that address must be started with the same command and port; if none has "
         "it, correct main_process_ip. Waited 1 s; HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
     )
@@ -196,11 +196,10 @@ def test_a_program_that_holds_the_port_is_not_waited_for(machines):
     assert (code, other_code) == (1, 1)
     assert err.splitlines()[-1] == (  # below torchrun's, that it does not need the rank
         f"hftune: Port 29500 on this machine is taken by another program ({Path(sys.executable).name}, pid {foreign.pid}): it "
-        "accepts connections and does not answer as a launcher. Give all machines another --main_process_port."
+        "accepts connections but does not answer as a launcher. Give all machines a different --main_process_port."
     )
     assert other_err.splitlines()[-1] == (
-        "hftune: Port 29500 on 10.77.0.1 is taken by another program: it accepts connections and does not answer as a "
-        "launcher. Give all machines another --main_process_port."
+        "hftune: Port 29500 on 10.77.0.1 is taken by another program: it accepts connections but does not answer as a launcher. Give all machines a different --main_process_port."
     )
 
 

@@ -178,10 +178,7 @@ def test_unused_parameters_are_named(tmp_path):
 
 
 def use_fsdp(name):
-    return (
-        f"The launcher asks for {name}, which hftune does not have. Use FSDP, which deals weights, gradients and optimizer out "
-        "to the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
-    )
+    return f"The launcher asks for {name}, which is not supported. Use FSDP, which shards weights, gradients and optimizer state over the processes: accelerate launch --config_file accelerate_configs/fsdp.yaml."
 
 
 REFUSED = {
@@ -190,7 +187,7 @@ REFUSED = {
     "FSDP 1": (
         {"ACCELERATE_USE_FSDP": "true"},
         (),
-        "The launcher asks for version 1 of FSDP, and hftune has version 2. Set fsdp_version: 2 in its config, as "
+        "The launcher asks for FSDP version 1, and hftune supports version 2. Set fsdp_version: 2 in its config, as "
         "accelerate_configs/fsdp.yaml does.",
     ),
     "offload": (
@@ -201,7 +198,7 @@ REFUSED = {
     "checkpointing": (
         {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"},
         (),
-        "The launcher's fsdp_activation_checkpointing: true would draw another dropout when it computes anew. "
+        "The launcher's fsdp_activation_checkpointing: true would draw a different dropout when it recomputes. "
         "Set it to false, and train.gradient_checkpointing=true in the recipe.",
     ),
     "auto": (
@@ -213,7 +210,7 @@ REFUSED = {
     "no launcher": (
         FSDP,
         (),
-        "FSDP is asked for, and Accelerate came up with NO: nothing would be sharded. Start the processes with accelerate "
+        "The launcher asks for FSDP, but Accelerate chose NO: nothing would be sharded. Start the processes with accelerate "
         "launch --config_file accelerate_configs/fsdp.yaml.",
     ),
 }
@@ -235,6 +232,4 @@ def test_gpus_that_are_not_to_be_used_must_be_hidden(tmp_path, monkeypatch):
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError) as caught:
         train(Recipe.load(SUPPORT / "trapped.yaml", f"output_dir={tmp_path / 'out'}"))
-    assert str(caught.value) == (
-        "FSDP on the CPUs of a machine with GPUs needs these hidden, such as by CUDA_VISIBLE_DEVICES=''."
-    )
+    assert str(caught.value) == ("FSDP on the CPUs of a machine with GPUs needs the GPUs hidden: set CUDA_VISIBLE_DEVICES=''.")

@@ -393,21 +393,21 @@ SLURM = ("slurm", "recipe=yelp", "--nodes", "2", "--gpus", "2")
 
 def test_job_that_cannot_be_asked_of_slurm_is_refused(capsys):
     assert refused(capsys, *SLURM, "--nodes", "0", "--cpus-per-gpu", "0", "--job-name", "a b", "--grace-s", "10") == (
-        "--nodes 0 is not a number of nodes, such as 2, nor a range, such as 1-2.\n"
+        "--nodes 0 is neither a number of nodes, such as 2, nor a range, such as 1-2.\n"
         "  --cpus-per-gpu 0 must be at least 1.\n"
         "  --grace-s 10 must be at least 40.\n"
-        "  --job-name 'a b' has characters that SLURM's names do not: it goes into an #SBATCH line."
+        "  --job-name 'a b' has characters that are not allowed in an #SBATCH line."
     )
-    assert refused(capsys, *SLURM, "--nodes", "2-1") == "--nodes 2-1 begins with the larger number."
+    assert refused(capsys, *SLURM, "--nodes", "2-1") == "--nodes 2-1 starts with the larger number."
     assert refused(capsys, *SLURM, "--time", "2h") == (
-        "--time '2h' is not a time as SLURM writes it: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
+        "--time '2h' is not a SLURM time: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
     )
     for nodes in ("1", "1-2"):
         assert refused(capsys, *SLURM, "--gpus", "1", "--nodes", nodes, "--config", "4gpu") == (
-            f"--config 4gpu is for several processes, and --nodes {nodes} --gpus 1 may be one."
+            f"--config 4gpu is for several processes, but --nodes {nodes} --gpus 1 may be one."
         )
     assert refused(capsys, *SLURM, "--config", "cpu") == (
-        "--config cpu has distributed_type NO: accelerate launch would start one process on each node."
+        "--config cpu has distributed_type NO: accelerate launch would start only one process per node."
     )
 
 
@@ -431,7 +431,7 @@ def test_gpus_or_cpus_are_asked_of_slurm_but_not_both(capsys):
             cli.main(["slurm", "recipe=yelp", "--nodes", "2", *words])
         assert message in capsys.readouterr().err
     assert refused(capsys, *SLURM, "--processes", "2") == (
-        "--processes 2 is for --cpu. With --gpus there is one process for each GPU."
+        "--processes 2 is for --cpu. With --gpus there is one process per GPU."
     )
 
 
@@ -488,7 +488,7 @@ def test_job_on_one_to_two_nodes_starts_as_many_processes_as_it_got(capsys, monk
 
 def before_srun(script, command, **variables):
     """Run what comes before training, and then a command, and return what it prints."""
-    first = script.split("# One task on each node")[0]
+    first = script.split("# One task per node")[0]
     text = f"scontrol() {{ echo node1; }}\n{first}\n{command}"
     run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={**os.environ, **variables})
     return run.stdout
@@ -503,7 +503,7 @@ def test_launch_configuration_that_is_none_is_refused(capsys, tmp_path, text, pr
 def test_mistyped_key_or_recipe_that_does_not_resume_never_reaches_the_queue(capsys):
     assert refused(capsys, *SLURM, "train.lrr=1") == "train.lrr is not a key of a recipe. Did you mean 'train.lr'?"
     assert refused(capsys, *SLURM, "resume=never") == (
-        "resume=never would begin there again each time that the job is requeued. Leave it out."
+        "resume=never would start over there each time the job is requeued. Leave it out."
     )
 
 

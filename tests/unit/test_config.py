@@ -1046,7 +1046,7 @@ def test_processes_with_different_environments_are_told_apart_by_digests(plain, 
 
 
 def test_spark_tasks_get_the_variables_that_a_recipe_names(plain, secret):
-    from hftune.spark import environment
+    from hftune.launchers.spark import environment
 
     assert environment(Recipe.load(plain, "track.run_name=${oc.env:A_TOKEN}"), use_gpu=True)["A_TOKEN"] == secret
     assert "A_TOKEN" not in environment(Recipe.load(plain), use_gpu=True)

@@ -10,7 +10,7 @@ import pytest
 from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.output_dir import start_folder
 from hftune.data.cache import cache_dir
-from hftune.distributed.accelerator import check_writable
+from hftune.distributed.preflight import check_writable
 from hftune.errors import ConfigError
 
 
@@ -53,8 +53,7 @@ def test_folder_that_takes_no_appended_lines_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", opened)
     assert refused(check_writable, tmp_path) == (
-        f"output_dir={tmp_path} takes new files, but no lines at the end of one: Operation not supported. Folders that are "
-        "object storage in disguise refuse that. Set output_dir=... to a folder on a disk, and copy it afterwards."
+        f"output_dir={tmp_path} accepts new files, but not appending to one: Operation not supported. Mounted object storage behaves like that. Set output_dir=... to a folder on a disk, and copy it afterwards."
     )
     assert list(tmp_path.iterdir()) == []
 

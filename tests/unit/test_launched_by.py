@@ -6,9 +6,8 @@ import pytest
 
 import hftune.run
 from hftune import ConfigError, Recipe
-from hftune.distributed.accelerator import check_launch, check_launcher
-from hftune.distributed.heartbeat import Whereabouts
-from hftune.distributed.preflight import check_environment, launch_options
+from hftune.distributed.preflight import check_launch, check_launcher, launch_options
+from hftune.distributed.process_info import check_environment
 
 GIVEN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -59,14 +58,15 @@ def refused(function, *arguments) -> str:
         ({"ACCELERATE_USE_CPU": "banana"}, "ACCELERATE_USE_CPU=banana in the environment is neither true nor false."),
         (
             {"SLURM_STEP_NUM_TASKS": "8"},
-            "srun has started 8 processes (SLURM_STEP_NUM_TASKS=8), and none knows of the others: each would train alone. "
+            "srun started 8 processes (SLURM_STEP_NUM_TASKS=8) that are not connected: each would train alone. "
             "`hftune slurm` writes a script for it; or start one launcher on each node: srun --ntasks-per-node=1 torchrun. To "
-            "train alone on purpose, set WORLD_SIZE=1.",
+            "train in separate processes on purpose, set WORLD_SIZE=1.",
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-            "mpirun has started 2 processes (OMPI_COMM_WORLD_SIZE=2), and none knows of the others: each would train alone. "
-            "Start them with torchrun --nproc_per_node N, or accelerate launch. To train alone on purpose, set WORLD_SIZE=1.",
+            "mpirun started 2 processes (OMPI_COMM_WORLD_SIZE=2) that are not connected: each would train alone. "
+            "Start them with torchrun --nproc_per_node N, or accelerate launch. To train in separate processes on purpose, "
+            "set WORLD_SIZE=1.",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_leaving_needs_no_number_either(environment):
 )
 def test_what_launchers_do_set_is_not_refused(environment, values):
     environment(**values)
-    Whereabouts.from_environment()
+    check_environment()
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,7 @@ def test_what_launchers_do_set_is_not_refused(environment, values):
         (
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
             (),
-            "The launcher's parallelism_config is not supported. Pipelines are the recipe's, parallel.pipeline_stages=2; to "
-            "shard the model use accelerate_configs/fsdp.yaml. Take it out of the launcher's config.",
+            "The launcher's parallelism_config is not supported. Set pipelines in the recipe, parallel.pipeline_stages=2; to shard the model, use accelerate_configs/fsdp.yaml. Remove it from the launcher's config.",
         ),
     ],
 )
@@ -155,7 +154,7 @@ def test_steps_to_accumulate_are_the_recipes(monkeypatch):
     options = launch_options(command)
     monkeypatch.setattr("hftune.distributed.preflight.launch_options", lambda _: options)
     assert refused(check_launch) == (
-        "accelerate launch was asked for --gradient_accumulation_steps 4, and the recipe decides that: train.batch_size is the "
+        "accelerate launch was asked for --gradient_accumulation_steps 4, but the recipe decides that: train.batch_size is the "
         "global batch, train.micro_batch_size what a process computes at once."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from hftune.distributed import rendezvous
+from hftune.distributed import network, rendezvous
 from hftune.distributed.rendezvous_backend import Meeting, create_handler
 from hftune.doctor import FAULT, OK, _open_files
 
@@ -21,7 +22,7 @@ def test_an_open_number_of_machines_is_refused():
     with pytest.raises(SystemExit) as caught:
         create_handler(RendezvousParameters("hftune", "10.77.0.1:29500", "job", 1, 4))
     assert str(caught.value) == (
-        "hftune: rdzv_backend hftune waits for all machines, and --nnodes 1:4 leaves their number open. Say --nnodes 4, or use "
+        "hftune: rdzv_backend hftune waits for all machines, but --nnodes 1:4 leaves their number open. Set --nnodes 4, or use "
         "--rdzv-backend c10d."
     )
 
@@ -36,7 +37,7 @@ def few_files() -> Iterator[int]:
 
 
 def test_the_launcher_that_holds_the_store_allows_itself_the_connections_of_all_processes(few_files):
-    assert Meeting("127.0.0.1", 0, 1, "job", 5.0, {})._hold() is not None
+    assert Meeting("127.0.0.1", 0, 1, "job", 5.0, {})._open_store() is not None
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_files
 
 
@@ -61,6 +62,49 @@ def test_the_doctor_counts_the_files_that_the_launcher_needs(few_files, monkeypa
 
 
 @pytest.fixture
+def name_server(monkeypatch):
+    """Return a function that lets a name resolve to the loopback only after so many attempts; it counts them."""
+    attempts = []
+
+    def configure(num_failures: float) -> list[str]:
+        def getaddrinfo(host, *arguments, **options):
+            attempts.append(host)
+            if len(attempts) <= num_failures:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return real("127.0.0.1", *arguments, **options)
+
+        monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+        return attempts
+
+    real = socket.getaddrinfo
+    return configure
+
+
+def test_a_name_that_does_not_resolve_yet_is_tried_again(name_server):
+    """On Kubernetes, the name of pod 0 may not exist before pod 1 asks for it."""
+    attempts = name_server(2)
+    info = Meeting("localhost", 0, 1, "job", 5.0, {}).next_rendezvous()
+    assert info.rank == 0 and len(attempts) > 2
+
+
+def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_server):
+    name_server(float("inf"))
+    with pytest.raises(SystemExit) as caught:
+        Meeting("pod-0.job", 29500, 2, "job", 0.3, {}).next_rendezvous()
+    assert str(caught.value) == (
+        "hftune: 'pod-0.job' does not resolve to an address (Name or service not known). Set main_process_ip to the main "
+        "machine's IP address. Waited 0 s; HFTUNE_JOIN_TIMEOUT_S=1 waits longer."
+    )
+
+
+def test_numbers_that_are_no_address_are_refused_at_once(name_server):
+    attempts = name_server(float("inf"))
+    with pytest.raises(SystemExit, match=r"hftune: '10\.77\.0\.300' does not resolve to an address \(Name"):
+        Meeting("10.77.0.300", 29500, 2, "job", 60.0, {}).next_rendezvous()
+    assert len(attempts) == 1
+
+
+@pytest.fixture
 def launcher(monkeypatch):
     """Make this process a torchrun that was asked to start hftune, and that has no processes yet."""
     monkeypatch.setattr(rendezvous, "REMINDER_S", 0.05)
@@ -79,9 +123,7 @@ def test_a_launcher_that_waits_with_another_backend_says_so_until_it_starts_a_pr
     time.sleep(0.12)
     said = capfd.readouterr().err.splitlines()
     assert len(said) >= 1 and said[0] == (
-        "hftune: This launcher has started no process for 0 s: it waits for the other machines, which must be started with the "
-        "same number of machines, and reach the same address and port. With --rdzv-backend hftune (accelerate: --rdzv_backend) "
-        "it says which ones are missing."
+        "hftune: This launcher has started no process for 0 s: it is waiting for the other machines. Start them with the same number of machines, address and port. With --rdzv-backend hftune (accelerate: --rdzv_backend) it names the missing ones."
     )
     launcher.append(1)
     time.sleep(0.1)

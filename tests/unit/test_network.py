@@ -32,8 +32,8 @@ def test_this_machine_has_a_loopback():
 def test_a_name_that_means_nothing_is_refused():
     with pytest.raises(ConfigError) as caught:
         resolve("no-such-host.invalid")
-    assert str(caught.value).startswith("'no-such-host.invalid' is the address of no machine (")
-    assert str(caught.value).endswith("). Give main_process_ip as numbers.")
+    assert str(caught.value).startswith("'no-such-host.invalid' does not resolve to an address (")
+    assert str(caught.value).endswith("). Set main_process_ip to the main machine's IP address.")
 
 
 def test_the_interface_that_leads_to_the_main_machine_is_set_for_gloo_and_nccl(present):
@@ -62,7 +62,7 @@ def test_a_main_machine_whose_name_means_its_loopback_is_asked_for_its_address(p
     with pytest.raises(ConfigError) as caught:
         choose_interface("node1")
     assert str(caught.value) == (
-        "node1 means 127.0.1.1 on this machine, which others do not reach. Set main_process_ip to its address in the network, "
+        "node1 means 127.0.1.1 on this machine, which other machines do not reach. Set main_process_ip to its address in the network, "
         "or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
     )
 

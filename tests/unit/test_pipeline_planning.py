@@ -139,12 +139,12 @@ def refused(capsys, *words):
 
 def test_what_training_refuses_is_refused(capsys):
     assert refused(capsys, "--processes=3") == (
-        "parallel.pipeline_stages=2 does not divide the 3 processes that were started. Start 2, or a multiple of it; or set "
+        "parallel.pipeline_stages=2 does not divide the 3 processes that were started. Start 2 or a multiple of it, or set "
         "parallel.pipeline_stages to one of 1, 3."
     )
     assert refused(capsys, "--processes=2", "train.micro_batch_size=auto") == (
-        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need unequal memory. Set a number, "
-        "such as train.micro_batch_size=4; hftune plan says what each stage needs."
+        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need different amounts of memory. Set a number, "
+        "such as train.micro_batch_size=4; hftune plan shows what each stage needs."
     )
     assert refused(capsys, "--processes=16") == (
         "parallel.schedule=1f1b with parallel.pipeline_stages=2 needs at least 2 micro-batches in a step for each of 8 "

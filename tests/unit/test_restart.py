@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hftune.checkpoints.resume import is_restarted, member, note_begun
-from hftune.distributed.preflight import launcher
+from hftune.distributed.process_info import launcher
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hftune import ConfigError, Recipe
 from hftune.build import check_pipeline, plan_batches
-from hftune.distributed.accelerator import check_launcher
+from hftune.distributed.preflight import check_launcher
 from hftune.strategies.pipeline_stages import balanced, check_stages, cut, layers_of
 from tests.support.runs import FSDP
 from tests.support.tasks import Chain, NextToken
@@ -158,31 +158,31 @@ ASKED = {
     "world": (
         "4",
         ("parallel.pipeline_stages=3",),
-        "parallel.pipeline_stages=3 does not divide the 4 processes that were started. Start 3, or a multiple of it; or set "
+        "parallel.pipeline_stages=3 does not divide the 4 processes that were started. Start 3 or a multiple of it, or set "
         "parallel.pipeline_stages to one of 1, 2, 4.",
     ),
     "one process": (
         "1",
         ("parallel.pipeline_stages=2",),
-        "parallel.pipeline_stages=2 does not divide the 1 process that was started. Start 2, or a multiple of it; or set "
+        "parallel.pipeline_stages=2 does not divide the 1 process that was started. Start 2 or a multiple of it, or set "
         "parallel.pipeline_stages to one of 1.",
     ),
     "FSDP": (
         "4",
         ("parallel.pipeline_stages=2",),
-        "parallel.pipeline_stages=2 does not work under FSDP: both deal the model out. Use accelerate_configs/4gpu.yaml, or "
+        "parallel.pipeline_stages=2 does not work under FSDP: both split the model. Use accelerate_configs/4gpu.yaml, or "
         "parallel.pipeline_stages=1.",
     ),
     "auto": (
         "4",
         ("parallel.pipeline_stages=2", "train.micro_batch_size=auto"),
-        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need unequal memory. Set a number, such "
-        "as train.micro_batch_size=4; hftune plan says what each stage needs.",
+        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need different amounts of memory. Set a number, such "
+        "as train.micro_batch_size=4; hftune plan shows what each stage needs.",
     ),
     "fp16": (
         "4",
         ("parallel.pipeline_stages=2", "train.mixed_precision=fp16"),
-        "train.mixed_precision=fp16 does not work with parallel.pipeline_stages=2: its loss scale is one process's. Use bf16 or no.",
+        "train.mixed_precision=fp16 does not work with parallel.pipeline_stages=2: each process has its own loss scale. Use bf16 or no.",
     ),
     "compile": (
         "4",

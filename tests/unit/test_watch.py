@@ -6,27 +6,42 @@ import json
 import os
 import re
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from hftune.distributed import heartbeat as module
-from hftune.distributed.heartbeat import Heartbeat, Report, Whereabouts, _Watch, is_second_hand
+from hftune.distributed import failure_report, heartbeat, peers, watchdog
+from hftune.distributed.failure_report import Report, is_second_hand, stack_location
+from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.peers import Limits
+from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import Attempt, agree
+from hftune.distributed.watchdog import NEXT, State, Watchdog
 from hftune.errors import ConfigError, ElsewhereError, TrainingError
 
 FRESH = 0.3
 
 
-def whereabouts(rank: int, num_processes: int = 2, machine: range = range(1)) -> Whereabouts:
-    return Whereabouts(rank, num_processes, machine, has_agent=False, host=f"host{machine.start}")
+def whereabouts(rank: int, num_processes: int = 2, machine: range = range(1)) -> ProcessInfo:
+    return ProcessInfo(
+        rank,
+        num_processes,
+        rank - machine.start,
+        len(machine),
+        f"host{machine.start}",
+        main_address="10.0.0.1",
+        main_port=29500,
+    )
 
 
 @pytest.fixture
@@ -37,52 +52,79 @@ def store():
 @pytest.fixture
 def watch(monkeypatch, store):
     """Return a function that starts the watch of one of two processes, which beats every hundredth of a second."""
-    for name, seconds in (("BEAT_S", 0.01), ("HURT_S", 10.0), ("HEARD_S", 0.5), ("RETURN_S", 0.1), ("FRESH_S", FRESH)):
-        monkeypatch.setattr(module, name, seconds)
+    for name, seconds in (("BEAT_S", 0.01), ("HEARD_S", 0.5), ("RETURN_S", 0.1)):
+        monkeypatch.setattr(watchdog, name, seconds)
+    monkeypatch.setattr(peers, "FRESH_S", FRESH)
     watches = []
 
     def start(
         rank: int,
         dead_after_s: float = 0.3,
         stall_after_s: float | None = None,
-        here: Whereabouts | None = None,
+        here: ProcessInfo | None = None,
         has_group: bool = True,
         look: Callable[[], Any] | None = None,
-    ) -> _Watch:
-        own = Heartbeat(Progress(), dead_after_s, stall_after_s)
-        own.here = here or whereabouts(rank, machine=range(rank, rank + 1))
-        own.progress.stage(f"step {rank + 3}")
-        shared = dist.PrefixStore("run", store.clone())
-        watches.append(_Watch(own, look or (lambda: shared), has_group, secret="word"))
+    ) -> Watchdog:
+        progress, shared = Progress(), dist.PrefixStore("run", store.clone())
+        progress.stage(f"step {rank + 3}")
+        here = here or whereabouts(rank, machine=range(rank, rank + 1))
+        limits = Limits(dead_after_s, stall_after_s)
+        watches.append(Watchdog(here, progress, limits, lambda: None, look or (lambda: shared), has_group, secret="word"))
         watches[-1].claim()  # or its thread would end this process
         return watches[-1]
 
     yield start
     for one in watches:
-        if one._bye is None:
+        if one.state is not State.CLOSED:
             one.close("done")
+
+
+def test_a_watchdog_that_ends_the_process_or_is_closed_changes_its_mind_no_more():
+    """The main thread may come back while the watchdog waits for it, and not once it does not."""
+    reached = {state: {state} for state in State}
+    for _ in State:
+        reached = {state: states.union(*(NEXT[other] for other in states)) for state, states in reached.items()}
+    assert reached[State.ENDING] == {State.ENDING} and reached[State.CLOSED] == {State.CLOSED}
+    assert reached[State.RETURNED] == {State.RETURNED, State.CLOSED}
+    assert reached[State.WATCHING] == set(State)
+
+
+def test_the_table_of_states_says_what_may_follow():
+    rows = re.split(r"^ +(?=[A-Z]+ +[A-Z])", State.__doc__.partition("Next\n")[2], flags=re.MULTILINE)
+    named = {row.split()[0]: set(re.findall(r"\b([A-Z]+):", row)) for row in rows[1:]}
+    assert named == {state.name: {other.name for other in NEXT[state]} for state in State}
+
+
+def test_a_main_thread_that_comes_back_too_late_never_continues(watch):
+    one = watch(0)
+    one.state = State.ENDING
+    waiting = threading.Thread(target=one.claim, daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and one.state is State.ENDING
+    one.state = State.RETURNED
 
 
 def test_exactly_one_process_of_each_machine_speaks():
     machines = [range(4), range(4, 8)]
     for rank in range(8):
-        for can_speak in (True, False):
-            report = Report("", rank=rank, can_speak=can_speak)
-            speakers = [[one for one in machine if whereabouts(one, 8, machine).speaks(report)] for machine in machines]
+        for can_print in (True, False):
+            report = Report("", rank=rank, can_print=can_print)
+            speakers = [[one for one in machine if report.is_printed_by(whereabouts(one, 8, machine))] for machine in machines]
             assert [len(some) for some in speakers] == [1, 1]
-            assert ([rank] in speakers) == can_speak
+            assert ([rank] in speakers) == can_print
 
 
 def test_a_process_alone_on_its_machine_that_is_gone_leaves_nobody_to_speak_there():
-    assert not whereabouts(1, 2, range(1, 2)).speaks(Report("", rank=1, can_speak=False))
+    assert not Report("", rank=1, can_print=False).is_printed_by(whereabouts(1, 2, range(1, 2)))
 
 
-def silence(watch: _Watch) -> None:
+def silence(watch: Watchdog) -> None:
     """Let a process fall silent, as C code does that holds Python's lock."""
     watch._round = lambda passed_s: time.sleep(0.01)
 
 
-def on_one_machine(rank: int, num_processes: int = 2) -> Whereabouts:
+def on_one_machine(rank: int, num_processes: int = 2) -> ProcessInfo:
     return replace(whereabouts(rank, num_processes, range(num_processes)), has_agent=True)
 
 
@@ -98,9 +140,9 @@ def test_a_silent_process_that_lives_on_this_machine_is_given_the_time_of_a_stal
     assert warning.startswith(f"hftune: Process {silent} (host host0, pid ") and warning.count("\n") == 1
     assert ") is alive but has not answered for 0 s (train.dead_after_s=0.3). C code holds Python's lock there, or " in warning
     assert f"or it is stopped or swapping. Last seen 0 s ago in step {silent + 3}. Waiting for up to 1.5 s (train." in warning
-    assert other._decided.wait(5)
+    assert other._failure_is_known.wait(5)
     assert other.report.text.endswith(
-        f"is alive but has not answered for 2 s and is missing in step {4 - silent}. C code holds Python's lock there, or it is "
+        f"is alive but has not answered for 2 s during step {4 - silent}. C code holds Python's lock there, or it is "
         f"stopped or swapping. train.stall_after_s=1.5 is the limit. Last seen 2 s ago in step {silent + 3}."
     )
 
@@ -113,7 +155,7 @@ def test_a_silent_process_that_comes_back_was_never_dead(watch):
     time.sleep(0.5)
     watches[1]._round = round_
     time.sleep(0.2)
-    assert watches[0].report is None and watches[0]._silent_s[1] < 0.2 and not watches[0]._awaited
+    assert watches[0].report is None and watches[0].peers.silent_s[1] < 0.2 and not watches[0].peers.waited_for
 
 
 def test_a_broken_connection_bounds_the_wait_for_a_process_that_lives(watch):
@@ -122,7 +164,7 @@ def test_a_broken_connection_bounds_the_wait_for_a_process_that_lives(watch):
     silence(watches[1])
     report = watches[0].wait_for_cause()
     assert "is alive but has not answered" in report.text
-    assert "train.dead_after_s=0.5 is the limit, as a connection broke meanwhile." in report.text
+    assert "train.dead_after_s=0.5 is the limit, because a connection broke meanwhile." in report.text
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -137,9 +179,9 @@ def test_a_process_of_another_machine_lives_if_one_beside_it_says_so(watch, sile
     assert [one.report for one in watches.values()] == [None] * 4
     silence(watches[2 * silent + 1])  # and now nobody vouches for it
     judge = watches[2 - 2 * silent]
-    assert judge._decided.wait(FRESH + 3)
+    assert judge._failure_is_known.wait(FRESH + 3)
     assert re.search(
-        r" has given no sign of life for \d s and is missing in step \d\. It was killed, or its machine is down or cut off\. If it "
+        r" has given no sign of life for \d s during step \d\. It was killed, or its machine is down or cut off\. If it "
         r"may be in C code that holds Python's lock for so long, raise train\.dead_after_s=0\.4\. Last seen \d s ago in step \d\.$",
         judge.report.text,
     )
@@ -148,9 +190,9 @@ def test_a_process_of_another_machine_lives_if_one_beside_it_says_so(watch, sile
 def test_a_process_that_has_ended_and_was_not_collected_is_not_running():
     child = subprocess.Popen(["true"])
     time.sleep(0.2)
-    assert not module._is_running(child.pid)
+    assert not peers.is_running(child.pid)
     child.wait()
-    assert module._is_running(os.getpid())
+    assert peers.is_running(os.getpid())
 
 
 def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_success(watch, store):
@@ -169,7 +211,7 @@ def test_a_report_that_no_process_has_written_ends_nothing_and_none_means_succes
 
 
 def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatch, store):
-    monkeypatch.setattr(module, "REMINDER_S", 0.2)
+    monkeypatch.setattr(heartbeat, "REMINDER_S", 0.2)
     own = Heartbeat(Progress(), 60, None)
     own.here = whereabouts(0, 3)
     own._watch = watch(0, 60, None, whereabouts(0, 3), has_group=False)
@@ -179,14 +221,14 @@ def test_who_has_not_come_is_said_while_the_others_wait(watch, capfd, monkeypatc
         time.sleep(0.35)
     said = capfd.readouterr().err
     assert re.fullmatch(
-        r"hftune: Process 0 \(host \S+, pid \d+\) has waited 0 s for process 1, which has not begun; process 2 \(host host2, "
+        r"hftune: Process 0 \(host \S+, pid \d+\) has waited 0 s for process 1, which has not started; process 2 \(host host2, "
         r"pid \d+\), in step 5\.\n",
         said,
     )
 
 
 def test_a_process_without_a_launchers_store_says_that_it_waits_and_where(capfd, monkeypatch):
-    monkeypatch.setattr(module, "REMINDER_S", 0.1)
+    monkeypatch.setattr(heartbeat, "REMINDER_S", 0.1)
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     own = Heartbeat(Progress(), 60, None)
@@ -202,7 +244,7 @@ def test_processes_that_end_at_different_times_are_not_missed(watch):
     time.sleep(0.1)
     second.close("done")
     time.sleep(0.6)
-    assert first.report is None and not first._is_lost
+    assert first.report is None and first.loss is None
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -213,9 +255,9 @@ def test_a_silent_process_is_missed_in_the_step_where_the_others_wait(watch, gon
     report = watches[1 - gone].wait_for_cause()
     assert report.text.startswith(f"hftune: Process {gone} (host host{gone}, pid ")
     assert report.text.endswith(
-        f"and is missing in step {4 - gone}. It was killed, or its machine is down or cut off. Last seen 0 s ago in step {gone + 3}."
+        f" during step {4 - gone}. It was killed, or its machine is down or cut off. Last seen 0 s ago in step {gone + 3}."
     )
-    assert (report.code, report.rank, report.is_spoken_here) == (1, gone, True)
+    assert (report.code, report.rank, report.is_printed_here) == (1, gone, True)
 
 
 def test_a_process_that_marks_progress_is_not_hung_and_then_is(watch, capfd):
@@ -225,9 +267,9 @@ def test_a_process_that_marks_progress_is_not_hung_and_then_is(watch, capfd):
         watches[1].progress.samples([1, 2])
     assert watches[0].report is None
     report = watches[1].wait_for_cause()
-    assert report.is_stall and report.text.startswith("hftune: No process has moved on for 0 s (train.stall_after_s=0.3).")
+    assert report.is_stall and report.text.startswith("hftune: No process has made progress for 0 s (train.stall_after_s=0.3).")
     assert "step 3, in" in report.text and "step 4, samples 1, 2, in" in report.text
-    assert "stands at" in capfd.readouterr().err
+    assert "] is at\n" in capfd.readouterr().err
 
 
 def test_the_first_report_counts_on_all_processes(watch):
@@ -235,13 +277,11 @@ def test_the_first_report_counts_on_all_processes(watch):
     own = [Report("hftune: one", rank=0), Report("hftune: other", code=2, rank=1)]
     with ThreadPoolExecutor() as pool:
         settled = list(pool.map(lambda pair: pair[0].settle(pair[1]), zip(watches, own, strict=True)))
-    assert replace(settled[0], is_spoken_here=True) == replace(settled[1], is_spoken_here=True)
-    assert replace(settled[0], is_spoken_here=True) in own
+    assert replace(settled[0], is_printed_here=True) == replace(settled[1], is_printed_here=True)
+    assert replace(settled[0], is_printed_here=True) in own
 
 
-def test_a_store_that_is_gone_is_named_with_who_was_there(watch, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+def test_a_store_that_is_gone_is_named_with_who_was_there(watch):
     watches = [watch(0), watch(1)]
     time.sleep(0.1)
 
@@ -298,6 +338,15 @@ def test_an_error_is_second_hand_where_torch_tells_of_a_connection(error, expect
     assert is_second_hand(error) == expected
 
 
+def test_a_stall_in_a_library_is_located_in_the_hftune_code_that_called_it(monkeypatch):
+    """An installed hftune lies in site-packages, as libraries do."""
+    monkeypatch.setattr(failure_report, "PACKAGE", Path("/venv/site-packages/hftune"))
+    names = {}
+    exec(compile("def wait(sys):\n return sys._getframe()", "/venv/site-packages/torch/comm.py", "exec"), names)
+    exec(compile("def fit(sys):\n return wait(sys)", "/venv/site-packages/hftune/loop.py", "exec"), names)
+    assert stack_location(names["fit"](sys)) == "wait (comm.py:2), called from fit (loop.py:2)"
+
+
 def test_many_samples_are_cut():
     progress = Progress()
     progress.stage("step 1")
@@ -345,12 +394,12 @@ def test_a_process_follows_to_a_newer_attempt(attempts):
 
 def test_an_early_watch_of_a_restarted_group_does_not_read_the_last_beats_of_the_group_before(watch, attempts):
     dead = meet(*attempts(0, 1))[1]
-    dead.set("beat/1", json.dumps({"round": 7, "who": "Process 1", "pid": 1, "place": "x", "bye": None, "hurt": False}))
+    dead.set("beat/1", json.dumps({"round": 7, "who": "Process 1", "pid": 1, "position": "x", "bye": None, "hurt": False}))
     assert dead.get("beat/1")
     (again,) = attempts(0)
     early = watch(0, 0.2, None, whereabouts(0), has_group=False, look=again.look)
     time.sleep(0.6)
-    assert early.report is None and early.beats == {}
+    assert early.report is None and early.peers.beats == {}
 
 
 def test_a_group_does_not_meet_the_one_that_ended_in_the_same_store(store):
