@@ -251,6 +251,6 @@ def samples_digest(samples: np.ndarray) -> tuple[int, int]:
     return int((mixed & np.uint64(0xFFFFFFFF)).sum()), int((mixed >> np.uint64(32)).sum())
 
 
-def spell_digest(low: float, high: float) -> str:
+def format_digest(low: float, high: float) -> str:
     """Spell the two sums of ``samples_digest``."""
     return f"{int(low):x}-{int(high):x}"

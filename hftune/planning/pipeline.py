@@ -22,11 +22,11 @@ from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
 from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
-from hftune.strategies.base import LayerSeeds
-from hftune.strategies.data_parallel import stand_in
-from hftune.strategies.pipeline import Stage, Work
+from hftune.strategies.base import dummy_micro_batch
+from hftune.strategies.pipeline import PipelineMicroBatch, Stage
 from hftune.strategies.pipeline_schedules import Action, Pass, idle_share, order_of
 from hftune.strategies.pipeline_stages import check_stages, cut, layers_of
+from hftune.strategies.seeds import LayerSeeds
 
 
 @dataclass
@@ -91,7 +91,7 @@ def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig,
             num_missing = config.fill_up(len(places)) - len(places)
             counts[len(places)] += 1
             filled_up += num_missing
-            share = [*(step[place] for place in places), *[stand_in(step)] * num_missing]
+            share = [*(step[place] for place in places), *[dummy_micro_batch(step)] * num_missing]
             for kind, size in sizes(share, config).items():
                 if kind not in heaviest or size > heaviest[kind][0]:
                     heaviest[kind] = size, share
@@ -171,31 +171,32 @@ class PipelineMeter:
     def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
         """Return what each process of a pipeline holds that computes these micro-batches in one step."""
         weight = torch.ones((), dtype=torch.float64, device=self.device)
-        work = [
-            Work(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight) for batch in map(self._empty, batches)
+        micro_batches = [
+            PipelineMicroBatch(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight)
+            for batch in map(self._empty, batches)
         ]
-        buffer = torch.Size([max(item.shape[axis] for item in work) for axis in (0, 1)])
+        buffer = torch.Size([max(item.shape[axis] for item in micro_batches) for axis in (0, 1)])
         with torch.no_grad():
-            width = self.stages[0].stage(None, **work[0].inputs).shape[2:]
+            width = self.stages[0].stage(None, **micro_batches[0].inputs).shape[2:]
         for stage in self.stages:
-            stage.work, stage.buffer, stage.width = work, buffer, tuple(width)
-        return [self._fullest(place, actions) for place, actions in enumerate(order_of(self.config, len(work)))]
+            stage.micro_batches, stage.buffer, stage.width = micro_batches, buffer, tuple(width)
+        return [self._fullest(pp_rank, actions) for pp_rank, actions in enumerate(order_of(self.config, len(micro_batches)))]
 
     def _empty(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.empty_like(value, device=self.device) for name, value in batch.items()}
 
     def unused(self) -> set[nn.Parameter]:
         """Return the parameters that get no gradient on some process, after ``measure``."""
-        found, num_places = set(), self.config.pipeline_stages
-        for place in range(num_places):
-            own = range(place, len(self.stages), num_places)
+        unused, pp_size = set(), self.config.pipeline_stages
+        for pp_rank in range(pp_size):
+            own = range(pp_rank, len(self.stages), pp_size)
             held = {value for index in own for value in self.stages[index].parameters() if value.requires_grad}
-            found |= held - {value for index in own for value in self._given[index]}
-        return found
+            unused |= held - {value for index in own for value in self._given[index]}
+        return unused
 
-    def _fullest(self, place: int, actions: Sequence[Action]) -> PlaceMemory:
+    def _fullest(self, pp_rank: int, actions: Sequence[Action]) -> PlaceMemory:
         """Follow a process through a step, and return what it holds at the fullest moment."""
-        own = [*range(place, len(self.stages), self.config.pipeline_stages)]
+        own = [*range(pp_rank, len(self.stages), self.config.pipeline_stages)]
         weights, moments, buffers, batch = self._held_always(own)
         given: set[nn.Parameter] = set()  # a gradient
         kept: dict[tuple[int, int], int] = {}  # by stage and micro-batch, for later passes
@@ -215,7 +216,7 @@ class PipelineMeter:
     def _held_always(self, own: Sequence[int]) -> tuple[int, int, int, int]:
         """Return the bytes of weights, of the optimizer's moments, of torch's buffers and of a step's micro-batches."""
         modules, first = nn.ModuleList(self.stages[index] for index in own), self.stages[own[0]]
-        counter, work = TensorBytes(), first.work
+        counter, micro_batches = TensorBytes(), first.micro_batches
         weights = counter.add_all([*modules.parameters(), *modules.buffers()])
         moments = counter.add_all(
             value
@@ -225,42 +226,42 @@ class PipelineMeter:
         )
         directions = sum((not self.stages[index].is_first) + (not self.stages[index].is_last) for index in own)
         hidden = torch.empty(*first.buffer, *first.width, dtype=first.dtype, device="meta")
-        batch = counter.add_all(value for item in work for value in tensors(item))
-        return weights, moments, directions * len(work) * hidden.nbytes, batch
+        batch = counter.add_all(value for item in micro_batches for value in tensors(item))
+        return weights, moments, directions * len(micro_batches) * hidden.nbytes, batch
 
-    def _passes(self, index: int, place: int, is_first: bool) -> dict[Pass, PassMemory]:
+    def _passes(self, index: int, micro_batch: int, is_first: bool) -> dict[Pass, PassMemory]:
         """Let one micro-batch go through a stage, forward and backward; once for each shape."""
         stage = self.stages[index]
-        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.work[place]))
+        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.micro_batches[micro_batch]))
         if key not in self._known:
-            self._known[key] = self._measure_passes(stage, place, is_first)
+            self._known[key] = self._measure_passes(stage, micro_batch, is_first)
             if is_first:
                 self._given[index] = {value for value in stage.parameters() if value.grad is not None}
         return self._known[key]
 
-    def _measure_passes(self, stage: Stage, place: int, is_first: bool) -> dict[Pass, PassMemory]:
-        parameters, work = [*stage.parameters()], stage.work[place]
+    def _measure_passes(self, stage: Stage, index: int, is_first: bool) -> dict[Pass, PassMemory]:
+        parameters, micro_batch = [*stage.parameters()], stage.micro_batches[index]
         for parameter in parameters:
             parameter.grad = None if is_first else torch.empty_like(parameter)
         sent = [
             torch.empty(*stage.buffer, *stage.width, dtype=stage.dtype, device=self.device, requires_grad=needs_gradient)
             for needs_gradient in (True, False)
         ]
-        passes = StagePasses(stage, place, *sent).of(self.config.schedule)
-        there = [*stage.buffers(), *sent, *tensors(work), work.weight]
+        passes = StagePasses(stage, index, *sent).of(self.config.schedule)
+        there = [*stage.buffers(), *sent, *tensors(micro_batch), micro_batch.weight]
         return dict(zip(passes, pass_memory(parameters, there, passes.values()), strict=True))
 
 
-def tensors(work: Work) -> list[Tensor]:
-    """Return what a micro-batch consists of."""
-    return [value for value in (*work.inputs.values(), work.target) if isinstance(value, Tensor)]
+def tensors(micro_batch: PipelineMicroBatch) -> list[Tensor]:
+    """Return the tensors of a micro-batch."""
+    return [value for value in (*micro_batch.inputs.values(), micro_batch.target) if isinstance(value, Tensor)]
 
 
 class StagePasses:
     """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and what it keeps between them."""
 
-    def __init__(self, stage: Stage, place: int, received: Tensor, gradient: Tensor):
-        self.stage, self.place = stage, place
+    def __init__(self, stage: Stage, index: int, received: Tensor, gradient: Tensor):
+        self.stage, self.index = stage, index
         self.received = [] if stage.is_first else [received]
         self.gradients = None if stage.is_last else [gradient]
         self.outputs: list[Tensor] = []
@@ -275,7 +276,7 @@ class StagePasses:
 
     def forward(self) -> None:
         """Keep the outputs, and with them all that the backward pass needs."""
-        output = self.stage(self.received[0] if self.received else None, self.place)
+        output = self.stage(self.received[0] if self.received else None, self.index)
         self.outputs = [output.sum() if self.stage.is_last else output]
 
     def backward(self) -> None:

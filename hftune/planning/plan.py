@@ -26,8 +26,8 @@ from hftune.errors import ConfigError
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
-from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
-from hftune.strategies.statistics import buffer_versions, kinds_of, notice, written_buffers
+from hftune.strategies.sharding import checkpoint_tensors, without_gradient
+from hftune.strategies.statistics import buffer_versions, class_names, notice, written_buffers
 
 
 @dataclass
@@ -358,7 +358,7 @@ def add_model(
             count_memory(model, optimizer)
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
-        kinds = kinds_of(written_buffers(model, before))
+        kinds = class_names(written_buffers(model, before))
         if said := notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
             plan.notices.append(said)
 
@@ -375,7 +375,7 @@ def count_in_process(
     for item, batch in heaviest:
         found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
         if plan.unused_parameters is None:
-            plan.unused_parameters = without_gradient(model)
+            plan.unused_parameters = without_gradient(dict(model.named_parameters()))
     plan.memory = max(found, key=lambda memory: memory.peak_bytes)
 
 

@@ -138,7 +138,7 @@ def _stay_in_evaluation_mode(module: nn.Module, args: object) -> None:
     module.training = False
 
 
-def kinds_of(places: Iterable[tuple[nn.Module, str]]) -> list[str]:
+def class_names(places: Iterable[tuple[nn.Module, str]]) -> list[str]:
     """Return the names of the classes whose buffers these are, sorted."""
     return sorted({type(module).__name__ for module, _ in places})
 

@@ -68,7 +68,7 @@ def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, mod
 def peak_of_step(meter, place, actions, schedule):
     """What a process holds at most, all of its step computed and nothing summed up."""
     own = nn.ModuleList(meter.stages[index] for index in range(place, len(meter.stages), 2))
-    work, passes, counter = own[0].work, {}, TensorBytes()
+    work, passes, counter = own[0].micro_batches, {}, TensorBytes()
     meter.optimizer.zero_grad()
     counter.add_all([*own.parameters(), *own.buffers(), *(value for item in work for value in tensors(item))])
     counter.add_all(value for one in own.parameters() for value in meter.optimizer.state[one].values())
@@ -85,22 +85,22 @@ def peak_of_step(meter, place, actions, schedule):
 
 
 def one_of_two_replicas(config, replica):
-    pipeline = object.__new__(Pipeline)  # no process group: what it shares out is a matter of three numbers
-    pipeline.config, pipeline._num_replicas, pipeline._replica = config, 2, replica
+    pipeline = object.__new__(Pipeline)  # no process group: what it assigns follows from three numbers
+    pipeline.config, pipeline.dp_size, pipeline.dp_rank = config, 2, replica
     return pipeline
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_micro_batches_are_dealt_and_filled_up_as_training_does(schedule):
+def test_micro_batches_are_assigned_and_filled_up_as_training_does(schedule):
     lengths = np.random.RandomState(0).randint(1, 90, 203)
     batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
     config = ParallelConfig(3, schedule)
     found = survey_pipelines(batches, 1000, config, num_replicas=2)
-    dealt = [one_of_two_replicas(config, replica)._deal(step) for step in batches.epoch(0) for replica in (0, 1)]
-    assert found.filled_up == sum(batch.weights.count(0) for batch in dealt)
-    counts = [sum(batch.weights) for batch in dealt]
+    assigned = [one_of_two_replicas(config, replica).assign(step) for step in batches.epoch(0) for replica in (0, 1)]
+    assert found.filled_up == sum(batch.weights.count(0) for batch in assigned)
+    counts = [sum(batch.weights) for batch in assigned]
     assert counts.count(found.usual) == max(map(counts.count, counts))
-    shares = [[micro_batch.samples.tolist() for micro_batch in batch.mine] for batch in dealt]
+    shares = [[micro_batch.samples.tolist() for micro_batch in batch.mine] for batch in assigned]
     heaviest = [[micro_batch.samples.tolist() for micro_batch in share] for share in found.heaviest]
     assert heaviest and all(share in shares for share in heaviest)
     most = max(sum(len(samples) for samples in share) for share in shares)
