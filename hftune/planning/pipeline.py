@@ -81,17 +81,17 @@ class PipelineSurvey:
     """What one pipeline computes in a step, stand-ins included: those that may take the most memory."""
 
 
-def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, num_replicas: int) -> PipelineSurvey:
+def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, dp_size: int) -> PipelineSurvey:
     """Walk through the first epoch, or the part of it that is trained, as the pipelines would."""
     order, counts, filled_up = batches.epoch(0), Counter(), 0
     heaviest: dict[str, tuple[int, list[MicroBatch]]] = {}
-    for index in range(min(num_steps, batches.num_steps)):
-        step = order[index]
-        for places in balance([micro_batch.cost for micro_batch in step], num_replicas):
-            num_missing = config.fill_up(len(places)) - len(places)
-            counts[len(places)] += 1
+    for number in range(min(num_steps, batches.num_steps)):
+        step = order[number]
+        for assigned in balance([micro_batch.cost for micro_batch in step], dp_size):
+            num_missing = config.fill_up(len(assigned)) - len(assigned)
+            counts[len(assigned)] += 1
             filled_up += num_missing
-            share = [*(step[place] for place in places), *[dummy_micro_batch(step)] * num_missing]
+            share = [*(step[index] for index in assigned), *[dummy_micro_batch(step)] * num_missing]
             for kind, size in sizes(share, config).items():
                 if kind not in heaviest or size > heaviest[kind][0]:
                     heaviest[kind] = size, share
@@ -114,13 +114,13 @@ def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]
     }
 
 
-def plan_pipeline(config: ParallelConfig, found: PipelineSurvey, num_replicas: int) -> PipelinePlan:
+def plan_pipeline(config: ParallelConfig, survey: PipelineSurvey, dp_size: int) -> PipelinePlan:
     """Say what is known before there is a model."""
-    shares = [idle_share(config, count) for count in (found.usual, 2 * found.usual)]
-    return PipelinePlan(num_replicas, config.schedule, found.usual, *shares, found.filled_up)
+    shares = [idle_share(config, count) for count in (survey.usual, 2 * survey.usual)]
+    return PipelinePlan(dp_size, config.schedule, survey.usual, *shares, survey.filled_up)
 
 
-def describe_stages(model: nn.Module, stages: Sequence[nn.Module], num_places: int) -> list[StagePlan]:
+def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int) -> list[StagePlan]:
     """Say which parts of the model its stages hold."""
     names = {module: name for name, module in model.named_modules()}
     part_of = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
@@ -129,7 +129,7 @@ def describe_stages(model: nn.Module, stages: Sequence[nn.Module], num_places: i
     for index, stage in enumerate(stages):
         own = {*stage.parameters()}
         modules = [*dict.fromkeys(part for parameter, part in part_of.items() if parameter in own)]
-        described.append(StagePlan(index % num_places, modules, sum(parameter.numel() for parameter in own)))
+        described.append(StagePlan(index % pp_size, modules, sum(parameter.numel() for parameter in own)))
     return described
 
 

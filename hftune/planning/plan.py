@@ -170,13 +170,13 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     parallel = recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
-    num_replicas = num_processes // parallel.pipeline_stages
+    dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
     batches = plan_batches(recipe, datasets["train"])
     if is_auto := recipe.train.micro_batch_size == "auto":
         batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
     num_steps = total_steps(recipe.train, batches)
-    found = survey(batches, num_steps, num_replicas)
+    found = survey(batches, num_steps, dp_size)
     plan = Plan(
         recipe.recipe,
         num_processes,
@@ -201,9 +201,9 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         )
     seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
     if parallel.pipeline_stages > 1:
-        check_micro_batches(parallel, batches, num_replicas)
-        pipelines = survey_pipelines(batches, num_steps, parallel, num_replicas)
-        plan.pipeline = plan_pipeline(parallel, pipelines, num_replicas)
+        check_micro_batches(parallel, batches, dp_size)
+        pipelines = survey_pipelines(batches, num_steps, parallel, dp_size)
+        plan.pipeline = plan_pipeline(parallel, pipelines, dp_size)
         shares = [[(micro_batch, load(recipe, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
         count_memory = partial(count_in_pipeline, plan, recipe, shares)
     else:
@@ -267,18 +267,18 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
     counts, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0
     heaviest: dict[tuple[str, bool, bool], Candidate] = {}
-    for index in range(num_steps):
-        step = order[index]
+    for number in range(num_steps):
+        step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
-        dealt = balance(costs, num_processes)
-        counts[index] = len(step)
+        shares = balance(costs, num_processes)
+        counts[number] = len(step)
         cost += sum(costs)
-        busiest += max(sum(costs[place] for place in places) for places in dealt)
-        most = max(most, max(map(len, dealt)))
+        busiest += max(sum(costs[index] for index in share) for share in shares)
+        most = max(most, max(map(len, shares)))
         idle += len(step) < num_processes
-        for places in dealt:
-            for turn, place in enumerate(places):
-                weigh(heaviest, step[place], is_first=turn == 0, is_only=len(places) == 1)
+        for share in shares:
+            for turn, index in enumerate(share):
+                weigh(heaviest, step[index], is_first=turn == 0, is_only=len(share) == 1)
     work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
     tokens = None
     if batches.lengths is not None:

@@ -88,13 +88,13 @@ def model(plan: Plan) -> Iterator[str]:
 
 def pipeline(found: PipelinePlan) -> Iterator[str]:
     """Stages and idle time."""
-    num_places = max((stage.place for stage in found.stages), default=0) + 1
+    pp_size = max((stage.place for stage in found.stages), default=0) + 1
     if found.stages:
-        yield f"{len(found.stages)} stages on {num_places} processes" + (
+        yield f"{len(found.stages)} stages on {pp_size} processes" + (
             f", {found.replicas} pipelines beside each other" if found.replicas > 1 else ""
         )
     rows = [
-        (f"stage {number}", processes(found, stage.place, num_places), f"{stage.parameters:,}", names(stage.modules))
+        (f"stage {number}", processes(found, stage.place, pp_size), f"{stage.parameters:,}", names(stage.modules))
         for number, stage in enumerate(found.stages, start=1)
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
@@ -108,9 +108,9 @@ def pipeline(found: PipelinePlan) -> Iterator[str]:
         yield f"short steps are filled up for it, in the first epoch by {found.filled_up:,} micro-batches of one sample"
 
 
-def processes(found: PipelinePlan, place: int, num_places: int) -> str:
+def processes(found: PipelinePlan, pp_rank: int, pp_size: int) -> str:
     """Spell the processes at one place of the pipelines."""
-    numbers = [str(replica * num_places + place) for replica in range(found.replicas)]
+    numbers = [str(dp_rank * pp_size + pp_rank) for dp_rank in range(found.replicas)]
     if len(numbers) > 3:
         numbers = [*numbers[:2], "\N{HORIZONTAL ELLIPSIS}", numbers[-1]]
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(numbers)}"

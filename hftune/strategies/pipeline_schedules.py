@@ -46,21 +46,21 @@ def order_of(config: ParallelConfig, num_micro_batches: int) -> list[list[Action
     Args:
         num_micro_batches: such that ``config.fill_up`` adds none.
     """
-    places = range(config.pipeline_stages)
+    pp_size = config.pipeline_stages
     if config.schedule in ("gpipe", "1f1b"):
-        ahead = {"gpipe": [num_micro_batches] * len(places), "1f1b": [len(places) - place for place in places]}
+        ahead = {"gpipe": [num_micro_batches] * pp_size, "1f1b": [pp_size - pp_rank for pp_rank in range(pp_size)]}
         return [_ahead_then_in_turns(*one, num_micro_batches) for one in enumerate(ahead[config.schedule])]
     kind = ScheduleInterleaved1F1B if config.schedule == "interleaved" else ScheduleInterleavedZeroBubble
     # All that torch asks of stages before they compute.
-    stage = SimpleNamespace(num_stages=config.num_stages, group_size=len(places), group_rank=0, submod=None)
-    order = kind([stage] * (config.num_stages // len(places)), num_micro_batches).pipeline_order
+    stage = SimpleNamespace(num_stages=config.num_stages, group_size=pp_size, group_rank=0, submod=None)
+    order = kind([stage] * (config.num_stages // pp_size), num_micro_batches).pipeline_order
     return [
         [
-            Action(found.stage_index, Pass(found.computation_type.value), found.microbatch_index)
-            for found in order[place]
-            if found
+            Action(action.stage_index, Pass(action.computation_type.value), action.microbatch_index)
+            for action in order[pp_rank]
+            if action
         ]
-        for place in places
+        for pp_rank in range(pp_size)
     ]
 
 
@@ -92,12 +92,12 @@ def _makespan(order: Sequence[Sequence[Action]], num_stages: int, num_micro_batc
     """Let each process compute its next pass as soon as what that needs is there; return when the last one is done."""
     left, free = [deque(actions) for actions in order], [0] * len(order)
     ended: dict[tuple[int, bool, int] | None, int] = {None: 0}
-    while ready := [place for place, actions in enumerate(left) if actions and _needed(actions[0], num_stages) in ended]:
-        for place in ready:
-            action = left[place].popleft()
-            free[place] = max(free[place], ended[_needed(action, num_stages)]) + _duration(action, num_micro_batches)
+    while ready := [rank for rank, actions in enumerate(left) if actions and _needed(actions[0], num_stages) in ended]:
+        for rank in ready:
+            action = left[rank].popleft()
+            free[rank] = max(free[rank], ended[_needed(action, num_stages)]) + _duration(action, num_micro_batches)
             if action.what != Pass.BACKWARD_WEIGHT:
-                ended[action.stage, action.what == Pass.FORWARD, action.micro_batch] = free[place]
+                ended[action.stage, action.what == Pass.FORWARD, action.micro_batch] = free[rank]
     return max(free)
 
 

@@ -164,9 +164,9 @@ def _cut_decoder(
     model: nn.Module, body: nn.Module, layers_name: str, count: int, split: Sequence[int] | None
 ) -> list[nn.Module]:
     layers, children = getattr(body, layers_name), [name for name, _ in body.named_children()]
-    place = children.index(layers_name)
-    after = [name for name in children[place + 1 :] if _size(getattr(body, name))]
-    before = children[:place]
+    position = children.index(layers_name)
+    after = [name for name in children[position + 1 :] if _size(getattr(body, name))]
+    before = children[:position]
     if split is not None and sum(split) != len(layers):
         raise ConfigError(
             f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}. "
@@ -213,15 +213,15 @@ class DecoderStage(nn.Module):
         self.model = deepcopy(model, shared)
         body = self.model.get_submodule(body_name)
         layers = getattr(body, layers_name)
-        for place, layer in enumerate(layers):
-            if not start <= place < stop:
-                layers[place] = PassedLayer(layer)
+        for number, layer in enumerate(layers):
+            if not start <= number < stop:
+                layers[number] = PassthroughLayer(layer)
         for name in () if self.is_first else before:
             child = getattr(body, name)
             is_table = isinstance(child, nn.Embedding) and child is not self.model.get_input_embeddings()
-            setattr(body, name, NoPositions() if is_table else Passed())
+            setattr(body, name, NoPositions() if is_table else Passthrough())
         for name in () if self.is_last else after:
-            setattr(body, name, Passed())
+            setattr(body, name, Passthrough())
         if not self.is_last:
             self.model.set_output_embeddings(None)
 
@@ -235,14 +235,14 @@ class DecoderStage(nn.Module):
         return self.model.base_model(**inputs).last_hidden_state
 
 
-class Passed(nn.Module):
+class Passthrough(nn.Module):
     """Stands where a module of another stage was, and returns what it is given."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
-class PassedLayer(Passed):
+class PassthroughLayer(Passthrough):
     """The same for a layer, of which decoders read plain attributes, such as the kind of its attention."""
 
     def __init__(self, layer: nn.Module):

@@ -15,7 +15,7 @@ JOB = (
 CHECKPOINTING = "task.network_args={checkpointing: true}"
 JOBS = {
     "batch": JOB,
-    "fours": (*JOB, "train.micro_batch_size=4"),  # 2 micro-batches: two of 4 processes have stand-ins
+    "fours": (*JOB, "train.micro_batch_size=4"),  # 2 micro-batches: two of 4 processes have dummies
     "frozen": (*JOB, "train.batch_norm=frozen"),
 }
 STEPS = 4

@@ -84,9 +84,9 @@ def peak_of_step(meter, place, actions, schedule):
     return counter.peak
 
 
-def one_of_two_replicas(config, replica):
+def one_of_two_pipelines(config, dp_rank):
     pipeline = object.__new__(Pipeline)  # no process group: what it assigns follows from three numbers
-    pipeline.config, pipeline.dp_size, pipeline.dp_rank = config, 2, replica
+    pipeline.config, pipeline.dp_size, pipeline.dp_rank = config, 2, dp_rank
     return pipeline
 
 
@@ -95,8 +95,8 @@ def test_micro_batches_are_assigned_and_filled_up_as_training_does(schedule):
     lengths = np.random.RandomState(0).randint(1, 90, 203)
     batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
     config = ParallelConfig(3, schedule)
-    found = survey_pipelines(batches, 1000, config, num_replicas=2)
-    assigned = [one_of_two_replicas(config, replica).assign(step) for step in batches.epoch(0) for replica in (0, 1)]
+    found = survey_pipelines(batches, 1000, config, dp_size=2)
+    assigned = [one_of_two_pipelines(config, dp_rank).assign(step) for step in batches.epoch(0) for dp_rank in (0, 1)]
     assert found.filled_up == sum(batch.weights.count(0) for batch in assigned)
     counts = [sum(batch.weights) for batch in assigned]
     assert counts.count(found.usual) == max(map(counts.count, counts))

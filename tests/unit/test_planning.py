@@ -59,12 +59,12 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
     found = survey(batches, num_steps=1000, num_processes=3)
     whole = [*batches.epoch(0)]
-    dealt = [balance([part.cost for part in step], 3) for step in whole]
-    loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, dealt, strict=True)]
+    shares = [balance([part.cost for part in step], 3) for step in whole]
+    loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, shares, strict=True)]
     assert found.tokens == lengths.sum() and found.cost == sum(map(sum, loads))
     assert found.work.micro_batches == sum(map(len, whole))
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
-    assert found.work.most_per_process == max(len(places) for bins in dealt for places in bins)
+    assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
     assert found.work.idle_steps == sum(len(step) < 3 for step in whole)
     parts = [part for step in whole for part in step]
     assert max(part.cost for part in parts) in [item.micro_batch.cost for item in found.heaviest]
