@@ -20,11 +20,12 @@ from accelerate.utils import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
-    _PipelineSchedule,
 )
 
 from hftune.batch_plan import MicroBatch
@@ -39,7 +40,8 @@ from hftune.strategies.sharding import refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze, restored_buffers
 from hftune.task import Task
 
-SCHEDULES: dict[str, type[_PipelineSchedule]] = {
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+SCHEDULES: dict[str, type[TorchSchedule]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
@@ -146,8 +148,8 @@ class Pipeline(Strategy):
         self.dp_rank, self.dp_size, self.pp_rank = self.grid.dp_rank, self.grid.dp_size, self.grid.pp_rank
         self.sharding = StagedWeights(accelerator, self, config, self.grid)
         self._seeds = LayerSeeds(self.device)
-        logging.getLogger(_PipelineSchedule.__module__).setLevel(logging.CRITICAL)  # if a stage fails, it prints all actions
-        self._schedule: tuple[Any, _PipelineSchedule] | None = None
+        logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)  # if a stage fails, it prints all actions
+        self._schedule: tuple[Any, TorchSchedule] | None = None
         self._outputs: Any = None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -248,7 +250,7 @@ class Pipeline(Strategy):
 
     def _schedule_for(
         self, num_micro_batches: int, buffer: torch.Size, example: PipelineMicroBatch, backward: bool
-    ) -> _PipelineSchedule:
+    ) -> TorchSchedule:
         """Return torch's schedule for so many micro-batches; the previous one, if it fits.
 
         torch keeps the buffers of the first step, and would receive tensors of a different shape into them.
@@ -262,9 +264,8 @@ class Pipeline(Strategy):
         for index, stage in self._stages.items():
             stage.buffer, stage.width = buffer, stage.width or self._find_width(example)
             stages.append(self._torch_stage(stage, index, count))
-        several = kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
         schedule = kind(
-            stages if several else stages[0],
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             n_microbatches=num_micro_batches,
             loss_fn=(lambda output, target: output.sum()) if backward else None,
             scale_grads=False,  # the micro-batches are weighted

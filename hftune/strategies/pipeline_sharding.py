@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,8 +91,9 @@ class StagedWeights(Sharding):
         self._own: dict[str, tuple[nn.Module, str]] = {}  # module and key, as moving a module may replace its buffers
         for index, stage in enumerate(stages):
             for module in stage.modules():
-                for key, value in (*module._parameters.items(), *module._buffers.items()):
-                    if value is None or (name := names.get(id(value))) is None:
+                own = {"recurse": False, "remove_duplicate": False}
+                for key, value in chain(module.named_parameters(**own), module.named_buffers(**own)):
+                    if (name := names.get(id(value))) is None:
                         continue
                     pp_rank = index % self.grid.pp_size
                     owners = self._owners.setdefault(name, [])
@@ -122,11 +124,12 @@ class StagedWeights(Sharding):
         return {name: group for name, group in tied.items() if group is not None and name in self.parameters()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: module._parameters[key] for name, (module, key) in self._own.items() if key in module._parameters}
+        held = {name: getattr(*place) for name, place in self._own.items()}
+        return {name: value for name, value in held.items() if isinstance(value, nn.Parameter)}
 
     def tensors(self) -> Tensors:
         return {
-            "model": {name: getattr(module, key).detach() for name, (module, key) in self._own.items()},
+            "model": {name: getattr(*place).detach() for name, place in self._own.items()},
             "optimizer": moments(self.parameters(), self.bare_optimizer),
         }
 
@@ -161,10 +164,11 @@ class StagedWeights(Sharding):
             part.copy_(value)
 
     def share_statistics(self) -> None:
-        for module, key in self._own.values():
-            if key in module._buffers and module._buffers[key].is_floating_point():
+        for place in self._own.values():
+            value = getattr(*place)
+            if not isinstance(value, nn.Parameter) and value.is_floating_point():
                 # From the process of the first pipeline, whose rank among all is its pp_rank.
-                torch.distributed.broadcast(module._buffers[key], src=self.grid.pp_rank, group=self.grid.replicas)
+                torch.distributed.broadcast(value, src=self.grid.pp_rank, group=self.grid.replicas)
 
     def unwrap(self) -> nn.Module:
         values = ((name, value.to("cpu", copy=True)) for name, value in self.gather(self.tensors()["model"]))
