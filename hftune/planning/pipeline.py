@@ -1,7 +1,7 @@
-"""What a run in a pipeline is made of: its stages, the memory of each process, its idle time. Knows no file and no launcher.
+"""A pipeline run before it starts: its stages, the memory of each process, its idle time. Independent of files and launchers.
 
 As in ``hftune.planning.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``, the
-order of their passes is torch's, and so are the functions that compute backward; only what is sent is left out.
+order of their passes is torch's, and so are the functions that compute backward. Only the messages are left out.
 """
 
 from __future__ import annotations
@@ -31,54 +31,54 @@ from hftune.strategies.seeds import LayerSeeds
 
 @dataclass
 class StagePlan:
-    """A part of the model."""
+    """One stage of the model."""
 
     place: int
-    """Of its process in the pipeline, from 0."""
+    """Rank of its process in the pipeline, from 0."""
     modules: list[str]
-    """Names in the model of what it computes, layers one by one."""
+    """Names of its modules in the model, layers one by one."""
     parameters: int
 
 
 @dataclass
 class PlaceMemory(StepMemory):
-    """Of a process at one place of the pipeline."""
+    """Of the process with one rank in the pipeline."""
 
     receive_bytes: int
-    """Part of the peak: torch's buffers for what neighbours send, one a micro-batch and direction, each as large as the step's
-    largest micro-batch."""
+    """Part of the peak: torch's receive buffers, one per micro-batch and direction, each as large as the step's largest
+    micro-batch."""
 
 
 @dataclass
 class PipelinePlan:
-    """How a model is spread over several processes."""
+    """How a model is spread over the processes of a pipeline."""
 
     replicas: int
-    """Pipelines beside each other. The process at a place of a replica is number replica * places + place."""
+    """Pipelines in parallel. The process with a place in a replica has rank replica * places + place among all."""
     schedule: str
     micro_batches: int
-    """That one pipeline computes in a step, most often."""
+    """Per pipeline in a typical step."""
     idle_share: float
-    """Of the time of such a step, in which processes wait for each other, were all stages and micro-batches of equal cost."""
+    """Share of such a step in which processes wait for each other, if all stages and micro-batches have equal cost."""
     idle_share_of_twice: float
     """The same with twice as many micro-batches."""
     filled_up: int
-    """Micro-batches of the first epoch that the schedule needs and that do not count: one sample each."""
+    """Dummy micro-batches in the first epoch, of one sample each, that the schedule needs and that do not count."""
     stages: list[StagePlan] = field(default_factory=list)
-    """First to last; none where the model cannot be built without values."""
+    """First to last; empty if the model cannot be built without values."""
     places: list[PlaceMemory] = field(default_factory=list)
-    """Memory of each process of a pipeline, first to last; none where it cannot be estimated."""
+    """Memory of each process of a pipeline, first to last; empty if it cannot be estimated."""
 
 
 @dataclass
 class PipelineSurvey:
-    """What one walk through the first epoch found of pipelines."""
+    """Results of one walk through the first epoch, for pipelines."""
 
     usual: int
-    """Micro-batches that a pipeline computes in a step, most often; the larger number of two."""
+    """Micro-batches that a pipeline computes in a typical step: the most frequent number, the larger one of two."""
     filled_up: int
     heaviest: list[list[MicroBatch]]
-    """What one pipeline computes in a step, stand-ins included: those that may take the most memory."""
+    """Shares of a step, dummies included, that may need the most memory."""
 
 
 def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, dp_size: int) -> PipelineSurvey:
@@ -101,27 +101,27 @@ def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig,
 
 
 def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]:
-    """Measure a pipeline's part of a step by what may take memory: buffers; tokens, pairs of them, and rows in flight."""
+    """Measure a pipeline's share of a step by what may take memory: buffers; and tokens, pairs of tokens and rows in flight."""
     rows = [len(micro_batch.samples) for micro_batch in share]
     costs = [micro_batch.cost for micro_batch in share]
     lengths = [cost // count for cost, count in zip(costs, rows, strict=True)]
-    flying = slice(None if config.schedule == "gpipe" else config.pipeline_stages)  # the longest come first
+    in_flight = slice(None if config.schedule == "gpipe" else config.pipeline_stages)  # the longest come first
     return {
         "buffers": len(share) * max(rows) * max(lengths),
-        "tokens": sum(costs[flying]),
-        "pairs": sum(cost * length for cost, length in zip(costs[flying], lengths[flying], strict=True)),
-        "rows": sum(rows[flying]),
+        "tokens": sum(costs[in_flight]),
+        "pairs": sum(cost * length for cost, length in zip(costs[in_flight], lengths[in_flight], strict=True)),
+        "rows": sum(rows[in_flight]),
     }
 
 
 def plan_pipeline(config: ParallelConfig, survey: PipelineSurvey, dp_size: int) -> PipelinePlan:
-    """Say what is known before there is a model."""
+    """Return the part of the plan that needs no model."""
     shares = [idle_share(config, count) for count in (survey.usual, 2 * survey.usual)]
     return PipelinePlan(dp_size, config.schedule, survey.usual, *shares, survey.filled_up)
 
 
 def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int) -> list[StagePlan]:
-    """Say which parts of the model its stages hold."""
+    """Return which parts of the model its stages hold."""
     names = {module: name for name, module in model.named_modules()}
     part_of = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
     part_of |= {parameter: names[layer] for layer in layers_of(model) for parameter in layer.parameters()}
@@ -134,10 +134,10 @@ def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int)
 
 
 class PipelineMeter:
-    """Counts what each process of a pipeline holds in a step. To be used in FakeTensorMode."""
+    """Measures the memory of each process of a pipeline in a step. To be used in FakeTensorMode."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer):
-        """Cut a model that is in training mode and an optimizer that has its state.
+        """Cut a model in training mode whose optimizer has its state.
 
         Raises:
             ConfigError: the model cannot be cut as the recipe says.
@@ -169,7 +169,7 @@ class PipelineMeter:
             raise
 
     def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
-        """Return what each process of a pipeline holds that computes these micro-batches in one step."""
+        """Return the memory of each process of a pipeline that computes these micro-batches in one step."""
         weight = torch.ones((), dtype=torch.float64, device=self.device)
         micro_batches = [
             PipelineMicroBatch(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight)
@@ -195,7 +195,7 @@ class PipelineMeter:
         return unused
 
     def _fullest(self, pp_rank: int, actions: Sequence[Action]) -> PlaceMemory:
-        """Follow a process through a step, and return what it holds at the fullest moment."""
+        """Follow a process through a step, and return its memory at the peak."""
         own = [*range(pp_rank, len(self.stages), self.config.pipeline_stages)]
         weights, moments, buffers, batch = self._held_always(own)
         given: set[nn.Parameter] = set()  # a gradient
@@ -214,7 +214,7 @@ class PipelineMeter:
         return PlaceMemory(whole, weights, gradients_at_peak, moments, batch + peak - gradients_at_peak, buffers)
 
     def _held_always(self, own: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the bytes of weights, of the optimizer's moments, of torch's buffers and of a step's micro-batches."""
+        """Return the bytes of weights, optimizer moments, torch's receive buffers, and the micro-batches of a step."""
         modules, first = nn.ModuleList(self.stages[index] for index in own), self.stages[own[0]]
         counter, micro_batches = TensorBytes(), first.micro_batches
         weights = counter.add_all([*modules.parameters(), *modules.buffers()])
@@ -230,7 +230,7 @@ class PipelineMeter:
         return weights, moments, directions * len(micro_batches) * hidden.nbytes, batch
 
     def _passes(self, index: int, micro_batch: int, is_first: bool) -> dict[Pass, PassMemory]:
-        """Let one micro-batch go through a stage, forward and backward; once for each shape."""
+        """Measure one micro-batch in a stage, forward and backward; once for each shape."""
         stage = self.stages[index]
         key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.micro_batches[micro_batch]))
         if key not in self._known:
@@ -258,7 +258,7 @@ def tensors(micro_batch: PipelineMicroBatch) -> list[Tensor]:
 
 
 class StagePasses:
-    """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and what it keeps between them."""
+    """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and the tensors it keeps."""
 
     def __init__(self, stage: Stage, index: int, received: Tensor, gradient: Tensor):
         self.stage, self.index = stage, index
@@ -275,17 +275,17 @@ class StagePasses:
         return {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
 
     def forward(self) -> None:
-        """Keep the outputs, and with them all that the backward pass needs."""
+        """Compute and keep the outputs, with all that the backward pass needs."""
         output = self.stage(self.received[0] if self.received else None, self.index)
         self.outputs = [output.sum() if self.stage.is_last else output]
 
     def backward(self) -> None:
-        """Compute the gradients of the weights and of what was received."""
+        """Compute the gradients of the weights and of the received tensor."""
         stage_backward(self.outputs, self.gradients or [None], self.received)
         self.outputs = []
 
     def backward_input(self) -> None:
-        """Compute the gradient of what was received; the first stage, which received nothing, has nothing to do."""
+        """Compute the gradient of the received tensor; the first stage has none, and does nothing."""
         if self.received:
             _, self.groups = stage_backward_input(self.outputs, self.gradients, self.received, self.stage.parameters())
 

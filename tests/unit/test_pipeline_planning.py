@@ -152,22 +152,21 @@ def test_what_training_refuses_is_refused(capsys):
         "or raise train.batch_size."
     )
     assert refused(capsys, "--processes=2", "parallel.split=[3,3]") == (
-        "parallel.split=[3, 3] are 6 layers, and GPT2LMHeadModel has 4. Let it add up to them."
+        "parallel.split=[3, 3] adds up to 6 layers, but GPT2LMHeadModel has 4."
     )
     assert refused(capsys, "--processes=2", "task.num_layers=1") == (
-        "GPT2LMHeadModel has 1 layers, too few for 2 stages of one or more: lower parallel.pipeline_stages or "
-        "parallel.virtual_stages."
+        "GPT2LMHeadModel has 1 layers, too few for 2 stages: lower parallel.pipeline_stages or parallel.virtual_stages."
     )
 
 
 TEXT = """\
-  pipeline       4 stages on 2 processes, 4 pipelines beside each other
+  pipeline       4 stages on 2 processes, 4 pipelines in parallel
                  stage 1  processes 0, 2, …, 6  752 parameters  embed, layers.0
                  stage 2  processes 1, 3, …, 7  272 parameters  layers.1
                  stage 3  processes 0, 2, …, 6  272 parameters  layers.2
                  stage 4  processes 1, 3, …, 7  782 parameters  head, layers.3
-                 interleaved with 3 micro-batches a pipeline: 14% of the time idle; 6 would make it 8%
-                 short steps are filled up for it, in the first epoch by 7 micro-batches of one sample
+                 interleaved with 3 micro-batches a pipeline: 14% of the time idle; with 6, 8%
+                 short steps are filled up with dummies of one sample: 7 in the first epoch
 """
 
 
@@ -178,16 +177,16 @@ def test_the_text_can_be_read(capsys):
     said = capsys.readouterr().out
     assert f"\n\n{TEXT}\n  memory  " in said
     assert "\n                 1 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
-    assert "\n                 the work is 82.4% even: the rest of the time pipelines wait for the busiest one\n" in said
+    assert "\n                 load balance 82.4 % (pipelines idle 17.6 % of the time, waiting for the slowest)\n" in said
     memory = re.sub(r"[\d.]+ (Ki)?B\b", "N KiB", said.split("  memory         ")[1].split("\n\n")[0]).splitlines()
     places = ["processes 0, 2, …, 6", "processes 1, 3, …, 7"]
     assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}
     assert memory[0].endswith(" (cpu), in a step with micro-batches of 2 samples of at most 18 tokens")
     assert said.endswith(
-        "  notices        In 1 of 3 steps some pipeline has nothing to do: there are fewer micro-batches than pipelines.\n"
-        "                 Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
+        "  notices        In 1 of 3 steps some pipelines are idle: there are fewer micro-batches than pipelines. Lower\n"
+        "                 train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
     )
-    assert memory[-3].endswith(" buffers for what other stages send")
+    assert memory[-3].endswith(" receive buffers")
 
 
 def test_numbers_are_plain_json(capsys):
