@@ -64,7 +64,7 @@ def steps(plan: Plan) -> Iterator[str]:
     yield f"{each} micro-batches a step" + (f", at most {work.most_per_process:,} on a {one}" if count > 1 else "")
     if count > 1:
         balance = 100 * work.evenness
-        yield f"load balance {balance:.1f} % ({many} idle {100 - balance:.1f} % of the time, waiting for the slowest)"
+        yield f"load balance {balance:.1f}% ({many} idle {100 - balance:.1f}% of the time, waiting for the slowest)"
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:

@@ -177,7 +177,7 @@ def test_the_text_can_be_read(capsys):
     said = capsys.readouterr().out
     assert f"\n\n{TEXT}\n  memory  " in said
     assert "\n                 1 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
-    assert "\n                 load balance 82.4 % (pipelines idle 17.6 % of the time, waiting for the slowest)\n" in said
+    assert "\n                 load balance 82.4% (pipelines idle 17.6% of the time, waiting for the slowest)\n" in said
     memory = re.sub(r"[\d.]+ (Ki)?B\b", "N KiB", said.split("  memory         ")[1].split("\n\n")[0]).splitlines()
     places = ["processes 0, 2, …, 6", "processes 1, 3, …, 7"]
     assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}

@@ -312,7 +312,7 @@ own on 2 machines x 1 process: a plan, nothing is trained.
 
   steps          8 of 16 samples each: 2 epochs of 4 steps
                  1 to 4 micro-batches a step, at most 2 on a process
-                 load balance 93.0 % (processes idle 7.0 % of the time, waiting for the slowest)
+                 load balance 93.0% (processes idle 7.0% of the time, waiting for the slowest)
 
   learning rate  step 1  0                              first
                  step 2  0.0005    ██████████           a quarter
