@@ -1,4 +1,4 @@
-"""Which samples form each global batch, and how it is cut into micro-batches. Pure functions: nothing here knows a rank.
+"""Which samples form each global batch, and how it is cut into micro-batches. Pure functions, independent of ranks.
 
 Shape suffixes: S steps of an epoch, B samples of a global batch, N samples of the dataset, K sizes of a sample.
 """
@@ -20,8 +20,8 @@ from hftune.errors import ConfigError
 class MicroBatch:
     """Samples of one forward pass.
 
-    ``index`` is its place in the step: the same on every process, so it can key the dropout of this forward.
-    ``cost`` is what the forward computes: samples x padded length (samples alone, where the plan has no lengths).
+    ``index`` is its position in the step: the same on every process, so it can seed the dropout of this forward pass.
+    ``cost`` is what the pass computes: samples x padded length (samples alone if the plan has no lengths).
     """
 
     index: int
@@ -33,24 +33,25 @@ class MicroBatch:
 class BatchPlan:
     """A pure function of (number of samples, lengths and sizes, seed, epoch, batch sizes).
 
-    Every epoch is a fresh seeded shuffle cut into global batches of exactly ``batch_size`` samples; the last one keeps
-    what is left. Inside a global batch the samples are sorted by length, longest first, and cut into micro-batches of
-    at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded tokens, as few and as even as can be.
+    Every epoch is a new seeded shuffle, cut into global batches of exactly ``batch_size`` samples; the last one has the
+    remainder. Inside a global batch the samples are sorted by length, longest first, and cut into micro-batches of
+    at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded tokens, as few and as even as possible.
     Sorting inside the batch saves padding without changing what a batch contains, hence without biasing the gradient.
 
     Args:
         num_samples: samples in the dataset, at least 1.
         batch_size: samples of one optimizer step over all processes.
-        micro_batch_size: most samples in one forward pass; None for no bound.
-        micro_batch_tokens: most padded tokens (samples x padded length) in one forward pass; None for no bound.
-        lengths: one length a sample (int, at least 1); None where all samples cost the same.
-        sizes: (N, K) int, what of a sample is padded by itself, such as source and title, or height and width: the largest of
-            each in a micro-batch make its padded length. None: that is the largest of ``lengths``.
-        padded_length: of a row that is padded to K sizes; never less for a larger size. Needed where there are ``sizes``.
-        seed: of the shuffle. shuffle: False keeps dataset order, as evaluation does.
+        micro_batch_size: maximum number of samples in one forward pass; None for no bound.
+        micro_batch_tokens: maximum number of padded tokens (samples x padded length) in one forward pass; None for no bound.
+        lengths: one length per sample (int, at least 1); None if all samples cost the same.
+        seed: of the shuffle.
+        shuffle: False keeps dataset order, as evaluation does.
+        sizes: (N, K) int, the parts of a sample that are padded separately, such as source and title, or height and width. The
+            largest of each in a micro-batch determine its padded length. None: the largest of ``lengths`` does.
+        padded_length: returns the length of a row that is padded to K sizes, monotonic in each. Required with ``sizes``.
 
     Raises:
-        ConfigError: ``micro_batch_tokens`` without lengths, or fewer than a sample has by itself.
+        ConfigError: ``micro_batch_tokens`` without lengths, or fewer than a single sample has.
     """
 
     num_samples: int
@@ -70,7 +71,7 @@ class BatchPlan:
             return
         if self.lengths is None:
             raise ConfigError(
-                "train.micro_batch_tokens needs a task whose samples have lengths; this one has none. "
+                "train.micro_batch_tokens needs a task whose samples have lengths; this task's have none. "
                 "Set train.micro_batch_size instead."
             )
         longest, tokens = self._longest_alone()
@@ -81,24 +82,24 @@ class BatchPlan:
             )
 
     def _longest_alone(self) -> tuple[int, int]:
-        """Return the sample that makes the longest row by itself, and that row's length."""
+        """Return the sample that is the longest row on its own, and that row's length."""
         if self.sizes is None:
             longest = int(np.argmax(self.lengths))
             return longest, int(self.lengths[longest])
-        different_K, places = np.unique(self.sizes, axis=0, return_index=True)
+        different_K, indices = np.unique(self.sizes, axis=0, return_index=True)
         rows = [self.padded_length(sizes) for sizes in different_K.tolist()]
         longest = max(range(len(rows)), key=rows.__getitem__)
-        return int(places[longest]), rows[longest]
+        return int(indices[longest]), rows[longest]
 
     @property
     def most_padded(self) -> int:
-        """Length of the longest row that any micro-batch can be padded to; 1 where samples have no lengths."""
+        """Length of the longest row that any micro-batch can be padded to; 1 if samples have no lengths."""
         if self.lengths is None:
             return 1
         return int(self.lengths.max()) if self.sizes is None else self.padded_length(self.sizes.max(0).tolist())
 
     def longest(self, count: int) -> np.ndarray:
-        """Return the samples that take the most together, ``count`` at most: the longest, and those of the largest sizes."""
+        """Return up to ``count`` samples that need the most memory together: the longest, and those of the largest sizes."""
         if self.lengths is None:
             return np.arange(min(count, self.num_samples))
         order_N = np.argsort(-self.lengths, kind="stable")
@@ -178,21 +179,22 @@ class EpochPlan(Sequence):
 
 
 def even_cuts(fill: Callable[[int], list[int]], low: int, high: int) -> list[int]:
-    """Cut samples into as few micro-batches as the bounds allow, the costliest as cheap as can be.
+    """Cut samples into as few micro-batches as the bounds allow, the most expensive one as cheap as possible.
 
-    Filling one micro-batch after the other up to the bounds gives the fewest; the smallest token bound that still gives so
-    few evens them out: less padding, less memory, and equal work to deal to the processes.
+    Filling one micro-batch after the other up to the bounds gives the fewest. The smallest token bound that still gives as
+    few evens them out: less padding, less memory, and equal work for the processes.
 
     Args:
-        fill: cuts greedily, given the most tokens of a micro-batch; returns where each one stops.
-        low: tokens of the longest sample by itself. high: the most tokens that a micro-batch may have.
+        fill: cuts greedily, given the maximum tokens of a micro-batch; returns where each one stops.
+        low: tokens of the longest sample alone.
+        high: maximum tokens of a micro-batch.
     """
     stops = fill(high)
     while low < high:
         middle = (low + high) // 2
-        tried = fill(middle)
-        if len(tried) == len(stops):
-            stops, high = tried, middle
+        candidate = fill(middle)
+        if len(candidate) == len(stops):
+            stops, high = candidate, middle
         else:
             low = middle + 1
     return stops
@@ -213,28 +215,28 @@ def _fill_sizes(
     """Cut greedily: the largest of each size in a micro-batch set the length of all its rows."""
     stops: list[int] = []
     start, largest = 0, sizes[0]
-    for place, own in enumerate(sizes):
-        larger = [*map(max, largest, own)]
-        if place - start == max_rows or padded_length(larger) * (place + 1 - start) > max_tokens:
-            stops.append(place)
-            start, larger = place, own
+    for index, row in enumerate(sizes):
+        larger = [*map(max, largest, row)]
+        if index - start == max_rows or padded_length(larger) * (index + 1 - start) > max_tokens:
+            stops.append(index)
+            start, larger = index, row
         largest = larger
     return [*stops, len(sizes)]
 
 
 def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Deal items to ``num_bins`` bins so that the most expensive bin is cheap; return each bin's item places, ascending.
+    """Assign items to ``num_bins`` bins so that the most expensive bin is cheap; return each bin's item indices, ascending.
 
     Longest processing time first: at most 4/3 of the best possible maximum. Ties go to the lower item and the lower bin,
-    so that every process computes the same deal.
+    so that every process computes the same assignment.
     Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969).
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0, 0, place) for place in range(num_bins)]
+    loads = [(0, 0, index) for index in range(num_bins)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        load, count, place = heapq.heappop(loads)
-        bins[place].append(item)
-        heapq.heappush(loads, (load + costs[item], count + 1, place))
+        load, count, index = heapq.heappop(loads)
+        bins[index].append(item)
+        heapq.heappush(loads, (load + costs[item], count + 1, index))
     return [sorted(items) for items in bins]
 
 
@@ -251,6 +253,6 @@ def samples_digest(samples: np.ndarray) -> tuple[int, int]:
     return int((mixed & np.uint64(0xFFFFFFFF)).sum()), int((mixed >> np.uint64(32)).sum())
 
 
-def spell_digest(low: float, high: float) -> str:
-    """Spell the two sums of ``samples_digest``."""
+def format_digest(low: float, high: float) -> str:
+    """Format the two sums of ``samples_digest`` in hexadecimal."""
     return f"{int(low):x}-{int(high):x}"

@@ -27,7 +27,7 @@ from hftune.loop import Run, fit, log
 from hftune.optim import build_optimizer
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
-from hftune.strategies.data_parallel import checkpoint_tensors
+from hftune.strategies.sharding import checkpoint_tensors
 from hftune.tracking.console import Console, hide_progress_bars, short
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.ledger import Ledger
@@ -190,7 +190,7 @@ def warm_up(run: Run) -> None:
     run.strategy.progress.stage("the warm-up backward pass")
     recipe = run.recipe
     dataset, (first, *_) = first_epoch(recipe, run.datasets), run.plan.epoch(0)[0]
-    kinds = run.strategy.rehearse(dataset, first, frozen=recipe.train.batch_norm == "frozen")
+    kinds = run.strategy.warm_up(dataset, first, frozen=recipe.train.batch_norm == "frozen")
     if notice := statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
         run.console.line(notice)
 

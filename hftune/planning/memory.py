@@ -1,7 +1,7 @@
-"""What a training step takes of memory, found out without taking it. Knows no recipe and no process.
+"""How much memory a training step needs, without using it. Independent of recipes and processes.
 
-In torch's FakeTensorMode tensors have shape, type and device and no values: the forward and backward pass of a model of a
-terabyte takes milliseconds, and can be counted tensor by tensor.
+In torch's FakeTensorMode tensors have shape, type and device but no values. A forward and backward pass of a terabyte model
+takes milliseconds, and its tensors can be counted one by one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NEEDS_VALUES = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""What is raised where code asks a tensor without values for one of them, as ``tensor.item()`` does."""
+"""Raised when code asks a tensor without values for one of them, as ``tensor.item()`` does."""
 
 
 @dataclass
 class StepMemory:
-    """Bytes of tensors on the device at the fullest moment of a step. What the kernels need for themselves is not in it."""
+    """Bytes of tensors on the device at the peak of a step. Workspaces of kernels are not included."""
 
     peak_bytes: int
     """All of the following together."""
     weights_bytes: int
     """Parameters and buffers."""
     gradients_bytes: int
-    """That are there at that moment."""
+    """Those that exist at the peak."""
     optimizer_bytes: int
     """What the optimizer keeps for each parameter."""
     activations_bytes: int
@@ -65,9 +65,9 @@ def as_fake(model: nn.Module, device: torch.device) -> None:
 
 
 class TensorBytes(TorchDispatchMode):
-    """Count the bytes of all tensors that come about inside, as long as they live, and the most there were at once.
+    """Count the bytes of all tensors created inside while they live, and the maximum at once.
 
-    torch.distributed._tools.mem_tracker counts the same bytes, ten times as slowly: at each operation it goes through all
+    torch.distributed._tools.mem_tracker counts the same bytes ten times as slowly: at each operation it visits all
     modules (torch 2.13, a BERT of 12 layers: 14 s and 1.5 s).
     """
 
@@ -108,24 +108,24 @@ class TensorBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class PassMemory:
-    """What one pass of one micro-batch takes, in bytes. All of this micro-batch is counted, also what earlier passes left."""
+    """Memory of one pass of one micro-batch, in bytes. Includes what earlier passes of this micro-batch left."""
 
     peak_bytes: int
-    """At most, while it is computed."""
+    """Maximum while it is computed."""
     left_bytes: int
     """Afterwards, for later passes; gradients of parameters not counted."""
     gradients_bytes: int
-    """Part of the peak: gradients of parameters that were not there before the first of the passes."""
+    """Part of the peak: gradients that did not exist before the first of the passes."""
 
 
 def pass_memory(
     parameters: Iterable[nn.Parameter], there: Iterable[Tensor], passes: Iterable[Callable[[], None]]
 ) -> list[PassMemory]:
-    """Count each of the passes that one micro-batch goes through, one after the other; the gradients are left behind.
+    """Measure each pass that one micro-batch goes through, one after the other; the gradients are kept.
 
     Args:
-        parameters: whose gradients come, or are there already.
-        there: tensors that the passes use and that are not to be counted.
+        parameters: whose gradients are created, or exist already.
+        there: tensors that the passes use and that are not counted.
     """
     counter, trainable = TensorBytes(), [value for value in parameters if value.requires_grad]
     missing = [value for value in trainable if value.grad is None]
@@ -149,7 +149,7 @@ def pass_memory(
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer take a step, after which it has all that it keeps. The gradients are gone then."""
+    """Take an optimizer step, so that the optimizer has all of its state. Clears the gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
@@ -160,10 +160,10 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def step_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer, forward_backward: Callable[[], None], has_gradients: bool
 ) -> StepMemory:
-    """Count one forward and backward pass of a model with an optimizer that has its state; the gradients are left behind.
+    """Measure one forward and backward pass of a model whose optimizer has its state; the gradients are kept.
 
     Args:
-        has_gradients: room for all gradients is taken before the pass, by those of an earlier one or by DDP's buckets.
+        has_gradients: memory for all gradients is taken before the pass, by an earlier pass or by DDP's buckets.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     held = {parameter: torch.empty_like(parameter) for parameter in trainable} if has_gradients else {}

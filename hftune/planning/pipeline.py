@@ -1,7 +1,7 @@
-"""What a run in a pipeline is made of: its stages, the memory of each process, its idle time. Knows no file and no launcher.
+"""A pipeline run before it starts: its stages, the memory of each process, its idle time. Independent of files and launchers.
 
 As in ``hftune.planning.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``, the
-order of their passes is torch's, and so are the functions that compute backward; only what is sent is left out.
+order of their passes is torch's, and so are the functions that compute backward. Only the messages are left out.
 """
 
 from __future__ import annotations
@@ -22,76 +22,76 @@ from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
 from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
-from hftune.strategies.base import LayerSeeds
-from hftune.strategies.data_parallel import stand_in
-from hftune.strategies.pipeline import Stage, Work
+from hftune.strategies.base import dummy_micro_batch
+from hftune.strategies.pipeline import PipelineMicroBatch, Stage
 from hftune.strategies.pipeline_schedules import Action, Pass, idle_share, order_of
 from hftune.strategies.pipeline_stages import check_stages, cut, layers_of
+from hftune.strategies.seeds import LayerSeeds
 
 
 @dataclass
 class StagePlan:
-    """A part of the model."""
+    """One stage of the model."""
 
     place: int
-    """Of its process in the pipeline, from 0."""
+    """Rank of its process in the pipeline, from 0."""
     modules: list[str]
-    """Names in the model of what it computes, layers one by one."""
+    """Names of its modules in the model, layers one by one."""
     parameters: int
 
 
 @dataclass
 class PlaceMemory(StepMemory):
-    """Of a process at one place of the pipeline."""
+    """Of the process with one rank in the pipeline."""
 
     receive_bytes: int
-    """Part of the peak: torch's buffers for what neighbours send, one a micro-batch and direction, each as large as the step's
-    largest micro-batch."""
+    """Part of the peak: torch's receive buffers, one per micro-batch and direction, each as large as the step's largest
+    micro-batch."""
 
 
 @dataclass
 class PipelinePlan:
-    """How a model is spread over several processes."""
+    """How a model is spread over the processes of a pipeline."""
 
     replicas: int
-    """Pipelines beside each other. The process at a place of a replica is number replica * places + place."""
+    """Pipelines in parallel. The process with a place in a replica has rank replica * places + place among all."""
     schedule: str
     micro_batches: int
-    """That one pipeline computes in a step, most often."""
+    """Per pipeline in a typical step."""
     idle_share: float
-    """Of the time of such a step, in which processes wait for each other, were all stages and micro-batches of equal cost."""
+    """Share of such a step in which processes wait for each other, if all stages and micro-batches have equal cost."""
     idle_share_of_twice: float
     """The same with twice as many micro-batches."""
     filled_up: int
-    """Micro-batches of the first epoch that the schedule needs and that do not count: one sample each."""
+    """Dummy micro-batches in the first epoch, of one sample each, that the schedule needs and that do not count."""
     stages: list[StagePlan] = field(default_factory=list)
-    """First to last; none where the model cannot be built without values."""
+    """First to last; empty if the model cannot be built without values."""
     places: list[PlaceMemory] = field(default_factory=list)
-    """Memory of each process of a pipeline, first to last; none where it cannot be estimated."""
+    """Memory of each process of a pipeline, first to last; empty if it cannot be estimated."""
 
 
 @dataclass
 class PipelineSurvey:
-    """What one walk through the first epoch found of pipelines."""
+    """Results of one walk through the first epoch, for pipelines."""
 
     usual: int
-    """Micro-batches that a pipeline computes in a step, most often; the larger number of two."""
+    """Micro-batches that a pipeline computes in a typical step: the most frequent number, the larger one of two."""
     filled_up: int
     heaviest: list[list[MicroBatch]]
-    """What one pipeline computes in a step, stand-ins included: those that may take the most memory."""
+    """Shares of a step, dummies included, that may need the most memory."""
 
 
-def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, num_replicas: int) -> PipelineSurvey:
+def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, dp_size: int) -> PipelineSurvey:
     """Walk through the first epoch, or the part of it that is trained, as the pipelines would."""
     order, counts, filled_up = batches.epoch(0), Counter(), 0
     heaviest: dict[str, tuple[int, list[MicroBatch]]] = {}
-    for index in range(min(num_steps, batches.num_steps)):
-        step = order[index]
-        for places in balance([micro_batch.cost for micro_batch in step], num_replicas):
-            num_missing = config.fill_up(len(places)) - len(places)
-            counts[len(places)] += 1
+    for number in range(min(num_steps, batches.num_steps)):
+        step = order[number]
+        for assigned in balance([micro_batch.cost for micro_batch in step], dp_size):
+            num_missing = config.fill_up(len(assigned)) - len(assigned)
+            counts[len(assigned)] += 1
             filled_up += num_missing
-            share = [*(step[place] for place in places), *[stand_in(step)] * num_missing]
+            share = [*(step[index] for index in assigned), *[dummy_micro_batch(step)] * num_missing]
             for kind, size in sizes(share, config).items():
                 if kind not in heaviest or size > heaviest[kind][0]:
                     heaviest[kind] = size, share
@@ -101,27 +101,27 @@ def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig,
 
 
 def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]:
-    """Measure a pipeline's part of a step by what may take memory: buffers; tokens, pairs of them, and rows in flight."""
+    """Measure a pipeline's share of a step by what may take memory: buffers; and tokens, pairs of tokens and rows in flight."""
     rows = [len(micro_batch.samples) for micro_batch in share]
     costs = [micro_batch.cost for micro_batch in share]
     lengths = [cost // count for cost, count in zip(costs, rows, strict=True)]
-    flying = slice(None if config.schedule == "gpipe" else config.pipeline_stages)  # the longest come first
+    in_flight = slice(None if config.schedule == "gpipe" else config.pipeline_stages)  # the longest come first
     return {
         "buffers": len(share) * max(rows) * max(lengths),
-        "tokens": sum(costs[flying]),
-        "pairs": sum(cost * length for cost, length in zip(costs[flying], lengths[flying], strict=True)),
-        "rows": sum(rows[flying]),
+        "tokens": sum(costs[in_flight]),
+        "pairs": sum(cost * length for cost, length in zip(costs[in_flight], lengths[in_flight], strict=True)),
+        "rows": sum(rows[in_flight]),
     }
 
 
-def plan_pipeline(config: ParallelConfig, found: PipelineSurvey, num_replicas: int) -> PipelinePlan:
-    """Say what is known before there is a model."""
-    shares = [idle_share(config, count) for count in (found.usual, 2 * found.usual)]
-    return PipelinePlan(num_replicas, config.schedule, found.usual, *shares, found.filled_up)
+def plan_pipeline(config: ParallelConfig, survey: PipelineSurvey, dp_size: int) -> PipelinePlan:
+    """Return the part of the plan that needs no model."""
+    shares = [idle_share(config, count) for count in (survey.usual, 2 * survey.usual)]
+    return PipelinePlan(dp_size, config.schedule, survey.usual, *shares, survey.filled_up)
 
 
-def describe_stages(model: nn.Module, stages: Sequence[nn.Module], num_places: int) -> list[StagePlan]:
-    """Say which parts of the model its stages hold."""
+def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int) -> list[StagePlan]:
+    """Return which parts of the model its stages hold."""
     names = {module: name for name, module in model.named_modules()}
     part_of = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
     part_of |= {parameter: names[layer] for layer in layers_of(model) for parameter in layer.parameters()}
@@ -129,15 +129,15 @@ def describe_stages(model: nn.Module, stages: Sequence[nn.Module], num_places: i
     for index, stage in enumerate(stages):
         own = {*stage.parameters()}
         modules = [*dict.fromkeys(part for parameter, part in part_of.items() if parameter in own)]
-        described.append(StagePlan(index % num_places, modules, sum(parameter.numel() for parameter in own)))
+        described.append(StagePlan(index % pp_size, modules, sum(parameter.numel() for parameter in own)))
     return described
 
 
 class PipelineMeter:
-    """Counts what each process of a pipeline holds in a step. To be used in FakeTensorMode."""
+    """Measures the memory of each process of a pipeline in a step. To be used in FakeTensorMode."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer):
-        """Cut a model that is in training mode and an optimizer that has its state.
+        """Cut a model in training mode whose optimizer has its state.
 
         Raises:
             ConfigError: the model cannot be cut as the recipe says.
@@ -169,33 +169,34 @@ class PipelineMeter:
             raise
 
     def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
-        """Return what each process of a pipeline holds that computes these micro-batches in one step."""
+        """Return the memory of each process of a pipeline that computes these micro-batches in one step."""
         weight = torch.ones((), dtype=torch.float64, device=self.device)
-        work = [
-            Work(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight) for batch in map(self._empty, batches)
+        micro_batches = [
+            PipelineMicroBatch(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight)
+            for batch in map(self._empty, batches)
         ]
-        buffer = torch.Size([max(item.shape[axis] for item in work) for axis in (0, 1)])
+        buffer = torch.Size([max(item.shape[axis] for item in micro_batches) for axis in (0, 1)])
         with torch.no_grad():
-            width = self.stages[0].stage(None, **work[0].inputs).shape[2:]
+            width = self.stages[0].stage(None, **micro_batches[0].inputs).shape[2:]
         for stage in self.stages:
-            stage.work, stage.buffer, stage.width = work, buffer, tuple(width)
-        return [self._fullest(place, actions) for place, actions in enumerate(order_of(self.config, len(work)))]
+            stage.micro_batches, stage.buffer, stage.width = micro_batches, buffer, tuple(width)
+        return [self._fullest(pp_rank, actions) for pp_rank, actions in enumerate(order_of(self.config, len(micro_batches)))]
 
     def _empty(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.empty_like(value, device=self.device) for name, value in batch.items()}
 
     def unused(self) -> set[nn.Parameter]:
         """Return the parameters that get no gradient on some process, after ``measure``."""
-        found, num_places = set(), self.config.pipeline_stages
-        for place in range(num_places):
-            own = range(place, len(self.stages), num_places)
+        unused, pp_size = set(), self.config.pipeline_stages
+        for pp_rank in range(pp_size):
+            own = range(pp_rank, len(self.stages), pp_size)
             held = {value for index in own for value in self.stages[index].parameters() if value.requires_grad}
-            found |= held - {value for index in own for value in self._given[index]}
-        return found
+            unused |= held - {value for index in own for value in self._given[index]}
+        return unused
 
-    def _fullest(self, place: int, actions: Sequence[Action]) -> PlaceMemory:
-        """Follow a process through a step, and return what it holds at the fullest moment."""
-        own = [*range(place, len(self.stages), self.config.pipeline_stages)]
+    def _fullest(self, pp_rank: int, actions: Sequence[Action]) -> PlaceMemory:
+        """Follow a process through a step, and return its memory at the peak."""
+        own = [*range(pp_rank, len(self.stages), self.config.pipeline_stages)]
         weights, moments, buffers, batch = self._held_always(own)
         given: set[nn.Parameter] = set()  # a gradient
         kept: dict[tuple[int, int], int] = {}  # by stage and micro-batch, for later passes
@@ -213,9 +214,9 @@ class PipelineMeter:
         return PlaceMemory(whole, weights, gradients_at_peak, moments, batch + peak - gradients_at_peak, buffers)
 
     def _held_always(self, own: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the bytes of weights, of the optimizer's moments, of torch's buffers and of a step's micro-batches."""
+        """Return the bytes of weights, optimizer moments, torch's receive buffers, and the micro-batches of a step."""
         modules, first = nn.ModuleList(self.stages[index] for index in own), self.stages[own[0]]
-        counter, work = TensorBytes(), first.work
+        counter, micro_batches = TensorBytes(), first.micro_batches
         weights = counter.add_all([*modules.parameters(), *modules.buffers()])
         moments = counter.add_all(
             value
@@ -225,42 +226,42 @@ class PipelineMeter:
         )
         directions = sum((not self.stages[index].is_first) + (not self.stages[index].is_last) for index in own)
         hidden = torch.empty(*first.buffer, *first.width, dtype=first.dtype, device="meta")
-        batch = counter.add_all(value for item in work for value in tensors(item))
-        return weights, moments, directions * len(work) * hidden.nbytes, batch
+        batch = counter.add_all(value for item in micro_batches for value in tensors(item))
+        return weights, moments, directions * len(micro_batches) * hidden.nbytes, batch
 
-    def _passes(self, index: int, place: int, is_first: bool) -> dict[Pass, PassMemory]:
-        """Let one micro-batch go through a stage, forward and backward; once for each shape."""
+    def _passes(self, index: int, micro_batch: int, is_first: bool) -> dict[Pass, PassMemory]:
+        """Measure one micro-batch in a stage, forward and backward; once for each shape."""
         stage = self.stages[index]
-        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.work[place]))
+        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.micro_batches[micro_batch]))
         if key not in self._known:
-            self._known[key] = self._measure_passes(stage, place, is_first)
+            self._known[key] = self._measure_passes(stage, micro_batch, is_first)
             if is_first:
                 self._given[index] = {value for value in stage.parameters() if value.grad is not None}
         return self._known[key]
 
-    def _measure_passes(self, stage: Stage, place: int, is_first: bool) -> dict[Pass, PassMemory]:
-        parameters, work = [*stage.parameters()], stage.work[place]
+    def _measure_passes(self, stage: Stage, index: int, is_first: bool) -> dict[Pass, PassMemory]:
+        parameters, micro_batch = [*stage.parameters()], stage.micro_batches[index]
         for parameter in parameters:
             parameter.grad = None if is_first else torch.empty_like(parameter)
         sent = [
             torch.empty(*stage.buffer, *stage.width, dtype=stage.dtype, device=self.device, requires_grad=needs_gradient)
             for needs_gradient in (True, False)
         ]
-        passes = StagePasses(stage, place, *sent).of(self.config.schedule)
-        there = [*stage.buffers(), *sent, *tensors(work), work.weight]
+        passes = StagePasses(stage, index, *sent).of(self.config.schedule)
+        there = [*stage.buffers(), *sent, *tensors(micro_batch), micro_batch.weight]
         return dict(zip(passes, pass_memory(parameters, there, passes.values()), strict=True))
 
 
-def tensors(work: Work) -> list[Tensor]:
-    """Return what a micro-batch consists of."""
-    return [value for value in (*work.inputs.values(), work.target) if isinstance(value, Tensor)]
+def tensors(micro_batch: PipelineMicroBatch) -> list[Tensor]:
+    """Return the tensors of a micro-batch."""
+    return [value for value in (*micro_batch.inputs.values(), micro_batch.target) if isinstance(value, Tensor)]
 
 
 class StagePasses:
-    """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and what it keeps between them."""
+    """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and the tensors it keeps."""
 
-    def __init__(self, stage: Stage, place: int, received: Tensor, gradient: Tensor):
-        self.stage, self.place = stage, place
+    def __init__(self, stage: Stage, index: int, received: Tensor, gradient: Tensor):
+        self.stage, self.index = stage, index
         self.received = [] if stage.is_first else [received]
         self.gradients = None if stage.is_last else [gradient]
         self.outputs: list[Tensor] = []
@@ -274,17 +275,17 @@ class StagePasses:
         return {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
 
     def forward(self) -> None:
-        """Keep the outputs, and with them all that the backward pass needs."""
-        output = self.stage(self.received[0] if self.received else None, self.place)
+        """Compute and keep the outputs, with all that the backward pass needs."""
+        output = self.stage(self.received[0] if self.received else None, self.index)
         self.outputs = [output.sum() if self.stage.is_last else output]
 
     def backward(self) -> None:
-        """Compute the gradients of the weights and of what was received."""
+        """Compute the gradients of the weights and of the received tensor."""
         stage_backward(self.outputs, self.gradients or [None], self.received)
         self.outputs = []
 
     def backward_input(self) -> None:
-        """Compute the gradient of what was received; the first stage, which received nothing, has nothing to do."""
+        """Compute the gradient of the received tensor; the first stage has none, and does nothing."""
         if self.received:
             _, self.groups = stage_backward_input(self.outputs, self.gradients, self.received, self.stage.parameters())
 

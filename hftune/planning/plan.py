@@ -1,6 +1,6 @@
-"""``make_plan(recipe)``: what a training run would do and take, before it starts. Reads the data and never the weights.
+"""``make_plan(recipe)``: what a training run would do and need, before it starts. Reads the data, never the weights.
 
-Whatever the loop computes is computed here by the loop's own functions; only what is counted is new.
+It calls the loop's own functions, so the plan cannot differ from the run; only the counting is its own.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hftune.errors import ConfigError
 from hftune.optim import build_optimizer, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
-from hftune.strategies.data_parallel import checkpoint_tensors, without_gradient
-from hftune.strategies.statistics import buffer_versions, kinds_of, notice, written_buffers
+from hftune.strategies.sharding import checkpoint_tensors, without_gradient
+from hftune.strategies.statistics import buffer_versions, class_names, notice, written_buffers
 
 
 @dataclass
 class Data:
-    """The samples. Tokens are those of the first epoch, or of its part that ``train.max_steps`` leaves."""
+    """The samples. Tokens are those of the first epoch, or of the part that ``train.max_steps`` leaves of it."""
 
     train_samples: int
     eval_samples: int
     tokens: int | None
-    """Without padding; null where the task's samples have no lengths."""
+    """Without padding; null if the task's samples have no lengths."""
     padded_tokens: int | None
     """That the forward passes compute."""
     padding_share: float | None
@@ -61,7 +61,8 @@ class Steps:
 
 @dataclass
 class Work:
-    """How the steps of the first epoch are computed: gradients are accumulated over micro-batches, dealt to the processes."""
+    """How the steps of the first epoch are computed: gradients are accumulated over micro-batches, which are
+    assigned to processes."""
 
     micro_batches: int
     """Of all these steps."""
@@ -70,9 +71,9 @@ class Work:
     most_per_process: int
     """Micro-batches that one process computes in one step: its accumulation."""
     evenness: float
-    """What a process computes on average over what the busiest one of each step computes, from 0 to 1."""
+    """Load balance: average load of a process divided by the load of the busiest one of each step, from 0 to 1."""
     idle_steps: int
-    """Steps with fewer micro-batches than processes, or pipelines: some have nothing to do."""
+    """Steps with fewer micro-batches than processes, or pipelines: some of these are idle."""
 
 
 @dataclass
@@ -87,24 +88,24 @@ class Rate:
 
 @dataclass
 class Memory(StepMemory):
-    """Of each process at its fullest moment, in bytes of tensors. Neither torch itself nor its kernels' own needs are in it.
+    """Of each process at its peak, in bytes of tensors; torch itself and workspaces of kernels are not included.
 
     In a pipeline: of the process that needs the most.
     """
 
     ddp_buckets_bytes: int
-    """Part of the peak: DDP's buckets, which keep their size. The gradients of a step's last micro-batch lie in them, those of
-    the ones before beside them."""
+    """Part of the peak: DDP's buckets, which keep their size. They hold the gradients of a step's last micro-batch; those of
+    earlier ones take memory of their own."""
     receive_bytes: int
-    """Part of the peak: in a pipeline, the buffers for what neighbours send."""
+    """Part of the peak: in a pipeline, the receive buffers."""
     device: str
-    """What it was estimated for: cpu or cuda."""
+    """Device of the estimate: cpu or cuda."""
     samples: int
-    """Rows of the micro-batch that takes the most."""
+    """Rows of the micro-batch that needs the most memory."""
     longest: int | None
-    """And its longest sample in tokens."""
+    """Tokens of its longest sample."""
     host_copy_bytes: int
-    """On the main process, in host memory, beside the peak: the copy that checkpoints are written from."""
+    """Host memory on the main process, not part of the peak: the copy that checkpoints are written from."""
 
 
 @dataclass
@@ -114,17 +115,18 @@ class Disk:
     checkpoint_bytes: int
     """Of one."""
     checkpoints: int
-    """That may lie there at once: the newest, that of the best evaluation, and the one being written."""
+    """Maximum number at once: the newest, that of the best evaluation, and the one being written."""
     model_bytes: int
     """Of one finished model."""
     models: int
-    """That may lie there at once: model, model_last, and the one being written."""
+    """Maximum number at once: model, model_last, and the one being written."""
     total_bytes: int
 
 
 @dataclass
 class Plan:
-    """What a run would do. Its fields are the keys of ``hftune plan --json``; they may become more, and keep their meaning."""
+    """What a run would do. Its fields are the keys of ``hftune plan --json``: more may be added, and the
+    existing ones keep their meaning."""
 
     recipe: str
     processes: int
@@ -133,35 +135,35 @@ class Plan:
     steps: Steps
     work: Work
     learning_rate: list[Rate]
-    """A few telling steps."""
+    """At a few characteristic steps."""
     evaluations: list[int]
     """Steps that an evaluation follows."""
     checkpoints: list[int]
     """Steps that a checkpoint follows. One more follows each evaluation that is the best so far."""
     parameters: int | None = None
-    """null where the model cannot be built without values; and so for what follows."""
+    """null if the model cannot be built without values, as are the following."""
     trainable_parameters: int | None = None
     unused_parameters: list[str] | None = None
-    """Names of the trainable parameters that get no gradient. Where there are any, training stops after its first backward."""
+    """Names of the trainable parameters that get no gradient. If there are any, training stops at its first step."""
     memory: Memory | None = None
     pipeline: PipelinePlan | None = None
-    """null where each process has the whole model."""
+    """null if each process has the whole model."""
     disk: Disk | None = None
     notices: list[str] = field(default_factory=list)
-    """What a user should know, one sentence each."""
+    """Notices for the user, one sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the plan as plain data."""
         return asdict(self)
 
 
 def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | None = None, device: str | None = None) -> Plan:
-    """Plan a run of a recipe: its data are prepared, as they would be anyway, and its model is built without weights.
+    """Plan a run of a recipe. The data are prepared as for training; the model is built without weights.
 
     Args:
-        num_processes: that would train, on all machines.
-        gpus_per_machine: processes of one machine. None: all of them.
-        device: "cpu" or "cuda", to estimate the memory for. None: what this machine would train on.
+        num_processes: processes that would train, on all machines.
+        gpus_per_machine: processes per machine. None: all on one.
+        device: "cpu" or "cuda", to estimate the memory for. None: the device that this machine would train on.
 
     Raises:
         ConfigError, DataError: as ``train`` does, and for numbers of processes that do not fit together.
@@ -171,13 +173,13 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     parallel = recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
-    num_replicas = num_processes // parallel.pipeline_stages
+    dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
     batches = plan_batches(recipe, datasets["train"])
     if is_auto := recipe.train.micro_batch_size == "auto":
         batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
     num_steps = total_steps(recipe.train, batches)
-    found = survey(batches, num_steps, num_replicas)
+    found = survey(batches, num_steps, dp_size)
     plan = Plan(
         recipe.recipe,
         num_processes,
@@ -191,20 +193,20 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     )
     if is_auto:
         plan.notices.append(
-            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the most that training would try."
+            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the largest size that training would try."
         )
     if found.work.idle_steps:
-        one, many = ("pipeline", "pipelines") if parallel.pipeline_stages > 1 else ("process", "processes")
+        many = "pipelines" if parallel.pipeline_stages > 1 else "processes"
         plan.notices.append(
-            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some {one} has nothing to do: "
+            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some {many} are idle: "
             f"there are fewer micro-batches than {many}. Lower train.micro_batch_size or train.micro_batch_tokens, or "
             "raise train.batch_size."
         )
     seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
     if parallel.pipeline_stages > 1:
-        check_micro_batches(parallel, batches, num_replicas)
-        pipelines = survey_pipelines(batches, num_steps, parallel, num_replicas)
-        plan.pipeline = plan_pipeline(parallel, pipelines, num_replicas)
+        check_micro_batches(parallel, batches, dp_size)
+        pipelines = survey_pipelines(batches, num_steps, parallel, dp_size)
+        plan.pipeline = plan_pipeline(parallel, pipelines, dp_size)
         shares = [[(micro_batch, load(recipe, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
         count_memory = partial(count_in_pipeline, plan, recipe, shares)
     else:
@@ -216,7 +218,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
 
 
 def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
-    """Return how many machines hold so many processes, or raise ConfigError."""
+    """Return the number of machines for so many processes, or raise ConfigError."""
     for name, value in (("--processes", num_processes), ("--gpus-per-machine", gpus_per_machine)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1.")
@@ -242,7 +244,7 @@ def count_data(batches: BatchPlan, eval_samples: int, found: Survey) -> Data:
 
 @dataclass
 class Candidate:
-    """A micro-batch that may take the most memory."""
+    """A micro-batch that may need the most memory."""
 
     size: int
     micro_batch: MicroBatch
@@ -253,11 +255,11 @@ class Candidate:
 
 @dataclass
 class Survey:
-    """What one walk through the first epoch found."""
+    """Results of one walk through the first epoch."""
 
     tokens: int | None
     cost: int
-    """Of all micro-batches: padded tokens, or samples where they have no lengths."""
+    """Of all micro-batches: padded tokens, or samples if they have no lengths."""
     work: Work
     heaviest: list[Candidate]
     """Without repetition."""
@@ -268,18 +270,18 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
     counts, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0
     heaviest: dict[tuple[str, bool, bool], Candidate] = {}
-    for index in range(num_steps):
-        step = order[index]
+    for number in range(num_steps):
+        step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
-        dealt = balance(costs, num_processes)
-        counts[index] = len(step)
+        shares = balance(costs, num_processes)
+        counts[number] = len(step)
         cost += sum(costs)
-        busiest += max(sum(costs[place] for place in places) for places in dealt)
-        most = max(most, max(map(len, dealt)))
+        busiest += max(sum(costs[index] for index in share) for share in shares)
+        most = max(most, max(map(len, shares)))
         idle += len(step) < num_processes
-        for places in dealt:
-            for turn, place in enumerate(places):
-                weigh(heaviest, step[place], is_first=turn == 0, is_only=len(places) == 1)
+        for share in shares:
+            for turn, index in enumerate(share):
+                weigh(heaviest, step[index], is_first=turn == 0, is_only=len(share) == 1)
     work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
     tokens = None
     if batches.lengths is not None:
@@ -298,15 +300,15 @@ def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroB
 
 
 def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
-    """Return the learning rates of a few telling steps."""
+    """Return the learning rates at a few characteristic steps."""
     warmup = num_warmup_steps(num_steps, recipe.train)
-    told = {1: "first"}
+    names = {1: "first"}
     if 0 < warmup < num_steps:
-        told.setdefault(warmup + 1, "peak, after the warmup")
-    told.setdefault(num_steps, "last")
+        names.setdefault(warmup + 1, "peak, after the warmup")
+    names.setdefault(num_steps, "last")
     for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
-        told.setdefault(max(1, num_steps * quarter // 4), name)
-    return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), told[step]) for step in sorted(told)]
+        names.setdefault(max(1, num_steps * quarter // 4), name)
+    return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), names[step]) for step in sorted(names)]
 
 
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
@@ -315,13 +317,13 @@ def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_ep
 
 
 def target_device(wanted: str | None, notices: list[str]) -> torch.device:
-    """Return the device to estimate memory for; say so where it is not the one that is wanted."""
+    """Return the device to estimate memory for; add a notice if it is not the wanted one."""
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() and not on_cpu() else "cpu"
     if wanted == "cuda" and not torch.backends.cuda.is_built():
         notices.append(
-            "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot follow a step there. Weights, "
-            "gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
+            "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot simulate a step there. "
+            "Weights, gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
         )
         wanted = "cpu"
     return torch.device(wanted)
@@ -339,7 +341,7 @@ def add_model(
     count_memory: Callable[[nn.Module, torch.optim.Optimizer], None],
     device: torch.device,
 ) -> None:
-    """Build the model without weights, and add to the plan what it says."""
+    """Build the model without weights, and add its numbers to the plan."""
     model = build_on_meta(recipe, plan.notices)
     if model is None:
         return
@@ -359,9 +361,9 @@ def add_model(
             count_memory(model, optimizer)
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
-        kinds = kinds_of(written_buffers(model, before))
-        if said := notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
-            plan.notices.append(said)
+        classes = class_names(written_buffers(model, before))
+        if sentence := notice(classes, recipe.train.batch_norm, recipe.train.micro_batch_size):
+            plan.notices.append(sentence)
 
 
 def count_in_process(
@@ -376,7 +378,7 @@ def count_in_process(
     for item, batch in heaviest:
         found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
         if plan.unused_parameters is None:
-            plan.unused_parameters = without_gradient(model)
+            plan.unused_parameters = without_gradient(dict(model.named_parameters()))
     plan.memory = max(found, key=lambda memory: memory.peak_bytes)
 
 
@@ -390,7 +392,7 @@ def count_in_pipeline(
     """Add the stages, the memory of each process of a pipeline, and the parameters without a gradient.
 
     Raises:
-        ConfigError: the model cannot be cut as the recipe says; as training finds it, but for what needs values.
+        ConfigError: the model cannot be cut as the recipe says: as in training, except for checks that need values.
     """
     meter = PipelineMeter(recipe, model, optimizer)
     plan.pipeline.stages = meter.described
@@ -417,10 +419,10 @@ def count_in_pipeline(
 def candidate_memory(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, item: Candidate, forward_backward: Callable[[], None]
 ) -> Memory:
-    """Count what a process holds while it computes one micro-batch.
+    """Measure the memory of a process while it computes one micro-batch.
 
-    DDP's buckets take the gradients of a step's last micro-batch, and keep their size. Those of the ones before come about
-    beside them: under ``no_sync`` DDP does not look at them, and ``zero_grad`` took them out of the buckets.
+    DDP's buckets hold the gradients of a step's last micro-batch, and keep their size. Those of earlier ones are allocated in
+    addition: under ``no_sync`` DDP ignores them, and ``zero_grad`` took them out of the buckets.
     """
     many, samples = plan.processes > 1, len(item.micro_batch.samples)
     step = step_memory(model, optimizer, forward_backward, has_gradients=not item.is_first or (many and item.is_only))
@@ -441,11 +443,11 @@ def candidate_memory(
 
 
 def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
-    """Build the model on the meta device; None, and a notice, where that needs values."""
+    """Build the model on the meta device; None, and a notice, if that needs values."""
     try:
         with torch.device("meta"):
             return build_model(replace(recipe, train=replace(recipe.train, compile=False)))
-    except (RuntimeError, TypeError) as error:  # torch has no kind of its own for this
+    except (RuntimeError, TypeError) as error:  # torch has no exception type for this
         if "meta" not in str(error):
             raise
         notices.append(f"The model cannot be planned: build_model() {needs_values(error)}")
@@ -453,7 +455,7 @@ def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
 
 
 def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    """Do to a model without values what a process does to a micro-batch."""
+    """Compute a micro-batch as a process does, with a model without values."""
     task, device = recipe.task, next(model.parameters()).device
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.mixed_precision)
     forward: Callable[..., Any] = model
@@ -464,12 +466,12 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
 
 
 def needs_values(error: Exception) -> str:
-    """Say that something failed because a plan has no values."""
+    """Return the end of a sentence about something that failed because a plan has no values."""
     return f"needs values, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
 
 
 def disk(recipe: Recipe, plan: Plan, model_bytes: int, optimizer_bytes: int) -> Disk:
-    """Say what the output folder holds at most."""
+    """Return what the output folder holds at most."""
     written = len({*plan.evaluations, *plan.checkpoints})
     checkpoint_bytes, checkpoints, models = model_bytes + optimizer_bytes, min(recipe.checkpoint.keep + 2, written), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes

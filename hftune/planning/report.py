@@ -1,4 +1,4 @@
-"""Lays a plan out for a terminal. Knows nothing but the plan."""
+"""Formats a plan for a terminal. Independent of everything but the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAR = 20
 
 
 def plan_text(plan: Plan) -> str:
-    """Lay out a plan."""
+    """Format a plan."""
     each = plan.processes // plan.machines
     where = f"{plan.machines} machines x " if plan.machines > 1 else ""
     where += f"{each} process{'es' if each > 1 else ''}"
@@ -28,16 +28,16 @@ def plan_text(plan: Plan) -> str:
         "steps": steps(plan),
         "learning rate": learning_rate(plan),
         "evaluation": [f"after {listed(plan.evaluations)}"],
-        "checkpoint": [f"after {listed(plan.checkpoints)}, and after each evaluation that is the best so far"],
+        "checkpoint": [f"after {listed(plan.checkpoints)}, and after each new best evaluation"],
         "model": model(plan),
         "pipeline": pipeline(plan.pipeline) if plan.pipeline else [],
         "memory": memory(plan) if plan.memory else [],
         "disk": disk(plan.disk) if plan.disk else [],
         "notices": [line for notice in plan.notices for line in wrap(notice, LINE)],
     }
-    blocks = [f"{plan.recipe} on {where}, as planned; nothing is trained."]
-    for heading, said in parts.items():
-        lines = [f"  {'' if place else heading:<{HEADING}}{line}".rstrip() for place, line in enumerate(said)]
+    blocks = [f"{plan.recipe} on {where}: a plan, nothing is trained."]
+    for heading, content in parts.items():
+        lines = [f"  {'' if number else heading:<{HEADING}}{line}".rstrip() for number, line in enumerate(content)]
         blocks += ["\n".join(lines)] if lines else []
     return "\n\n".join(blocks)
 
@@ -54,7 +54,7 @@ def data(plan: Plan) -> Iterator[str]:
 
 
 def steps(plan: Plan) -> Iterator[str]:
-    """Steps, and how they fall on the processes."""
+    """Steps, and how they are spread over the processes."""
     found, work = plan.steps, plan.work
     yield f"{found.total:,} of {found.batch_size:,} samples each: {found.epochs:.4g} epochs of {found.per_epoch:,} steps"
     each = f"{work.fewest_per_step:,}" + (f" to {work.most_per_step:,}" if work.most_per_step > work.fewest_per_step else "")
@@ -63,7 +63,8 @@ def steps(plan: Plan) -> Iterator[str]:
         one, many, count = "pipeline", "pipelines", plan.pipeline.replicas
     yield f"{each} micro-batches a step" + (f", at most {work.most_per_process:,} on a {one}" if count > 1 else "")
     if count > 1:
-        yield f"the work is {work.evenness:.1%} even: the rest of the time {many} wait for the busiest one"
+        balance = 100 * work.evenness
+        yield f"load balance {balance:.1f}% ({many} idle {100 - balance:.1f}% of the time, waiting for the slowest)"
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:
@@ -75,26 +76,26 @@ def learning_rate(plan: Plan) -> Iterator[str]:
 
 
 def model(plan: Plan) -> Iterator[str]:
-    """Parameters, and those that training would refuse."""
+    """Parameters, and those without a gradient, which training would refuse."""
     if plan.parameters is None:
         return
     same = plan.parameters == plan.trainable_parameters
     yield f"{plan.parameters:,} parameters, {'all' if same else f'{plan.trainable_parameters:,} of them'} trained"
     if unused := plan.unused_parameters:
-        yield f"{len(unused)} of its tensors get no gradient, and training would stop at its first step:"
+        yield f"{len(unused)} of its tensors get no gradient; training would stop at the first step:"
         yield from (f"  {name}" for name in unused)
         yield "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
 
 
 def pipeline(found: PipelinePlan) -> Iterator[str]:
     """Stages and idle time."""
-    num_places = max((stage.place for stage in found.stages), default=0) + 1
+    pp_size = max((stage.place for stage in found.stages), default=0) + 1
     if found.stages:
-        yield f"{len(found.stages)} stages on {num_places} processes" + (
-            f", {found.replicas} pipelines beside each other" if found.replicas > 1 else ""
+        yield f"{len(found.stages)} stages on {pp_size} processes" + (
+            f", {found.replicas} pipelines in parallel" if found.replicas > 1 else ""
         )
     rows = [
-        (f"stage {number}", processes(found, stage.place, num_places), f"{stage.parameters:,}", names(stage.modules))
+        (f"stage {number}", processes(found, stage.place, pp_size), f"{stage.parameters:,}", names(stage.modules))
         for number, stage in enumerate(found.stages, start=1)
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
@@ -102,75 +103,75 @@ def pipeline(found: PipelinePlan) -> Iterator[str]:
         yield f"{stage:<{widths[0]}}  {where:<{widths[1]}}  {size:>{widths[2]}} parameters  {modules}"
     yield (
         f"{found.schedule} with {found.micro_batches:,} micro-batch{'es' if found.micro_batches > 1 else ''} a pipeline: "
-        f"{found.idle_share:.0%} of the time idle; {2 * found.micro_batches:,} would make it {found.idle_share_of_twice:.0%}"
+        f"{found.idle_share:.0%} of the time idle; with {2 * found.micro_batches:,}, {found.idle_share_of_twice:.0%}"
     )
     if found.filled_up:
-        yield f"short steps are filled up for it, in the first epoch by {found.filled_up:,} micro-batches of one sample"
+        yield f"short steps are filled up with dummies of one sample: {found.filled_up:,} in the first epoch"
 
 
-def processes(found: PipelinePlan, place: int, num_places: int) -> str:
-    """Spell the processes at one place of the pipelines."""
-    numbers = [str(replica * num_places + place) for replica in range(found.replicas)]
+def processes(found: PipelinePlan, pp_rank: int, pp_size: int) -> str:
+    """List the processes with the same rank in their pipelines."""
+    numbers = [str(dp_rank * pp_size + pp_rank) for dp_rank in range(found.replicas)]
     if len(numbers) > 3:
         numbers = [*numbers[:2], "\N{HORIZONTAL ELLIPSIS}", numbers[-1]]
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def names(modules: Sequence[str]) -> str:
-    """Shorten the names of modules; of numbered ones, such as layers, the first and the last number of a row stand for all."""
-    said: list[str] = []
+    """Shorten the names of modules; a range of numbered ones, such as layers, is shown by its first and last number."""
+    shown: list[str] = []
     rows = groupby(modules, key=lambda name: name.rpartition(".")[0] if name.rpartition(".")[2].isdecimal() else name)
     for parent, row in rows:
         ends = [name.rpartition(".")[2] for name in row]
         short = parent.rpartition(".")[2]
         if ends[0].isdecimal():
             short += f".{ends[0]}" + (f" to {ends[-1]}" if len(ends) > 1 else "")
-        said.append(short)
-    if len(said) > 6:
-        said = [*said[:3], "\N{HORIZONTAL ELLIPSIS}", *said[-2:]]
-    return ", ".join(said)
+        shown.append(short)
+    if len(shown) > 6:
+        shown = [*shown[:3], "\N{HORIZONTAL ELLIPSIS}", *shown[-2:]]
+    return ", ".join(shown)
 
 
 def memory(plan: Plan) -> Iterator[str]:
-    """The peak with its parts; in a pipeline that of the fullest process, and what the others need."""
-    found, places = plan.memory, plan.pipeline.places if plan.pipeline else []
+    """The peak and its parts; in a pipeline, those of the process that needs the most, and the peaks of the others."""
+    found, ranks = plan.memory, plan.pipeline.places if plan.pipeline else []
     longest = "" if found.longest is None else f" of at most {found.longest:,} tokens"
     samples = f"{found.samples:,} sample{'s' if found.samples > 1 else ''}{longest}"
-    peaks = [place.peak_bytes for place in places]
+    peaks = [rank.peak_bytes for rank in ranks]
     where = processes(plan.pipeline, peaks.index(found.peak_bytes), len(peaks)) if peaks else "each process"
     step = "a step with micro-batches" if peaks else "a micro-batch"
     yield f"{data_size(found.peak_bytes)} on {where} ({found.device}), in {step} of {samples}"
     parts = {
         "weights": found.weights_bytes,
         "gradients": found.gradients_bytes,
-        "DDP's buckets of gradients": found.ddp_buckets_bytes,
+        "DDP gradient buckets": found.ddp_buckets_bytes,
         "optimizer": found.optimizer_bytes,
         "activations": found.activations_bytes,
-        "buffers for what other stages send": found.receive_bytes,
+        "receive buffers": found.receive_bytes,
     }
     for name, size in parts.items():
         if size:
             yield f"  {data_size(size):>8}  {bar(size, found.peak_bytes)} {name}"
-    for place, size in enumerate(peaks):
+    for pp_rank, size in enumerate(peaks):
         if size != found.peak_bytes:
-            yield f"{data_size(size)} on {processes(plan.pipeline, place, len(peaks))}"
-    yield f"and {data_size(found.host_copy_bytes)} in the main process's host memory, from which checkpoints are written"
+            yield f"{data_size(size)} on {processes(plan.pipeline, pp_rank, len(peaks))}"
+    yield f"plus {data_size(found.host_copy_bytes)} of host memory on the main process, from which checkpoints are written"
 
 
 def disk(found: Disk) -> Iterator[str]:
     """What the output folder holds at most."""
-    yield f"{data_size(found.total_bytes)} at most, while another one of each is being written"
+    yield f"{data_size(found.total_bytes)} at most, including the checkpoint and model being written"
     for name in ("checkpoint", "model"):
         count, size = getattr(found, f"{name}s"), getattr(found, f"{name}_bytes")
         yield f"  {data_size(count * size):>8}  {count} {name}s of {data_size(size)}"
 
 
 def listed(steps: Sequence[int], most: int = 6) -> str:
-    """Spell steps, those in the middle left out where they are many."""
-    spelled = [f"{step:,}" for step in steps]
+    """List steps; if there are many, leave out those in the middle."""
+    formatted = [f"{step:,}" for step in steps]
     if len(steps) > most:
-        spelled = [*spelled[: most - 2], "\N{HORIZONTAL ELLIPSIS}", f"{spelled[-1]} ({len(steps):,} in all)"]
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(spelled)}"
+        formatted = [*formatted[: most - 2], "\N{HORIZONTAL ELLIPSIS}", f"{formatted[-1]} ({len(steps):,} in all)"]
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(formatted)}"
 
 
 def bar(value: float, full: float) -> str:

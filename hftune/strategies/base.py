@@ -1,20 +1,39 @@
-"""The contract between the loop and the way a step is spread over processes. Knows no recipe, no epoch and no metric."""
+"""The contract between the loop and the way a step is spread over processes. Independent of recipes, epochs and metrics.
+
+A strategy has three parts:
+
+- ``Collectives`` (hftune/distributed/collectives.py), which it inherits: how processes talk to each other. One implementation.
+- ``Sharding`` (hftune/strategies/sharding.py), which it has as ``strategy.sharding``: what each process holds of the weights,
+  the gradient and the optimizer state. One implementation for each way to hold them.
+- ``Step``, which it implements: which process computes which micro-batches of a step or an evaluation, and how.
+
+A new strategy is a subclass of ``Strategy`` with a ``Sharding`` of its own. It implements ``prepare``, ``warm_up``, ``fits``,
+``assign``, ``backward``, ``clip_grad_norm``, ``evaluating`` and ``forward``; the rest of ``Step`` is written once, below.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import takewhile, tee
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from hftune.batch_plan import MicroBatch
+from hftune.batch_plan import MicroBatch, balance, format_digest, samples_digest
+from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
-from hftune.errors import ElsewhereError
+from hftune.errors import TrainingError
+from hftune.strategies.seeds import seed_forward
+from hftune.strategies.sharding import SavedState, Sharding
 from hftune.task import Task
 
 
@@ -25,68 +44,98 @@ class StepBatch:
     plan: list[MicroBatch]  # of the whole step, the same on every process
     mine: list[MicroBatch]
     weights: list[int]
-    """1 for a micro-batch of mine, or 0 for a stand-in: a sample that another process computes, too, and counts. It is there
-    because every process has to take part where they communicate."""
-    batches: list[dict[str, Tensor]] = field(default_factory=list)  # one a micro-batch of mine, on the CPU
+    """1 for a micro-batch of mine; 0 for a dummy: a sample that another process computes as well, and counts. Dummies are
+    there because every process has to take part in the collectives of a step."""
+    batches: list[dict[str, Tensor]] = field(default_factory=list)  # one per micro-batch of mine, on the CPU
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step came to; equal on all processes."""
+    """The results of one step, equal on all processes."""
 
     loss: float
     """Mean over the items of the global batch."""
     num_items: float
     num_samples: int
     digest: str
-    """Of the samples that were computed, whatever their order and whoever computed them; see ``samples_digest``."""
+    """Of the samples that were computed, independent of their order and of who computed them; see ``samples_digest``."""
     stop: bool
     """Whether any process was asked to stop."""
 
 
-class Strategy(ABC):
-    """Invariant: a global batch gives the same loss and the same gradient however it is spread.
+class Step(ABC):
+    """How the processes compute one optimizer step, and one evaluation.
 
-    Every method is collective (all processes must call it, in the same order) unless it says otherwise.
+    Invariant: a global batch gives the same loss and the same gradient however it is spread.
+
+    The first group of methods is called by the loop, the second by ``Strategy`` itself. Every method is collective (all
+    processes must call it, in the same order) unless it says otherwise.
     """
-
-    task: Task
-    process_index: int
-    num_processes: int
-    device: torch.device
-    progress: Progress
-    """Told of each micro-batch before it is loaded, and before it is computed."""
-    model: nn.Module
-    """For ``task.predictions`` to call while ``evaluation_batches`` are taken: whole, and its forward waits for no process."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take over model and optimizer: move, wrap, make all processes start from the main process's weights."""
+        """Take over model and optimizer: move, wrap, and start all processes from the main process's weights.
 
-    def notices(self) -> list[str]:
-        """Return what a user should know of how the work is spread; one sentence each, said once. Not collective."""
-        return []
+        Sets ``self.model``, and calls ``self.sharding.prepare``.
+        """
+
+    @abstractmethod
+    def warm_up(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
+        """Before the first step of this process, run one backward pass for its side effects, and leave no trace of it.
+
+        Refuses parameters that get no gradient. Finds the buffers that a training forward pass changes, such as BatchNorm's
+        running statistics. From then on a step averages them over its micro-batches.
+
+        Args:
+            frozen: their modules only use these statistics, and never update them.
+
+        Returns:
+            The class names of the modules that have such buffers, equal on all processes.
+
+        Raises:
+            TrainingError: on all processes, for parameters without a gradient.
+        """
 
     @abstractmethod
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
-        """Return whether all processes have the memory to train on these samples in one forward pass, beside the optimizer."""
+        """Return, equal on all processes, whether each one has the memory to train on these samples in one forward pass.
 
-    @abstractmethod
-    def rehearse(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
-        """Before the first step of this process: do once whatever only the first one does, and leave no trace of it.
-
-        Finds the buffers that a training forward pass changes, as BatchNorm's running statistics. From here on a step averages
-        what its micro-batches make of them; or, where they are to be ``frozen``, their modules only use them.
-
-        Returns:
-            The classes of the modules that have such buffers, equal on all processes.
+        Raises:
+            NotImplementedError: this strategy cannot find out; recipes that ask for it are refused earlier.
         """
 
     @abstractmethod
     def batches(
         self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
     ) -> Iterator[StepBatch]:
-        """Yield this process's part of each step from ``first_step`` on. Not collective."""
+        """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective."""
+
+    @abstractmethod
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
+        """Accumulate the gradient of the step's mean loss, in float32.
+
+        Args:
+            stop: this process was asked to stop.
+        """
+
+    @abstractmethod
+    def not_finite(self, batch: StepBatch) -> list[str]:
+        """Return on the main process and on all others which processes met a loss that is not finite, and on which samples.
+
+        About the last ``forward_backward``, whose batch this was.
+        """
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Scale the gradient down to ``max_norm``; return its global norm before that, equal on all processes.
+
+        Args:
+            max_norm: None: measure the norm and leave the gradient as it is.
+        """
+
+    @abstractmethod
+    def optimizer_step(self, lr: float) -> None:
+        """Apply the gradient at this learning rate, then clear it."""
 
     @abstractmethod
     def evaluation_batches(
@@ -94,130 +143,177 @@ class Strategy(ABC):
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         """Yield this process's share of the micro-batches, on the device; shares may be empty.
 
-        Until the last one is taken the model is in evaluation mode, the same on all processes (running statistics, too),
-        and random draws, such as those of sampled generation, are keyed by micro-batch. They end early where ``should_stop``
-        became true here, or on a process that this one computes together with.
+        Until the last one is taken, the model is in evaluation mode and the same on all processes, running statistics
+        included. Random draws, such as those of sampled generation, are keyed by micro-batch. The batches end early if
+        ``should_stop`` became true here, or on a process that computes the same micro-batches.
         """
-
-    @abstractmethod
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        """Accumulate the gradient of the step's mean loss (float32 maths). ``stop``: this process was asked to stop."""
-
-    @abstractmethod
-    def not_finite(self, batch: StepBatch) -> list[str]:
-        """Say which processes met a loss that is not finite in the last ``forward_backward``, and on which samples."""
-
-    @abstractmethod
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Scale the gradient down to ``max_norm``; return its global norm before that, equal on all processes."""
-
-    @abstractmethod
-    def optimizer_step(self, lr: float) -> None:
-        """Apply the gradient at this learning rate and forget it."""
 
     @abstractmethod
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """Return the outputs for one of ``evaluation_batches``, without gradient. Not collective."""
 
-    @abstractmethod
-    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None:
-        """Return what a checkpoint holds of model and optimizer on the main process, None elsewhere.
+    def notices(self) -> list[str]:
+        """Return what a user should know about how the work is spread, one sentence each. Not collective."""
+        return []
 
-        Groups of tensors under parameter names, on the host, and plain values (the gradient scaler's). The tensors are
-        copies, which the next call overwrites.
+    @abstractmethod
+    def assign(self, step: list[MicroBatch]) -> StepBatch:
+        """Return what this process computes of a step: its micro-batches, then dummies. Not collective.
+
+        Together the processes must compute each micro-batch with weight 1 exactly once, and the result may depend only on
+        the step and on this process's rank.
         """
 
     @abstractmethod
-    def load_state(self, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None) -> None:
-        """Take over what ``state`` returned, at any number of processes. Main process: the state; others: None.
+    def counts(self, batch: StepBatch) -> list[float]:
+        """Return what this process adds to the step's number of items, number of samples, and two sums of their digest.
 
-        Raises:
-            ValueError: on all processes, where names or shapes are not those of this model; the message names the first.
+        The sums over all processes must be those of the global batch. Not collective.
         """
 
     @abstractmethod
+    def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
+        """Accumulate the gradient of ``sum of losses / items`` over the whole step, on all processes.
+
+        Args:
+            items: of the global batch, a scalar on the device.
+
+        Returns:
+            The summed loss of each micro-batch of this process, times its weight: scalars on the device. Zeros on a process
+            whose losses another one reports. The sum over all processes is the loss of the step.
+        """
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which ``self.model`` is in evaluation mode and the same on all processes."""
+
+
+class Strategy(Collectives, Step):
+    """A step spread over processes: what all strategies share."""
+
+    model: nn.Module
+    """What ``task.predictions`` may call during an evaluation: whole, and its forward pass waits for no other process."""
+    sharding: Sharding
+
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+        super().__init__(accelerator, progress)
+        self.task = task
+        self.dp_rank, self.dp_size = self.process_index, self.num_processes
+        """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
+        self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
+        self._micro_losses: list[Tensor] = []
+        self._items = torch.zeros(())
+
+    def state(self) -> SavedState | None:
+        """See ``Sharding.state``. Collective."""
+        return self.sharding.state()
+
+    def load_state(self, saved: SavedState | None) -> None:
+        """See ``Sharding.load_state``. Collective."""
+        self.sharding.load_state(saved)
+
     def unwrap(self) -> nn.Module:
-        """Return the plain, whole model with its current weights on the main process; elsewhere it may have none."""
+        """See ``Sharding.unwrap``. Collective."""
+        return self.sharding.unwrap()
 
-    @abstractmethod
-    def gather_to_main(self, rows: list, at_once: int = 1000) -> list | None:
-        """Return all processes' rows, in process order, on the main process; None elsewhere.
+    def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches that this process computes, balanced by cost. Not collective."""
+        indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]
+        return [micro_batches[index] for index in indices]
 
-        ``at_once`` rows of each process are sent together, from CPU to CPU.
-        """
+    def loader(self, dataset: Any, samples: Any, num_workers: int) -> DataLoader:
+        """Return a loader of one collated batch for each list of sample numbers. Not collective."""
+        return DataLoader(
+            dataset,
+            batch_sampler=samples,
+            collate_fn=self.task.collate,
+            num_workers=num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
 
-    @abstractmethod
-    def broadcast(self, value: Any) -> Any:
-        """Return the main process's value on all."""
+    def batches(
+        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
+    ) -> Iterator[StepBatch]:
+        # With workers, the loader runs ahead of the steps, so it needs an iterator of its own.
+        assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
+        samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
+        loaded = iter(self.loader(dataset, samples, num_workers))
+        for batch in assigned:
+            for micro_batch in batch.mine:
+                self.progress.samples(micro_batch.samples)
+                batch.batches.append(next(loaded))
+            yield batch
 
-    @abstractmethod
-    def any_process(self, flag: bool) -> bool:
-        """Return whether ``flag`` is true on any process, on all."""
+    def evaluation_batches(
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        mine = self.share(micro_batches)
+        loaded = iter(self.loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
+        with self.evaluating():
+            for micro_batch in takewhile(lambda _: not should_stop(), mine):
+                self.progress.samples(micro_batch.samples)
+                batch = send_to_device(next(loaded), self.device, non_blocking=True)
+                seed_forward(0, 0, micro_batch.index, self.device)
+                yield micro_batch, batch
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that writes. Guards output only, never a collective."""
-        return self.process_index == 0
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
+        counts = [*self.counts(batch), stop]
+        sums = self.sum(torch.tensor(counts, dtype=self.exact, device=self.device))
+        items = self._items = sums[0]
+        self._micro_losses = self.backward(batch, seed, step, items)
+        loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
+        loss, num_items, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # waits for the device once
+        if self.num_processes == 1:
+            num_items, num_samples, low, high, stops = counts  # exact even on a device without float64
+        return StepReport(loss, num_items, int(num_samples), format_digest(low, high), stops > 0)
 
-    def on_main(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` on the main process and return its value on all; where it fails, fail on all, at once.
+    def counts(self, batch: StepBatch) -> list[float]:
+        items = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
+        num_items = sum(count * weight for count, weight in zip(items, batch.weights, strict=True))
+        samples = [micro_batch.samples for micro_batch, weight in zip(batch.mine, batch.weights, strict=True) if weight]
+        mine = np.concatenate(samples) if samples else np.array([], int)
+        return [num_items, len(mine), *samples_digest(mine)]
 
-        Raises:
-            ElsewhereError: on the other processes, with the main process's message; it raises its own error itself.
-        """
-        value, failure, error = None, None, None
-        if self.is_main:
-            try:
-                value = function()
-            except Exception as caught:
-                error, failure = caught, f"{type(caught).__name__}: {caught}"
-        value, failure = self.broadcast((value, failure))
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise ElsewhereError(f"The main process failed: {failure}")
-        return value
+    def not_finite(self, batch: StepBatch) -> list[str]:
+        if self._items == 0:
+            return ["task.num_items is 0 for all its samples"]
+        culprits = [
+            f"process {self.process_index}: samples {micro_batch.samples.tolist()}"
+            for micro_batch, loss in zip(batch.mine, self._micro_losses, strict=True)
+            if not torch.isfinite(loss)
+        ]
+        return self.broadcast(self.gather_to_main(culprits))
+
+    def optimizer_step(self, lr: float) -> None:
+        optimizer = self.sharding.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        scaler = self.accelerator.scaler
+        if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more
+            raise TrainingError(
+                "train.mixed_precision=fp16: the gradient overflows at every loss scale. Use train.mixed_precision=bf16 or no."
+            )
+
+    @contextmanager
+    def explained_memory_errors(self, inputs: dict[str, Tensor], step: int) -> Iterator[None]:
+        """Turn an out-of-memory error into one that names the micro-batch and the settings to change. Not collective."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not should_reduce_batch_size(error):
+                raise
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items() if value.ndim > 1)
+            raise TrainingError(
+                f"Out of memory in step {step + 1} on process {self.process_index}, in a micro-batch of {shapes}. "
+                "Lower train.micro_batch_size or train.micro_batch_tokens: the steps stay the same. "
+                "train.micro_batch_size=auto finds what fits; train.gradient_checkpointing=true and "
+                "train.mixed_precision=bf16 also save memory."
+            ) from error
 
 
-def seed_forward(seed: int, step: int, micro_batch_index: int, device: torch.device, layer: int = 0) -> None:
-    """Key the random draws of one forward pass (dropout) by what is computed, not by who computes it.
-
-    Hence dropout does not depend on the number of processes, and resuming needs no generator states. ``layer`` keys the part of
-    the pass that begins with this layer, from 1.
-    Source: numpy.random.SeedSequence, whose hash is fixed across numpy's versions.
-    """
-    what = [seed, step, micro_batch_index, layer] if layer else [seed, step, micro_batch_index]
-    key = int(np.random.SeedSequence(what).generate_state(1, np.uint64)[0]) >> 1
-    # torch.manual_seed would do both, and visit every backend there might be: half a millisecond, for each forward.
-    torch.default_generator.manual_seed(key)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(key)
-
-
-class LayerSeeds:
-    """Keys the draws of each layer by itself, so that they do not depend on who computed the layers before it.
-
-    Used for models that can be cut into stages, cut or not. A hook at the end of each layer seeds for the next: one at the
-    beginning would run again, with another micro-batch's key, where gradient checkpointing computes a layer anew.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._forward = (0, 0, 0)
-
-    def watch(self, layers: Sequence[nn.Module]) -> None:
-        """Seed after each layer in training mode but the last."""
-        for number, layer in enumerate(layers[:-1], start=1):
-            layer.register_forward_hook(partial(self._seed_next, number))
-
-    def begin(self, seed: int, step: int, micro_batch_index: int, layer: int = 0) -> None:
-        """Seed for one forward pass, or for its part from ``layer`` on."""
-        self._forward = seed, step, micro_batch_index
-        seed_forward(*self._forward, self.device, layer)
-
-    def _seed_next(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
-        if module.training:  # sampled generation calls the layers for each token, and is seeded once
-            seed_forward(*self._forward, self.device, layer)
-
-    def __deepcopy__(self, memo: Any) -> LayerSeeds:
-        return self  # the stages of a cut model are copies of it, hooks included
+def dummy_micro_batch(step: list[MicroBatch]) -> MicroBatch:
+    """Return the shortest sample of a step as a micro-batch that costs next to nothing and does not count."""
+    cheapest = step[-1]
+    return MicroBatch(cheapest.index, cheapest.samples[-1:], 0)

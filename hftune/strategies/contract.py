@@ -1,7 +1,7 @@
-"""Finds out before training whether a task of one's own sums up its losses and counts its items. Knows no process and no step.
+"""Checks before training that a user's task sums its losses and counts its items. Independent of processes and steps.
 
-Everything rests on ``task.loss`` being a sum over the items that ``task.num_items`` counts. A mean, which is what most code
-computes, would train with a wrong scale, and no number would look wrong.
+``task.loss`` must be a sum over the items that ``task.num_items`` counts. A mean, which is what most code computes, would
+train with a wrong scale, and no number would look wrong.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from hftune.task import Task
 EXACT = 1e-3
 """Largest relative difference between the loss of two samples and the sum of theirs, in float32."""
 ROUGH = 0.3
-"""The same where padding comes into it, which some models see; a mean is off by a half."""
+"""The same if padding is involved, which some models see; a mean is off by a half."""
 LOW_PRECISION = 0.05
 """The same for weights in bfloat16 or float16."""
 
 
-class Found(NamedTuple):
-    """What a task says of one batch."""
+class BatchLoss(NamedTuple):
+    """A task's loss and items of one batch."""
 
     loss: float
     num_items: float
     shapes: list[tuple[int, ...]]
-    """Of a sample in the batch's tensors."""
+    """Of a single sample in each of the batch's tensors."""
     target: Any
 
 
 def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray | None) -> list[str]:
-    """Compare what the loss of two samples together is with what they have alone, in evaluation mode on the CPU.
+    """Compare the loss of two samples together with their losses alone, in evaluation mode on the CPU.
 
-    Tasks of hftune are left out. So is a model that cannot be computed like this, or that draws at random in evaluation mode.
+    Skipped for hftune's own tasks, and for models that cannot run like this or are random in evaluation mode.
 
     Returns:
         Notices for the user.
 
     Raises:
-        ConfigError: the loss is no sum, or ``num_items`` does not count what it sums over.
+        ConfigError: the loss is not a sum, or ``num_items`` does not count what it sums over.
     """
     if type(task).__module__.startswith("hftune.") or len(dataset) < 2:
         return []
     order = np.arange(len(dataset)) if lengths is None else np.argsort(lengths, kind="stable")
-    places = order[len(order) // 4 :][:2].tolist()  # rather short ones, which are soon computed
+    indices = order[len(order) // 4 :][:2].tolist()  # rather short ones, which take little time
     try:
-        samples = [dataset[place] for place in places]
+        samples = [dataset[index] for index in indices]
         batches = [task.collate(some) for some in (samples, samples, samples[:1], samples[1:])]
         together, again, *alone = compute(task, model, batches)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, ImportError, LookupError, AttributeError):
-        return []  # such as a kernel that only GPUs have; what is really wrong will be said where it is met in training
+        return []  # such as a kernel that only GPUs have; a real mistake will be reported when training meets it
     if together.loss != again.loss or not np.isfinite([together.loss, *(one.loss for one in alone)]).all():
         return []
-    check_loss(task, model, places, together, alone)
-    return check_items(task, places, together, alone)
+    check_loss(task, model, indices, together, alone)
+    return check_items(task, indices, together, alone)
 
 
-def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Found]:
-    """Return what the task says of each batch; model and random generators stay as they are."""
-    found, modes = [], {module: module.training for module in model.modules()}
+def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[BatchLoss]:
+    """Return loss and items of each batch; model and random generators stay as they are."""
+    results, modes = [], {module: module.training for module in model.modules()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
         model.eval()
         try:
@@ -71,15 +71,15 @@ def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> l
                 target = task.target(batch)
                 loss = float(task.loss(model(**task.inputs(batch)), target))
                 shapes = [tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)]
-                found.append(Found(loss, float(task.num_items(target)), shapes, target))
+                results.append(BatchLoss(loss, float(task.num_items(target)), shapes, target))
         finally:
             for module, mode in modes.items():
                 module.training = mode
-    return found
+    return results
 
 
-def check_loss(task: Task, model: nn.Module, places: list[int], together: Found, alone: list[Found]) -> None:
-    """Refuse a loss that is no sum over samples, or raise ConfigError."""
+def check_loss(task: Task, model: nn.Module, indices: list[int], together: BatchLoss, alone: list[BatchLoss]) -> None:
+    """Raise ConfigError if the loss is not a sum over samples."""
     added = sum(one.loss for one in alone)
     scale = sum(abs(one.loss) for one in alone)
     is_padded = any(one.shapes != together.shapes for one in alone)
@@ -88,24 +88,24 @@ def check_loss(task: Task, model: nn.Module, places: list[int], together: Found,
         return
     low, high = sorted(one.loss for one in alone)
     slack = EXACT * scale
-    what = "a mean" if low - slack <= together.loss <= high + slack else "no sum over the samples"
+    what = "a mean" if low - slack <= together.loss <= high + slack else "not a sum over the samples"
     raise ConfigError(
-        f"{type(task).__name__}.loss returns {what}, and it must return a sum: samples {places[0]} and {places[1]} have "
+        f"{type(task).__name__}.loss returns {what}, but must return a sum: samples {indices[0]} and {indices[1]} have "
         f"{alone[0].loss:.6g} and {alone[1].loss:.6g} alone, which add up to {added:.6g}, and {together.loss:.6g} together. "
         'Write reduction="sum", as in cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
     )
 
 
-def check_items(task: Task, places: list[int], together: Found, alone: list[Found]) -> list[str]:
-    """Refuse numbers of items that do not add up, or samples counted where labels are meant; or raise ConfigError."""
+def check_items(task: Task, indices: list[int], together: BatchLoss, alone: list[BatchLoss]) -> list[str]:
+    """Raise ConfigError for numbers of items that do not add up, or samples counted instead of labels; return notices."""
     name, counts = type(task).__name__, [one.num_items for one in alone]
     if (
         abs(together.num_items - sum(counts)) > EXACT * max(sum(map(abs, counts)), 1e-9)
         and together.shapes == alone[0].shapes == alone[1].shapes
     ):
         raise ConfigError(
-            f"{name}.num_items must add up over samples: it says {counts[0]:g} and {counts[1]:g} of samples {places[0]} and "
-            f"{places[1]} alone, and {together.num_items:g} of both together. Count what loss sums over."
+            f"{name}.num_items must add up over samples: it returns {counts[0]:g} and {counts[1]:g} for samples {indices[0]} "
+            f"and {indices[1]} alone, and {together.num_items:g} for both together. Count what loss sums over."
         )
     target = together.target
     if type(task).num_items is not Task.num_items or not isinstance(target, Tensor) or target.numel() == len(target):

@@ -1,4 +1,7 @@
-"""Every process keeps a part of each weight, gradient and moment: FSDP2 through Accelerate. Knows no epoch, metric or file."""
+"""Every process holds a part of each weight, gradient and moment: FSDP2 through Accelerate.
+
+Independent of epochs, metrics and files.
+"""
 
 from __future__ import annotations
 
@@ -10,138 +13,155 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hftune.batch_plan import MicroBatch
-from hftune.strategies.base import StepBatch, StepReport
-from hftune.strategies.data_parallel import DataParallel, stand_in, start_equal
-from hftune.strategies.meta_model import filled_copy, hollow_copy, shared_weights
+from hftune.distributed.progress import Progress
+from hftune.strategies.base import StepBatch, StepReport, dummy_micro_batch
+from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
 from hftune.strategies.pipeline_stages import outermost_lists
+from hftune.strategies.sharding import Replicated, start_equal
+from hftune.task import Task
 
 
 class FullySharded(DataParallel):
-    """Compute what DataParallel computes, with weights, gradients and optimizer dealt out to the processes.
+    """Compute what DataParallel computes, with weights, gradient and optimizer state sharded over the processes.
 
-    The weights of a block are gathered when its forward or backward needs them, and let go after it; its gradient is summed
-    and dealt out at once. A block is a member of an ``nn.ModuleList``, such as a transformer's layer; a model without is
-    gathered as a whole.
+    The weights of a block are gathered when its forward or backward pass needs them, and freed after it; its gradient is
+    reduced and scattered at once. A block is a member of an ``nn.ModuleList``, such as a transformer's layer; a model without
+    any is gathered as a whole.
 
-    - Each forward pass is collective. So all processes get as many micro-batches of a step as each other, stand-ins included,
-      and of like cost. Evaluations, whose passes differ in number and length, run on a whole copy: each process then holds all
-      weights (float32) beside its parts, as under DDP.
-    - Weights are gathered in float32, and autocast does what it does under DDP: the same losses. FSDP's own
-      MixedPrecisionPolicy would send half as much, with embeddings, norms and sums in bfloat16, too (yelp_demo's first loss is
-      then off by 8e-5, and by less than 1e-7 so).
-    - ``build_model`` still makes a whole model on every process, on the host.
+    - Each forward pass is collective. So all processes get equally many micro-batches of a step, dummies included, and of
+      similar cost. Evaluations, whose passes differ in number and length, run on a whole copy: each process then holds all
+      weights (float32) in addition to its shards, as under DDP.
+    - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. FSDP's own
+      MixedPrecisionPolicy would send half as much, but also keep embeddings, norms and sums in bfloat16 (yelp_demo's first
+      loss is then off by 8e-5; this way by less than 1e-7).
+    - ``build_model`` still builds a whole model on every process, in host memory.
     """
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        start_equal(model, self.device)
-        self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
-        self._hollow = self.model = hollow_copy(model)
-        if isinstance(optimizer, torch.optim.SGD):
-            for group in optimizer.param_groups:
-                group["fused"] = False  # torch 2.13 has no fused step of SGD for parts of weights, only one of Adam
-        plugin = self.accelerator.state.fsdp_plugin
-        if plugin.transformer_cls_names_to_wrap is None:
-            plugin.transformer_cls_names_to_wrap = block_classes(model)
-        self._blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
-        super().prepare(model, optimizer)
-        self.model = self._hollow
-        # torch fears that a task changes the outputs in place, and so loses the hook on them that begins the backward pass. The
-        # first block begins it as well; without blocks no weight would get a gradient, which is refused.
-        name = type(self._inner).__name__
-        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
+    sharding: ShardedWeights
 
-    def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        with tied_weights_together(model):
-            return super()._wrap(model, optimizer)
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+        super().__init__(accelerator, task, progress)
+        self.sharding = ShardedWeights(accelerator, self)
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().prepare(model, optimizer)
+        self.model = self.sharding.meta_model
 
     def notices(self) -> list[str]:
-        parameters = list(self._inner.parameters())
-        own, all_of_them = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
-        how = f"one {' or '.join(self._blocks)} at a time" if self._blocks else "all at once"
-        return [f"FSDP: process {self.process_index} keeps {own:,} of {all_of_them:,} weights; they are gathered {how}."]
+        parameters, blocks = [*self.sharding.model.parameters()], self.sharding.blocks
+        own, total = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
+        how = f"one {' or '.join(blocks)} at a time" if blocks else "all at once"
+        return [f"FSDP: process {self.process_index} keeps {own:,} of {total:,} weights; they are gathered {how}."]
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         raise NotImplementedError("a process that fails here leaves the others waiting; check_launcher refuses auto under FSDP")
 
-    def _deal(self, step: list[MicroBatch]) -> StepBatch:
-        """Deal in rounds of like cost: the processes wait for each other in every block of every forward pass."""
+    def assign(self, step: list[MicroBatch]) -> StepBatch:
+        """Assign in rounds of similar cost: the processes wait for each other in every block of every forward pass."""
         by_cost = sorted(step, key=lambda micro_batch: -micro_batch.cost)
         mine = by_cost[self.process_index :: self.num_processes]
         num_missing = -(-len(step) // self.num_processes) - len(mine)
-        return StepBatch(step, [*mine, *[stand_in(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
-
-    def _between(self) -> AbstractContextManager:
-        return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
+        return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        self._share_statistics()  # as DDP does before the first forward pass of a step
+        self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
         return super().forward_backward(batch, seed, step, stop)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        self._share_statistics()
-        self.model = self._whole_copy(self.device, everywhere=True).eval()
+    def evaluating(self) -> Iterator[None]:
+        self.sharding.share_statistics()
+        self.model = self.sharding.whole_copy(self.device, everywhere=True).eval()
         try:
             yield
         finally:
-            self.model = self._hollow  # lets the weights go
+            self.model = self.sharding.meta_model  # frees the weights
+
+
+class ShardedWeights(Replicated):
+    """Parameters, gradients and moments are DTensors, of which each process holds a slice; buffers are on every process."""
+
+    meta_model: nn.Module
+    """The whole model without values."""
+    blocks: list[str]
+    """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        start_equal(model, self.group)
+        self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
+        self.meta_model = meta_copy(model)
+        if isinstance(optimizer, torch.optim.SGD):
+            for group in optimizer.param_groups:
+                group["fused"] = False  # torch 2.13 has no fused step of SGD for DTensors, only one of Adam
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.transformer_cls_names_to_wrap is None:
+            plugin.transformer_cls_names_to_wrap = block_classes(model)
+        self.blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
+        with tied_weights_together(model):
+            super().prepare(model, optimizer)
+        # torch warns that a task may change the outputs in place, and so lose the hook on them that begins the backward pass.
+        # The first block begins it as well; without blocks no weight would get a gradient, which is refused.
+        name = type(self.model).__name__
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
+
+    def accumulating(self) -> AbstractContextManager:
+        return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        if not isinstance(part, DTensor):
+            super().scatter(part, whole, shape, dtype)
+            return
+        everything = torch.empty(shape, dtype=dtype, device=self.group.device)
+        super().scatter(everything, whole, shape, dtype)
+        part.copy_(distribute_tensor(everything, part.device_mesh, part.placements, src_data_rank=None))
 
     def unwrap(self) -> nn.Module:
-        return self._whole_copy(torch.device("cpu"), everywhere=False)
+        return self.whole_copy(torch.device("cpu"), everywhere=False)
 
-    def _whole_copy(self, device: torch.device, everywhere: bool) -> nn.Module:
-        """Return a plain model with the present weights, on all processes or on the main one alone. Collective.
+    def whole_copy(self, device: torch.device, everywhere: bool) -> nn.Module:
+        """Return a plain model with the current weights, on all processes or on the main one alone. Collective.
 
         They are gathered one tensor at a time, so that the other processes never hold more than one.
         """
-        live = dict(chain(self._inner.named_parameters(), self._inner.named_buffers()))
+        live = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
-            for name, _ in chain(self._hollow.named_parameters(), self._hollow.named_buffers()):
-                value = self._whole(live[name].detach())
-                if everywhere or self.is_main:
-                    yield (
-                        name,
-                        value.to(device, copy=True),
-                    )  # what was gathered from unequal parts is a slice of something larger
+            for name, _ in chain(self.meta_model.named_parameters(), self.meta_model.named_buffers()):
+                value = self.whole(live[name].detach())
+                if everywhere or self.group.is_main:
+                    # A copy, as what was gathered from unequal slices is a view of something larger.
+                    yield name, value.to(device, copy=True)
 
-        return filled_copy(self._hollow, gathered())
-
-    def _whole(self, value: Tensor) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    def _receive(self, value: Tensor, saved: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
-        if not isinstance(value, DTensor):
-            super()._receive(value, saved, shape, dtype)
-            return
-        whole = torch.empty(shape, dtype=dtype, device=self.device)
-        super()._receive(whole, saved, shape, dtype)
-        value.copy_(distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None))
+        return materialize(self.meta_model, gathered())
 
 
 def block_classes(model: nn.Module) -> list[str]:
     """Return the names of the classes to gather one module at a time: those of the members of outermost ModuleLists.
 
     Not transformers' ``_no_split_modules``: BigBird has none, and BERT's hold its embeddings, which Accelerate splits.
-    Left out are members without parts, and those that share a weight: what is shared has to be gathered together.
+    Members without submodules are left out, and those that share a weight: tied weights have to be gathered together.
     """
-    shared, members = shared_weights(model), [member for _, members in outermost_lists(model) for member in members]
+    tied, members = tied_parameters(model), [member for _, members in outermost_lists(model) for member in members]
     names = {type(member).__name__ for member in members if [*member.children()]}
-    return sorted(names - {type(member).__name__ for member in members if not shared.isdisjoint(member.parameters())})
+    return sorted(names - {type(member).__name__ for member in members if not tied.isdisjoint(member.parameters())})
 
 
 @contextmanager
 def tied_weights_together(model: nn.Module) -> Iterator[None]:
-    """Keep Accelerate from gathering embeddings and head on their own where weights are tied.
+    """Keep Accelerate from gathering embeddings and head separately if weights are tied.
 
     Accelerate 1.15 (fsdp2_prepare_model) puts the two that a transformers model names into one unit, but not what else shares
     them: the bias of BERT's head, or the embeddings of a decoder. torch refuses that.
     """
-    hidden = ("get_input_embeddings", "get_output_embeddings") if shared_weights(model) else ()
+    hidden = ("get_input_embeddings", "get_output_embeddings") if tied_parameters(model) else ()
     for name in hidden:
         setattr(model, name, lambda: None)
     try:

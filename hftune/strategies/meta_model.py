@@ -1,4 +1,4 @@
-"""The whole of a model of which a process holds a part: its shape without values, and how it is filled. Knows no process."""
+"""A whole model without values, and how it is filled with them. Independent of processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 
-def hollow_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters have no values and take no memory; shared ones stay shared."""
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters are on the meta device and take no memory. Tied ones stay tied."""
     empty = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -21,17 +21,17 @@ def hollow_copy(model: nn.Module) -> nn.Module:
     return deepcopy(model, empty)
 
 
-def filled_copy(hollow: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
-    """Return a copy of a hollow model with these parameters and buffers, by name; what is not among them stays as it is."""
-    empty = dict(chain(hollow.named_parameters(), hollow.named_buffers()))
-    filled: dict[int, Any] = {}
+def materialize(meta_model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
+    """Return a copy of a model with these values for its parameters and buffers, by name. Those not named stay as they are."""
+    empty = dict(chain(meta_model.named_parameters(), meta_model.named_buffers()))
+    replacements: dict[int, Any] = {}
     for name, value in values:
         old = empty[name]
-        filled[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-    return deepcopy(hollow, filled)
+        replacements[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+    return deepcopy(meta_model, replacements)
 
 
-def shared_weights(model: nn.Module) -> set[nn.Parameter]:
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that a model has under more than one name."""
     counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in counts.items() if count > 1}

@@ -1,10 +1,10 @@
-"""Cuts a model into stages that are called one after the other. Knows no process: a stage is a module.
+"""Cuts a model into stages that are called one after the other. Independent of processes: a stage is a module.
 
-Two kinds of models can be cut. Those with a method ``stage(index, count)``, which returns one of their parts; and, without any
-change, transformers' decoders: embeddings, one ``nn.ModuleList`` of layers, a norm, a head.
+Two kinds of models can be cut: those with a method ``stage(index, count)``, which returns one of their parts; and, unchanged,
+transformers' decoders, which have embeddings, one ``nn.ModuleList`` of layers, a norm and a head.
 
 A stage is called ``stage(hidden, **inputs)`` with the model's own inputs, of which the first is (rows, length); ``hidden`` is
-what the stage before returned, (rows, length, width), and None for the first. The last one returns what the model returns.
+what the previous stage returned, (rows, length, width), and None for the first. The last one returns what the model returns.
 Stages hold the model's own parameters, not copies; a parameter may be in several of them, as tied embeddings are.
 """
 
@@ -24,7 +24,7 @@ from hftune.errors import ConfigError
 
 HOW = (
     "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
-    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains it uncut."
+    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains the model uncut."
 )
 
 
@@ -32,10 +32,10 @@ def cut(model: nn.Module, count: int, split: Sequence[int] | None = None) -> lis
     """Return the ``count`` stages of a model.
 
     Args:
-        split: layers of each stage. None: such that the largest stage has as few parameters as can be.
+        split: layers of each stage. None: the largest stage has as few parameters as possible.
 
     Raises:
-        ConfigError: the model cannot be cut, or not so; the message says why.
+        ConfigError: the model cannot be cut, or not like this; the message says why.
     """
     if hasattr(model, "stage"):
         if split is not None:
@@ -51,18 +51,18 @@ def cut(model: nn.Module, count: int, split: Sequence[int] | None = None) -> lis
     held = {parameter for stage in stages for parameter in stage.parameters()}
     if held - {*model.parameters()}:
         raise ConfigError(
-            f"The stages of {type(model).__name__} have parameters that the model has not: its method stage must return "
+            f"The stages of {type(model).__name__} have parameters that the model does not have: its method stage must return "
             "modules of the model itself, not copies."
         )
     if lost := [name for name, parameter in model.named_parameters() if parameter not in held]:
         raise ConfigError(
-            f"The stages of {type(model).__name__} leave out {', '.join(lost[:3])}: each parameter needs a stage."
+            f"The stages of {type(model).__name__} leave out {', '.join(lost[:3])}: each parameter must be in a stage."
         )
     return stages
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers between which a model can be cut, in their order; none where it cannot."""
+    """Return the layers between which a model can be cut, in order; none if it cannot."""
     if hasattr(model, "stage"):
         return [layer for _, members in outermost_lists(model) for layer in members]
     body, name = _body_and_layers(model)
@@ -72,7 +72,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inputs: Mapping[str, Tensor]) -> None:
     """Make sure that the stages compute what the model does, on one batch.
 
-    A model may do to its embeddings what no module shows, such as a multiplication: its later stages would do it again.
+    A model may change its embeddings outside of any module, for example multiply them: its later stages would do it again.
 
     Raises:
         ConfigError: they do not, or the model cannot be cut.
@@ -83,8 +83,8 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
     for index, stage in enumerate(stages, start=1):
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             raise ConfigError(
-                f"Stage {index} of {count} has no parameter to train: all of {name} that lies in it is frozen. Unfreeze some, "
-                "or give the stages other layers by parallel.split."
+                f"Stage {index} of {count} has no parameter to train: its part of {name} is frozen. Unfreeze some of it, "
+                "or assign layers to stages with parallel.split."
             )
     with torch.no_grad():
         expected, outputs = model(**inputs), None
@@ -94,8 +94,8 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
                 outputs = stage(outputs, **inputs)
                 if index < count and outputs.shape[:2] != (given := next(iter(inputs.values()))).shape[:2]:
                     raise ValueError(
-                        f"stage {index} returns {tuple(outputs.shape)} where it should be (rows, length, width), as its input "
-                        f"is {tuple(given.shape)}"
+                        f"stage {index} returns {tuple(outputs.shape)} and should return (rows, length, width): its input is "
+                        f"{tuple(given.shape)}"
                     )
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
         reason = str(error).strip().splitlines() or [""]
@@ -105,18 +105,18 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
     pairs = [[value for value in tree_leaves(either) if isinstance(value, Tensor)] for either in (outputs, expected)]
     if len(pairs[0]) != len(pairs[1]) or not all(map(_alike, *pairs)):
         raise ConfigError(
-            f"{name} cannot be cut into stages: one after the other they do not return what the whole model does. {HOW}"
+            f"{name} cannot be cut into stages: one after the other they do not return what the whole model returns. {HOW}"
         )
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal up to the rounding of kernels that see other strides."""
+    """Return whether two tensors are equal up to the rounding of kernels that see different strides."""
     tolerance = 1e-5 * float(other.abs().max())
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=tolerance)
 
 
 def balanced(costs: Sequence[int], count: int) -> list[int]:
-    """Cut a row of layers into ``count`` stages of one layer or more, the most expensive as cheap as can be.
+    """Cut a row of layers into ``count`` stages of one layer or more, the most expensive one as cheap as possible.
 
     Returns:
         Layers of each stage.
@@ -127,17 +127,17 @@ def balanced(costs: Sequence[int], count: int) -> list[int]:
     def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
         if left == 1:
             return totals[-1] - totals[start], (len(costs) - start,)
-        found = []
+        candidates = []
         for stop in range(start + 1, len(costs) - left + 2):
             rest, sizes = best(stop, left - 1)
-            found.append((max(totals[stop] - totals[start], rest), (stop - start, *sizes)))
-        return min(found)
+            candidates.append((max(totals[stop] - totals[start], rest), (stop - start, *sizes)))
+        return min(candidates)
 
     return [*best(0, count)[1]]
 
 
 def outermost_lists(module: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
-    """Yield the ModuleLists that are in no other one, each with the module that holds it."""
+    """Yield the ModuleLists that are not inside another one, each with the module that holds it."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield module, child
@@ -148,15 +148,15 @@ def outermost_lists(module: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleLis
 def _body_and_layers(model: nn.Module) -> tuple[nn.Module | None, str]:
     """Return the module of a decoder that holds embeddings, layers and norm, and the name of its layers; or None, and why."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
-        return None, "it is no transformers model, nor does it have a method stage"
+        return None, "it is not a transformers model and has no method stage"
     if model.get_output_embeddings() is None:
         return None, "it has no head that predicts tokens"
     lists = [*outermost_lists(model)]
     if len(lists) != 1:
-        return None, f"it has {len(lists)} ModuleLists where a decoder has one, of its layers"
+        return None, f"it has {len(lists)} ModuleLists, and a decoder has exactly one, of its layers"
     body, layers = lists[0]
     if not any(child is model.get_input_embeddings() or isinstance(child, nn.Embedding) for child in body.children()):
-        return None, "its embeddings do not lie beside its layers"
+        return None, "its embeddings and its layers are not in the same module"
     return body, next(name for name, child in body.named_children() if child is layers)
 
 
@@ -164,17 +164,16 @@ def _cut_decoder(
     model: nn.Module, body: nn.Module, layers_name: str, count: int, split: Sequence[int] | None
 ) -> list[nn.Module]:
     layers, children = getattr(body, layers_name), [name for name, _ in body.named_children()]
-    place = children.index(layers_name)
-    after = [name for name in children[place + 1 :] if _size(getattr(body, name))]
-    before = children[:place]
+    position = children.index(layers_name)
+    after = [name for name in children[position + 1 :] if _size(getattr(body, name))]
+    before = children[:position]
     if split is not None and sum(split) != len(layers):
         raise ConfigError(
-            f"parallel.split={list(split)} are {sum(split)} layers, and {type(model).__name__} has {len(layers)}. "
-            "Let it add up to them."
+            f"parallel.split={list(split)} adds up to {sum(split)} layers, but {type(model).__name__} has {len(layers)}."
         )
     if len(layers) < count:
         raise ConfigError(
-            f"{type(model).__name__} has {len(layers)} layers, too few for {count} stages of one or more: lower "
+            f"{type(model).__name__} has {len(layers)} layers, too few for {count} stages: lower "
             "parallel.pipeline_stages or parallel.virtual_stages."
         )
     if split is None:
@@ -192,9 +191,9 @@ def _size(module: nn.Module) -> int:
 
 
 class DecoderStage(nn.Module):
-    """Some layers of a transformers decoder, run by its own forward: what belongs to other stages is replaced by stand-ins.
+    """Some layers of a transformers decoder, run by its own forward: modules of other stages are replaced by placeholders.
 
-    Later stages give it their hidden states as ``inputs_embeds``. The layers keep their places, which decoders go by.
+    Later stages pass their hidden states to it as ``inputs_embeds``. The layers keep their positions, on which decoders rely.
     """
 
     def __init__(
@@ -213,15 +212,15 @@ class DecoderStage(nn.Module):
         self.model = deepcopy(model, shared)
         body = self.model.get_submodule(body_name)
         layers = getattr(body, layers_name)
-        for place, layer in enumerate(layers):
-            if not start <= place < stop:
-                layers[place] = PassedLayer(layer)
+        for number, layer in enumerate(layers):
+            if not start <= number < stop:
+                layers[number] = PassthroughLayer(layer)
         for name in () if self.is_first else before:
             child = getattr(body, name)
             is_table = isinstance(child, nn.Embedding) and child is not self.model.get_input_embeddings()
-            setattr(body, name, NoPositions() if is_table else Passed())
+            setattr(body, name, NoPositions() if is_table else Passthrough())
         for name in () if self.is_last else after:
-            setattr(body, name, Passed())
+            setattr(body, name, Passthrough())
         if not self.is_last:
             self.model.set_output_embeddings(None)
 
@@ -235,15 +234,15 @@ class DecoderStage(nn.Module):
         return self.model.base_model(**inputs).last_hidden_state
 
 
-class Passed(nn.Module):
-    """Stands where a module of another stage was, and returns what it is given."""
+class Passthrough(nn.Module):
+    """Replaces a module of a different stage, and returns its input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
-class PassedLayer(Passed):
-    """The same for a layer, of which decoders read plain attributes, such as the kind of its attention."""
+class PassthroughLayer(Passthrough):
+    """Replaces a layer, of which decoders read plain attributes, such as the kind of its attention."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -253,7 +252,7 @@ class PassedLayer(Passed):
 
 
 class NoPositions(nn.Module):
-    """Stands where a table of positions was: the first stage has added them."""
+    """Replaces a table of positions: the first stage has added them."""
 
     def forward(self, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros((), device=positions.device)

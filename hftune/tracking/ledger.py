@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hftune.batch_plan import BatchPlan, samples_digest, spell_digest
+from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.errors import ConfigError
 from hftune.tracking.jsonl import LineFile, read_lines
-
-if TYPE_CHECKING:  # an audit needs no torch
-    from hftune.strategies.base import StepReport
 
 
 @dataclass
@@ -34,10 +31,16 @@ class Ledger:
         bounds = {"micro_batch_size": plan.micro_batch_size, "micro_batch_tokens": plan.micro_batch_tokens}
         self._file = LineFile(self.path, [*lines, {"after_step": step, "world_size": world_size, **bounds, "plan": facts}])
 
-    def note(self, step: int, epoch: int, step_in_epoch: int, report: StepReport) -> None:
-        """Note one step: its number from 1, its 0-based epoch and its 0-based place there."""
-        place = {"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch}
-        self._file.append({**place, "num_samples": report.num_samples, "digest": report.digest})
+    def note(self, step: int, epoch: int, step_in_epoch: int, num_samples: int, digest: str) -> None:
+        """Record one step.
+
+        Args:
+            step: counted from 1.
+            epoch: counted from 0, as is ``step_in_epoch``.
+            num_samples: that the processes computed, and ``digest`` of their numbers; see ``samples_digest``.
+        """
+        where = {"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch}
+        self._file.append({**where, "num_samples": num_samples, "digest": digest})
 
     def close(self) -> None:
         self._file.close()
@@ -89,7 +92,7 @@ def audit(folder: str | Path) -> Audit:
             if not np.array_equal(np.sort(order_N), np.arange(plan.num_samples)):
                 found.problems.append(f"The plan of epoch {epoch} does not hold every sample once.")
         samples = order_N[place[1] * plan.batch_size : (place[1] + 1) * plan.batch_size]
-        if (line["num_samples"], line["digest"]) != (len(samples), spell_digest(*samples_digest(samples))):
+        if (line["num_samples"], line["digest"]) != (len(samples), format_digest(*samples_digest(samples))):
             found.problems.append(f"Step {number} was computed from other samples than its plan says.")
         found.steps, found.samples = number, found.samples + line["num_samples"]
     found.whole_epochs = found.steps // plan.num_steps

@@ -34,7 +34,7 @@ def test_step_shape_and_way_out_are_named(source, tmp_path):
     assert str(caught.value) == (
         "Out of memory in step 1 on process 0, in a micro-batch of x (8, 4). Lower train.micro_batch_size or "
         "train.micro_batch_tokens: the steps stay the same. train.micro_batch_size=auto finds what fits; "
-        "train.gradient_checkpointing=true and train.mixed_precision=bf16 need less memory, too."
+        "train.gradient_checkpointing=true and train.mixed_precision=bf16 also save memory."
     )
 
 

@@ -15,7 +15,7 @@ JOB = (
 CHECKPOINTING = "task.network_args={checkpointing: true}"
 JOBS = {
     "batch": JOB,
-    "fours": (*JOB, "train.micro_batch_size=4"),  # 2 micro-batches: two of 4 processes have stand-ins
+    "fours": (*JOB, "train.micro_batch_size=4"),  # 2 micro-batches: two of 4 processes have dummies
     "frozen": (*JOB, "train.batch_norm=frozen"),
 }
 STEPS = 4
@@ -101,7 +101,7 @@ def test_run_and_plan_say_what_batch_norm_depends_on(tmp_path, capsys):
     for lines in said("group", "task.network_args={norm: group}"):
         assert not any("micro_batch_size" in line for line in lines)
     for lines in said("frozen", "train.batch_norm=frozen"):
-        assert "train.batch_norm=frozen: BatchNorm2d uses its running statistics in training and keeps them." in lines
+        assert "train.batch_norm=frozen: BatchNorm2d uses its running statistics in training and does not update them." in lines
     for lines in said("nothing", "train.batch_norm=frozen", "task.network_args={norm: group}"):
         assert "train.batch_norm=frozen: the model has no running statistics to freeze." in lines
 

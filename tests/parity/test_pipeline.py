@@ -202,5 +202,5 @@ def test_a_model_that_cannot_be_cut_is_refused_before_the_processes_meet(tmp_pat
     assert said == {
         "hftune: BertForSequenceClassification cannot be cut into stages: it has no head that predicts tokens. A pipeline cuts "
         "models that have a method stage(index, count), which returns one of their parts, and transformers' decoders: embeddings, "
-        "one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains it uncut."
+        "one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains the model uncut."
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune import Interrupted, Recipe, run, train
-from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.base import Strategy
 
 TIMEOUT_S = 540.0
 IMPORTED = (
@@ -91,45 +91,45 @@ def work(
 @contextmanager
 def weighed(folder: Path) -> Iterator[None]:
     """Write down how many bytes of weights, gradient and moments each process has after a step, beside the folder: Run.weighed reads it."""
-    original = DataParallel.optimizer_step
+    original = Strategy.optimizer_step
 
     def own(tensors: Iterable[Any]) -> int:
         parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
         return sum(part.numel() * part.element_size() for part in parts if part.ndim)
 
-    def optimizer_step(self: DataParallel, lr: float) -> None:
-        parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
+    def optimizer_step(self: Strategy, lr: float) -> None:
+        parameters = [value for group in self.sharding.optimizer.param_groups for value in group["params"]]
         found = {"weights": own(parameters), "gradient": own(value.grad for value in parameters)}
         original(self, lr)
-        state = self._bare_optimizer().state
+        state = self.sharding.bare_optimizer.state
         found["moments"] = own(value for values in state.values() for value in values.values() if value is not None)
         if not (path := folder.with_name(f"{folder.name}-bytes-{self.process_index}.json")).exists():
             path.write_text(json.dumps(found))
 
-    DataParallel.optimizer_step = optimizer_step
+    Strategy.optimizer_step = optimizer_step
     try:
         yield
     finally:
-        DataParallel.optimizer_step = original
+        Strategy.optimizer_step = original
 
 
 @contextmanager
 def terminated_after(step: int, rank: int) -> Iterator[None]:
     """Send one process SIGTERM as soon as it has taken so many optimizer steps: the step after that is the last."""
-    taken, original = 0, DataParallel.optimizer_step
+    taken, original = 0, Strategy.optimizer_step
 
-    def optimizer_step(self: DataParallel, lr: float) -> None:
+    def optimizer_step(self: Strategy, lr: float) -> None:
         nonlocal taken
         original(self, lr)
         taken += 1
         if taken == step and self.process_index == rank:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    DataParallel.optimizer_step = optimizer_step
+    Strategy.optimizer_step = optimizer_step
     try:
         yield
     finally:
-        DataParallel.optimizer_step = original
+        Strategy.optimizer_step = original
 
 
 if __name__ == "__main__":

@@ -200,5 +200,5 @@ def test_token_bound_without_lengths_is_refused():
     with pytest.raises(ConfigError) as caught:
         BatchPlan(3, 3, micro_batch_tokens=9)
     assert str(caught.value) == (
-        "train.micro_batch_tokens needs a task whose samples have lengths; this one has none. Set train.micro_batch_size instead."
+        "train.micro_batch_tokens needs a task whose samples have lengths; this task's have none. Set train.micro_batch_size instead."
     )

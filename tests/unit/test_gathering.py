@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from hftune.distributed.collectives import gather_in_slices, host_group
 from hftune.distributed.progress import Progress
 from hftune.distributed.pulse import marked_while_moving
-from hftune.strategies.gathering import gather_in_slices, host_group
 from hftune.tracking.jsonl import write_rows
 
 

@@ -68,7 +68,7 @@ def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, mod
 def peak_of_step(meter, place, actions, schedule):
     """What a process holds at most, all of its step computed and nothing summed up."""
     own = nn.ModuleList(meter.stages[index] for index in range(place, len(meter.stages), 2))
-    work, passes, counter = own[0].work, {}, TensorBytes()
+    work, passes, counter = own[0].micro_batches, {}, TensorBytes()
     meter.optimizer.zero_grad()
     counter.add_all([*own.parameters(), *own.buffers(), *(value for item in work for value in tensors(item))])
     counter.add_all(value for one in own.parameters() for value in meter.optimizer.state[one].values())
@@ -84,23 +84,23 @@ def peak_of_step(meter, place, actions, schedule):
     return counter.peak
 
 
-def one_of_two_replicas(config, replica):
-    pipeline = object.__new__(Pipeline)  # no process group: what it shares out is a matter of three numbers
-    pipeline.config, pipeline._num_replicas, pipeline._replica = config, 2, replica
+def one_of_two_pipelines(config, dp_rank):
+    pipeline = object.__new__(Pipeline)  # no process group: what it assigns follows from three numbers
+    pipeline.config, pipeline.dp_size, pipeline.dp_rank = config, 2, dp_rank
     return pipeline
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_micro_batches_are_dealt_and_filled_up_as_training_does(schedule):
+def test_micro_batches_are_assigned_and_filled_up_as_training_does(schedule):
     lengths = np.random.RandomState(0).randint(1, 90, 203)
     batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
     config = ParallelConfig(3, schedule)
-    found = survey_pipelines(batches, 1000, config, num_replicas=2)
-    dealt = [one_of_two_replicas(config, replica)._deal(step) for step in batches.epoch(0) for replica in (0, 1)]
-    assert found.filled_up == sum(batch.weights.count(0) for batch in dealt)
-    counts = [sum(batch.weights) for batch in dealt]
+    found = survey_pipelines(batches, 1000, config, dp_size=2)
+    assigned = [one_of_two_pipelines(config, dp_rank).assign(step) for step in batches.epoch(0) for dp_rank in (0, 1)]
+    assert found.filled_up == sum(batch.weights.count(0) for batch in assigned)
+    counts = [sum(batch.weights) for batch in assigned]
     assert counts.count(found.usual) == max(map(counts.count, counts))
-    shares = [[micro_batch.samples.tolist() for micro_batch in batch.mine] for batch in dealt]
+    shares = [[micro_batch.samples.tolist() for micro_batch in batch.mine] for batch in assigned]
     heaviest = [[micro_batch.samples.tolist() for micro_batch in share] for share in found.heaviest]
     assert heaviest and all(share in shares for share in heaviest)
     most = max(sum(len(samples) for samples in share) for share in shares)
@@ -152,22 +152,21 @@ def test_what_training_refuses_is_refused(capsys):
         "or raise train.batch_size."
     )
     assert refused(capsys, "--processes=2", "parallel.split=[3,3]") == (
-        "parallel.split=[3, 3] are 6 layers, and GPT2LMHeadModel has 4. Let it add up to them."
+        "parallel.split=[3, 3] adds up to 6 layers, but GPT2LMHeadModel has 4."
     )
     assert refused(capsys, "--processes=2", "task.num_layers=1") == (
-        "GPT2LMHeadModel has 1 layers, too few for 2 stages of one or more: lower parallel.pipeline_stages or "
-        "parallel.virtual_stages."
+        "GPT2LMHeadModel has 1 layers, too few for 2 stages: lower parallel.pipeline_stages or parallel.virtual_stages."
     )
 
 
 TEXT = """\
-  pipeline       4 stages on 2 processes, 4 pipelines beside each other
+  pipeline       4 stages on 2 processes, 4 pipelines in parallel
                  stage 1  processes 0, 2, …, 6  752 parameters  embed, layers.0
                  stage 2  processes 1, 3, …, 7  272 parameters  layers.1
                  stage 3  processes 0, 2, …, 6  272 parameters  layers.2
                  stage 4  processes 1, 3, …, 7  782 parameters  head, layers.3
-                 interleaved with 3 micro-batches a pipeline: 14% of the time idle; 6 would make it 8%
-                 short steps are filled up for it, in the first epoch by 7 micro-batches of one sample
+                 interleaved with 3 micro-batches a pipeline: 14% of the time idle; with 6, 8%
+                 short steps are filled up with dummies of one sample: 7 in the first epoch
 """
 
 
@@ -178,16 +177,16 @@ def test_the_text_can_be_read(capsys):
     said = capsys.readouterr().out
     assert f"\n\n{TEXT}\n  memory  " in said
     assert "\n                 1 to 12 micro-batches a step, at most 3 on a pipeline\n" in said
-    assert "\n                 the work is 82.4% even: the rest of the time pipelines wait for the busiest one\n" in said
+    assert "\n                 load balance 82.4% (pipelines idle 17.6% of the time, waiting for the slowest)\n" in said
     memory = re.sub(r"[\d.]+ (Ki)?B\b", "N KiB", said.split("  memory         ")[1].split("\n\n")[0]).splitlines()
     places = ["processes 0, 2, …, 6", "processes 1, 3, …, 7"]
     assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}
     assert memory[0].endswith(" (cpu), in a step with micro-batches of 2 samples of at most 18 tokens")
     assert said.endswith(
-        "  notices        In 1 of 3 steps some pipeline has nothing to do: there are fewer micro-batches than pipelines.\n"
-        "                 Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
+        "  notices        In 1 of 3 steps some pipelines are idle: there are fewer micro-batches than pipelines. Lower\n"
+        "                 train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
     )
-    assert memory[-3].endswith(" buffers for what other stages send")
+    assert memory[-3].endswith(" receive buffers")
 
 
 def test_numbers_are_plain_json(capsys):

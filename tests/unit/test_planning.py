@@ -1,4 +1,4 @@
-"""hftune plan: what it says is what a run then does, and no weights are made or read to say it."""
+"""hftune plan: a run does what the plan predicts, and planning neither creates nor reads weights."""
 
 import json
 import re
@@ -59,12 +59,12 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
     found = survey(batches, num_steps=1000, num_processes=3)
     whole = [*batches.epoch(0)]
-    dealt = [balance([part.cost for part in step], 3) for step in whole]
-    loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, dealt, strict=True)]
+    shares = [balance([part.cost for part in step], 3) for step in whole]
+    loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, shares, strict=True)]
     assert found.tokens == lengths.sum() and found.cost == sum(map(sum, loads))
     assert found.work.micro_batches == sum(map(len, whole))
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
-    assert found.work.most_per_process == max(len(places) for bins in dealt for places in bins)
+    assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
     assert found.work.idle_steps == sum(len(step) < 3 for step in whole)
     parts = [part for step in whole for part in step]
     assert max(part.cost for part in parts) in [item.micro_batch.cost for item in found.heaviest]
@@ -136,7 +136,7 @@ def test_parameters_without_a_gradient_are_named_as_training_names_them(tmp_path
     assert cli.main(["plan", *words]) == 1
     assert capsys.readouterr().out.split("model  ")[1].split("memory")[0].split("\n")[:-2] == [
         "        76 parameters, all trained",
-        "                 2 of its tensors get no gradient, and training would stop at its first step:",
+        "                 2 of its tensors get no gradient; training would stop at the first step:",
         "                   unused.weight",
         "                   unused.bias",
         "                 Freeze them in build_model (requires_grad_(False)), or leave them out of the model.",
@@ -234,7 +234,7 @@ def test_processes_without_work_are_told(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=20, micro_batch_size=5), num_processes=8)
     assert plan.work.idle_steps == 3 and plan.work.evenness < 0.5
     assert plan.notices == [
-        "In 3 of 3 steps some process has nothing to do: there are fewer micro-batches than processes. "
+        "In 3 of 3 steps some processes are idle: there are fewer micro-batches than processes. "
         "Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size."
     ]
 
@@ -242,7 +242,7 @@ def test_processes_without_work_are_told(tmp_path):
 def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=25, micro_batch_size="auto"), num_processes=2)
     assert plan.work.most_per_step == 2
-    assert plan.notices == ["train.micro_batch_size=auto: planned with 13, the most that training would try."]
+    assert plan.notices == ["train.micro_batch_size=auto: planned with 13, the largest size that training would try."]
 
 
 def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
@@ -250,7 +250,7 @@ def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging"), device="cuda")
     assert plan.memory.device == "cpu"
     assert plan.notices == [
-        "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot follow a step there. Weights, "
+        "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot simulate a step there. Weights, "
         "gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
     ]
 
@@ -305,14 +305,14 @@ def test_every_key_is_documented(tmp_path):
 
 
 TEXT = """\
-own on 2 machines x 1 process, as planned; nothing is trained.
+own on 2 machines x 1 process: a plan, nothing is trained.
 
   data           50 samples to train on, 23 to evaluate on
                  508 tokens an epoch, the longest sample has 19; 13.6% of what is computed is padding
 
   steps          8 of 16 samples each: 2 epochs of 4 steps
                  1 to 4 micro-batches a step, at most 2 on a process
-                 the work is 93.0% even: the rest of the time processes wait for the busiest one
+                 load balance 93.0% (processes idle 7.0% of the time, waiting for the slowest)
 
   learning rate  step 1  0                              first
                  step 2  0.0005    ██████████           a quarter
@@ -323,24 +323,24 @@ own on 2 machines x 1 process, as planned; nothing is trained.
 
   evaluation     after steps 4, 8
 
-  checkpoint     after steps 1, 2, 3, 4, …, 8 (8 in all), and after each evaluation that is the best so far
+  checkpoint     after steps 1, 2, 3, 4, …, 8 (8 in all), and after each new best evaluation
 
   model          565 parameters, all trained
 
   memory         N KiB on each process (cpu), in a micro-batch of 4 samples of at most 19 tokens
                    N KiB  weights
                    N KiB  gradients
-                   N KiB  DDP's buckets of gradients
+                   N KiB  DDP gradient buckets
                    N KiB  optimizer
                    N KiB  activations
-                 and N KiB in the main process's host memory, from which checkpoints are written
+                 plus N KiB of host memory on the main process, from which checkpoints are written
 
-  disk           N KiB at most, while another one of each is being written
+  disk           N KiB at most, including the checkpoint and model being written
                    N KiB  4 checkpoints of N KiB
                    N KiB  3 models of N KiB
 
-  notices        In 1 of 4 steps some process has nothing to do: there are fewer micro-batches than processes.
-                 Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.
+  notices        In 1 of 4 steps some processes are idle: there are fewer micro-batches than processes. Lower
+                 train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.
 """
 
 

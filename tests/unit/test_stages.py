@@ -22,7 +22,7 @@ SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 4, "num_atten
 SIZES |= {"max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HOW = (
     "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
-    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains it uncut."
+    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains the model uncut."
 )
 
 
@@ -95,7 +95,8 @@ def test_a_decoder_whose_stages_would_compute_something_else_is_refused(monkeypa
     with pytest.raises(ConfigError) as caught:
         check_stages(model, 2, None, IDS)
     assert str(caught.value) == (
-        "LlamaForCausalLM cannot be cut into stages: one after the other they do not return what the whole model does. " + HOW
+        "LlamaForCausalLM cannot be cut into stages: one after the other they do not return what the whole model returns. "
+        + HOW
     )
 
 
@@ -115,17 +116,17 @@ REFUSED = {
     "no decoder": (
         lambda: nn.Linear(2, 2),
         None,
-        f"Linear cannot be cut into stages: it is no transformers model, nor does it have a method stage. {HOW}",
+        f"Linear cannot be cut into stages: it is not a transformers model and has no method stage. {HOW}",
     ),
     "too few layers": (
         lambda: decoder("gpt2"),
         None,
-        "GPT2LMHeadModel has 4 layers, too few for 5 stages of one or more: lower parallel.pipeline_stages or parallel.virtual_stages.",
+        "GPT2LMHeadModel has 4 layers, too few for 5 stages: lower parallel.pipeline_stages or parallel.virtual_stages.",
     ),
     "other split": (
         lambda: decoder("gpt2"),
         [1, 1, 1, 1, 1],
-        "parallel.split=[1, 1, 1, 1, 1] are 5 layers, and GPT2LMHeadModel has 4. Let it add up to them.",
+        "parallel.split=[1, 1, 1, 1, 1] adds up to 5 layers, but GPT2LMHeadModel has 4.",
     ),
     "split of its own": (
         lambda: Chain(5, 0.0),
@@ -135,13 +136,13 @@ REFUSED = {
     "copies": (
         lambda: Copying(5, 0.0),
         None,
-        "The stages of Copying have parameters that the model has not: its method stage must return modules of the model itself, "
+        "The stages of Copying have parameters that the model does not have: its method stage must return modules of the model itself, "
         "not copies.",
     ),
     "forgotten": (
         lambda: Forgetful(5, 0.0),
         None,
-        "The stages of Forgetful leave out head.weight, head.bias: each parameter needs a stage.",
+        "The stages of Forgetful leave out head.weight, head.bias: each parameter must be in a stage.",
     ),
 }
 
@@ -257,8 +258,8 @@ def test_a_stage_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError) as caught:
         check_stages(model, 2, None, IDS)
     assert str(caught.value) == (
-        "Stage 1 of 2 has no parameter to train: all of LlamaForCausalLM that lies in it is frozen. Unfreeze some, or give the "
-        "stages other layers by parallel.split."
+        "Stage 1 of 2 has no parameter to train: its part of LlamaForCausalLM is frozen. Unfreeze some of it, or assign layers to "
+        "stages with parallel.split."
     )
 
 
@@ -274,6 +275,6 @@ def test_hidden_states_of_another_shape_are_refused():
     with pytest.raises(ConfigError) as caught:
         check_stages(Transposed(4, 0.0), 2, None, IDS)
     assert str(caught.value) == (
-        "Transposed cannot be cut into stages: ValueError: stage 1 returns (9, 2, 16) where it should be (rows, length, width), as "
+        "Transposed cannot be cut into stages: ValueError: stage 1 returns (9, 2, 16) and should return (rows, length, width): "
         f"its input is (2, 9). {HOW}"
     )

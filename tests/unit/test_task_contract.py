@@ -97,7 +97,7 @@ def test_sums_are_let_through_padded_or_not(task):
 
 def test_a_mean_over_samples_is_refused_with_the_line_to_write():
     said = refusal(MeanOfPairs())
-    assert said.startswith("MeanOfPairs.loss returns a mean, and it must return a sum: samples 12 and 13 have ")
+    assert said.startswith("MeanOfPairs.loss returns a mean, but must return a sum: samples 12 and 13 have ")
     assert said.endswith(
         'Write reduction="sum", as in cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
     )
@@ -109,7 +109,7 @@ def test_a_mean_over_tokens_of_padded_samples_is_refused():
 
 def test_items_that_do_not_add_up_are_refused():
     assert refusal(OneItem()) == (
-        "OneItem.num_items must add up over samples: it says 1 and 1 of samples 12 and 13 alone, and 1 of both together. Count "
+        "OneItem.num_items must add up over samples: it returns 1 and 1 for samples 12 and 13 alone, and 1 for both together. Count "
         "what loss sums over."
     )
 

@@ -1,0 +1,258 @@
+"""What each process holds of weights, gradients and optimizer state, and how a whole comes out of the parts.
+
+Independent of steps, epochs and files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from hftune.distributed.collectives import Collectives
+from hftune.errors import TrainingError
+
+Tensors = dict[str, dict[str, Tensor]]
+"""By group and name: "model" has parameters and buffers, "optimizer" has moments, named ``parameter/moment``."""
+SavedState = tuple[Tensors, dict[str, Any]]
+"""Tensors, and plain values (the gradient scaler's)."""
+
+
+class Sharding(ABC):
+    """What this process holds of a model and its optimizer.
+
+    Saving and loading are written once, here, by the names of the whole model; so a checkpoint can be loaded under any other
+    sharding. Subclasses say what this process holds (``parameters``, ``tensors``, ``expected``) and how whole tensors travel
+    (``gather``, ``scatter``).
+    """
+
+    model: nn.Module
+    """What this process holds, without wrappers, after ``prepare``."""
+    wrapped: nn.Module
+    """What a training forward pass calls."""
+    optimizer: torch.optim.Optimizer
+    """Of what this process holds, possibly wrapped by Accelerate."""
+
+    def __init__(self, accelerator: Accelerator, group: Collectives):
+        self.accelerator, self.group = accelerator, group
+        self._host: Tensors = {}
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this process's part of a model that all processes have built, with the main process's weights. Collective.
+
+        Sets ``model``, ``wrapped`` and ``optimizer``.
+        """
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of which this process holds at least a part, by their names in the whole model. Local."""
+
+    @abstractmethod
+    def tensors(self) -> Tensors:
+        """Return all that belongs into a checkpoint and lies on this process: the live tensors, not copies. Local.
+
+        Tied parameters have one name, the first.
+        """
+
+    @abstractmethod
+    def expected(self) -> Mapping[str, Tensor]:
+        """Return the parameters and buffers of the whole model by name; only their shapes are read. Local."""
+
+    @abstractmethod
+    def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of one group of ``tensors`` on the main process, one at a time; elsewhere nothing.
+
+        Collective: all processes must exhaust it.
+        """
+
+    @abstractmethod
+    def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Copy the main process's ``whole`` tensor into this process's ``part`` of it. Collective.
+
+        Args:
+            part: None if this process holds nothing of it.
+            whole: None on all processes but the main one.
+        """
+
+    @abstractmethod
+    def share_statistics(self) -> None:
+        """Give all processes the main process's running statistics, which are also those that are exported. Collective."""
+
+    @abstractmethod
+    def unwrap(self) -> nn.Module:
+        """Return a plain, whole model with the current weights on the main process. Elsewhere its values may be missing.
+
+        Collective.
+        """
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return all of a tensor of which this process may hold a part. Collective."""
+        return value
+
+    def accumulating(self) -> AbstractContextManager:
+        """Return the context of all backward passes of a step but its last one. Local."""
+        return self.accelerator.no_sync(self.wrapped)
+
+    @property
+    def bare_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without Accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def state(self) -> SavedState | None:
+        """Return what a checkpoint holds of model and optimizer on the main process, None elsewhere. Collective.
+
+        The tensors are whole and on the host. They are copies, which the next call overwrites.
+        """
+        for name, group in self.tensors().items():
+            copies = self._host.setdefault(name, {})
+            for key, whole in self.gather(group):
+                if key not in copies:
+                    copies[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
+                copies[key].copy_(whole)
+        if not self.group.is_main:
+            return None
+        scaler = self.accelerator.scaler
+        if scaler is None:
+            return self._host, {}
+        values = scaler.state_dict()  # of a loss that is multiplied by the number of processes
+        return self._host, {"scaler": {**values, "scale": values["scale"] * self.group.num_processes}}
+
+    def load_state(self, saved: SavedState | None) -> None:
+        """Load what ``state`` returned, under any sharding and number of processes. Collective.
+
+        Args:
+            saved: on the main process; None elsewhere.
+
+        Raises:
+            ValueError: on all processes, if names or shapes are not those of this model; the message names the first.
+        """
+        parameters, own, state = self.parameters(), self.tensors()["model"], self.bare_optimizer.state
+        incoming = self.group.on_main(lambda: self._describe(saved))
+        tensors: Tensors = {"model": {}, "optimizer": {}} if saved is None else saved[0]
+        for name, shape, dtype in incoming["model"]:
+            self.scatter(own.get(name), tensors["model"].get(name), shape, dtype)
+        for key, shape, dtype in incoming["optimizer"]:
+            name, _, moment = key.rpartition("/")
+            parameter, value = parameters.get(name), None
+            if parameter is not None and shape == parameter.shape:  # laid out and sharded like the parameter
+                value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            elif parameter is not None:  # the step counter, which fused optimizers, as ours are, want beside the parameter
+                value = torch.empty(shape, dtype=dtype, device=self.group.device)
+            self.scatter(value, tensors["optimizer"].get(key), shape, dtype)
+            if parameter is not None:
+                state[parameter][moment] = value
+        scaler = self.accelerator.scaler
+        if scaler is not None and "scaler" in incoming:
+            values = incoming["scaler"]
+            scaler.load_state_dict({**values, "scale": values["scale"] / self.group.num_processes})
+
+    def _describe(self, saved: SavedState) -> dict[str, Any]:
+        """Check a saved state against this model; return names, shapes and types of the tensors to come, and the values."""
+        tensors, values = saved
+        expected = self.expected()
+        check_names(tensors["model"], expected)
+        if unknown := [key for key in tensors["optimizer"] if key.rpartition("/")[0] not in expected]:
+            raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
+        listed = {name: [(key, value.shape, value.dtype) for key, value in group.items()] for name, group in tensors.items()}
+        return {**listed, **values}
+
+
+class Replicated(Sharding):
+    """Every process holds everything: one process, or DDP through Accelerate."""
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model = self.accelerator.unwrap_model(self.wrapped)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def tensors(self) -> Tensors:
+        return checkpoint_tensors(self.model, self.bare_optimizer)
+
+    def expected(self) -> Mapping[str, Tensor]:
+        return self.tensors()["model"]
+
+    def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for key, value in group.items():
+            whole = self.whole(value)
+            if self.group.is_main:
+                yield key, whole
+
+    def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        if whole is not None:
+            part.copy_(whole)
+        self.group.broadcast_tensor(part)
+
+    def share_statistics(self) -> None:
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                self.group.broadcast_tensor(buffer)
+
+    def unwrap(self) -> nn.Module:
+        return self.model
+
+
+def start_equal(model: nn.Module, group: Collectives) -> None:
+    """Give all processes the main process's parameters and buffers, one at a time. Collective."""
+    with torch.no_grad():
+        for value in chain(model.parameters(), model.buffers()):
+            on_device = value.to(group.device)
+            group.broadcast_tensor(on_device)
+            value.copy_(on_device)
+
+
+def without_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of the trainable parameters that the last backward pass gave no gradient."""
+    return [name for name, value in parameters.items() if value.requires_grad and value.grad is None]
+
+
+def refuse_unused(names: Sequence[str]) -> None:
+    """Raise TrainingError if there are any parameters, given by their names, without a gradient."""
+    if names:
+        raise TrainingError(
+            f"{len(names)} parameters get no gradient: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "
+            "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
+        )
+
+
+def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return what a checkpoint holds of a whole model: the live tensors. Tied parameters have one name, the first."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: value for name, value in model.named_buffers() if name in persistent}
+    return {"model": parameters | buffers, "optimizer": moments(dict(model.named_parameters()), optimizer)}
+
+
+def moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the tensors that an optimizer keeps for these parameters, live, named ``parameter/moment``."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    return {
+        f"{names[parameter]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def check_names(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare names and shapes of saved tensors with those of the model that is to take their values.
+
+    Raises:
+        ValueError: naming the first that is missing, unexpected, or of a different shape.
+    """
+    for name in sorted({*saved, *expected}):
+        if name not in saved:
+            raise ValueError(f"it has no {name}")
+        if name not in expected:
+            raise ValueError(f"it has {name}, which this model lacks")
+        shapes = [tuple(tensors[name].shape) for tensors in (saved, expected)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{name} is {shapes[0]} there and {shapes[1]} here")

@@ -1,0 +1,494 @@
+"""The private or undocumented names of other packages that hftune uses, and a check that each one still behaves as expected.
+
+An upgrade that breaks one of them fails here, with the reason, instead of on a user's machine. A new private name needs a row in
+TABLE; a row whose name is no longer used must be removed.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+HFTUNE = Path(__file__).parents[2] / "hftune"
+
+
+class Upstream(NamedTuple):
+    name: str
+    """As it is written in hftune: the full path of an import, or an attribute."""
+    used_in: str
+    """Packages or modules of hftune, separated by spaces; at least one of them uses it."""
+    why: str
+    until: str
+    """Upstream issue, version or change that would let us stop."""
+    touch: Callable[[], None]
+    """Fails if the name does not behave as hftune expects."""
+
+
+def imported(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def exists(*paths):
+    return lambda: [imported(path) for path in paths]
+
+
+def takes(path, *parameters):
+    """The function has these parameters, or takes any."""
+
+    def touch():
+        known = inspect.signature(imported(path)).parameters
+        assert set(parameters) <= set(known), f"{path}{inspect.signature(imported(path))}"
+
+    return touch
+
+
+# torch: modules and tensors
+
+
+def compiled_models_have_a_call():
+    model = nn.Linear(1, 1)
+    assert model._compiled_call_impl is None
+    model.compile()
+    assert model._compiled_call_impl is not None
+
+
+def views_are_distinguished_from_copies():
+    value = torch.zeros(2, 2, requires_grad=True) * 1
+    assert value[:1]._is_view() and not value._is_view()
+
+
+def writing_to_a_tensor_counts_its_version():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        value = torch.zeros(1)
+        before = value._version
+        value.add_(1)
+        assert value._version == before + 1
+
+
+def flash_attention_on_the_cpu_and_its_backward():
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 6, 8)
+    mask = torch.zeros(1, 1, 4, 6)
+    output, logsumexp = forward(query, key, key, attn_mask=mask)
+    assert output.shape == query.shape
+    options = {"dropout_p": 0.0, "is_causal": False, "attn_mask": mask}
+    gradients = backward(output, query, key, key, output, logsumexp, **options)
+    assert [value.shape for value in gradients] == [query.shape, key.shape, key.shape]
+
+
+# torch: tensors without values
+
+
+def values_are_refused_without_values():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from hftune.planning.memory import NEEDS_VALUES
+
+    with FakeTensorMode():
+        value = torch.ones(3)
+        for ask in (lambda: value.sum().item(), lambda: value.nonzero()):
+            with pytest.raises(NEEDS_VALUES):
+                ask()
+
+
+def each_operation_is_dispatched():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        torch.zeros(2) + 1
+    assert seen.count == 2
+
+
+def leaves_of_nested_values():
+    from torch.utils._pytree import tree_leaves
+
+    assert tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
+
+
+# torch: pipelines
+
+
+def backward_passes_of_a_stage():
+    from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+
+    layer, received = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    stage_backward([layer(received)], [torch.ones(1, 2)], [received])
+    whole = layer.weight.grad.clone()
+    layer.zero_grad()
+    _, groups = stage_backward_input([layer(received)], [torch.ones(1, 2)], [received], layer.parameters())
+    assert layer.weight.grad is None
+    stage_backward_weight(layer.parameters(), groups)
+    assert torch.equal(layer.weight.grad, whole)
+
+
+def orders_of_schedules():
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+    stage = SimpleNamespace(num_stages=4, group_size=2, group_rank=0, submod=None)
+    for kind, passes in ((ScheduleInterleaved1F1B, {"F", "B"}), (ScheduleInterleavedZeroBubble, {"F", "I", "W"})):
+        order = kind([stage] * 2, 4).pipeline_order
+        actions = [action for actions in order.values() for action in actions if action]
+        assert {str(action.computation_type.value) for action in actions} >= passes
+        assert {action.stage_index for action in actions} == {0, 1, 2, 3}
+        assert {action.microbatch_index for action in actions} == {0, 1, 2, 3}
+
+
+# torch.distributed
+
+
+def a_group_has_a_default_store():
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        _get_default_store().set("key", "value")
+        assert _get_default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def torchrun_finds_static_rendezvous_methods():
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    assert {"get_backend", "next_rendezvous"} <= set(vars(StaticTCPRendezvous))
+    assert parse_rendezvous_endpoint("host:7", 1) == ("host", 7)
+
+
+# accelerate
+
+
+def state_is_shared_and_can_be_reset():
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    assert "distributed_type" in PartialState._shared_state
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not PartialState._shared_state
+
+
+def out_of_memory_is_recognised_by_its_text():
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    assert should_reduce_batch_size(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert should_reduce_batch_size(RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not should_reduce_batch_size(RuntimeError("shapes do not fit"))
+
+
+def the_launchers_own_parser_reads_its_options():
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    options = launch_command_parser().parse_args(["--num_processes", "3", "-m", "hftune.run", "recipe=yelp"])
+    assert (options.num_processes, options.config_file, options.cpu) == (3, None, False)
+    assert default_config_file and callable(load_config_from_file)
+
+
+# transformers, datasets
+
+
+def models_are_made_from_a_config():
+    from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+
+    config = AutoConfig.for_model("gpt2", n_layer=1, n_head=1, n_embd=2, vocab_size=3)
+    assert AutoModelForCausalLM.from_config(config).config.n_layer == 1
+    small = BertConfig(num_hidden_layers=1, hidden_size=2, num_attention_heads=1, intermediate_size=2, vocab_size=3)
+    assert BertForMaskedLM._from_config(small, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert small._attn_implementation
+
+
+def slow_tokenizers_cut_words_in_a_method():
+    from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer, BertTokenizerLegacy
+
+    assert {"_tokenize", "tokenize"} <= set(dir(BertTokenizerLegacy))
+    assert callable(BasicTokenizer)
+
+
+def data_sets_have_fingerprint_and_indices():
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"a": [1, 2, 3]})
+    assert isinstance(rows._fingerprint, str) and rows._indices is None
+    chosen = rows.select([2, 0])
+    assert chosen._fingerprint != rows._fingerprint
+    assert [place.as_py() for place in chosen._indices.column(0)] == [2, 0]
+
+
+# optional packages
+
+
+def spark_reaches_java():
+    pyspark = pytest.importorskip("pyspark")
+
+    assert "_jsc" in inspect.getsource(pyspark.SparkContext)
+    from pyspark.sql.utils import is_remote
+
+    assert callable(is_remote)
+
+
+def mlflow_watches_the_system_and_resolves_tags():
+    pytest.importorskip("mlflow")
+    takes("mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor", "run_id", "resume_logging", "tracking_uri")()
+    takes("mlflow.tracking.context.registry.resolve_tags")()
+
+
+def wandb_refuses_a_wrong_key():
+    pytest.importorskip("wandb")
+    takes("wandb.login", "prompt")()
+    exists("wandb.errors.AuthenticationError")()
+
+
+# Python
+
+
+def threads_show_their_frames():
+    assert threading.get_ident() in sys._current_frames()
+
+
+def a_parser_lists_its_commands():
+    parser = argparse.ArgumentParser()
+    parser.add_subparsers().add_parser("train")
+    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    assert [*action.choices] == ["train"]
+
+
+NO_ISSUE = "no public name yet, no upstream issue known"
+TABLE = [
+    Upstream(
+        "_compiled_call_impl",
+        "strategies",
+        "hooks would break the graph of a model that model.compile() has compiled",
+        NO_ISSUE,
+        compiled_models_have_a_call,
+    ),
+    Upstream(
+        "_is_view",
+        "strategies",
+        "zero-bubble schedules detach a stage's output in place",
+        NO_ISSUE,
+        views_are_distinguished_from_copies,
+    ),
+    Upstream(
+        "_version",
+        "strategies",
+        "buffers without values cannot be compared, but their writes counted",
+        NO_ISSUE,
+        writing_to_a_tensor_counts_its_version,
+    ),
+    *(
+        Upstream(
+            f"_scaled_dot_product_flash_attention_for_cpu{end}",
+            "models",
+            "the kernel of scaled_dot_product_attention, over keys that the backward pass gathers a second time",
+            "FlexAttention's training on CPUs (torch 2.13 refuses it)",
+            flash_attention_on_the_cpu_and_its_backward,
+        )
+        for end in ("", "_backward")
+    ),
+    *(
+        Upstream(
+            f"torch._dynamo.exc.{name}",
+            "models",
+            "what a kernel raises that torch.compile cannot build",
+            NO_ISSUE,
+            exists(f"torch._dynamo.exc.{name}"),
+        )
+        for name in ("FailOnRecompileLimitHit", "TorchDynamoException")
+    ),
+    *(
+        Upstream(
+            f"torch._subclasses.fake_tensor.{name}",
+            "planning",
+            "hftune plan computes a step with tensors that have no values",
+            "a public FakeTensorMode",
+            values_are_refused_without_values,
+        )
+        for name in (
+            "FakeTensorMode",
+            "DataDependentOutputException",
+            "DynamicOutputShapeException",
+            "UnsupportedFakeTensorException",
+            "UnsupportedOperatorException",
+        )
+    ),
+    Upstream(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "planning",
+        "torch.distributed._tools.mem_tracker counts the same bytes ten times as slowly",
+        "documented in torch's notes on extending, without a public path",
+        each_operation_is_dispatched,
+    ),
+    Upstream(
+        "torch.utils._pytree.tree_leaves",
+        "planning strategies",
+        "the tensors of any outputs",
+        NO_ISSUE,
+        leaves_of_nested_values,
+    ),
+    *(
+        Upstream(
+            f"torch.distributed.pipelining._backward.{name}",
+            "planning",
+            "hftune plan measures the passes that a pipeline's processes compute",
+            NO_ISSUE,
+            backward_passes_of_a_stage,
+        )
+        for name in ("stage_backward", "stage_backward_input", "stage_backward_weight")
+    ),
+    Upstream(
+        "pipeline_order",
+        "strategies",
+        "idle times follow from torch's own order, without processes",
+        NO_ISSUE,
+        orders_of_schedules,
+    ),
+    Upstream(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "distributed",
+        "the heartbeat uses the store of the process group, to which all processes are connected already",
+        NO_ISSUE,
+        a_group_has_a_default_store,
+    ),
+    Upstream(
+        "StaticTCPRendezvous",
+        "distributed",
+        "the rendezvous backend hftune is the static one with a wait that says who is missing",
+        "pytorch/pytorch#168242, closed unmerged",
+        torchrun_finds_static_rendezvous_methods,
+    ),
+    *(
+        Upstream(name, "distributed", why, until, state_is_shared_and_can_be_reset)
+        for name, why, until in (
+            ("_reset_state", "a notebook may train twice, with different precisions", NO_ISSUE),
+            ("_shared_state", "FSDP on CPUs", "accelerate: MULTI_CPU in AcceleratorState's list of FSDP's kinds"),
+        )
+    ),
+    Upstream(
+        "should_reduce_batch_size",
+        "strategies",
+        "on CPUs, only the text of a RuntimeError says that memory ran out",
+        "a torch.OutOfMemoryError on CPUs",
+        out_of_memory_is_recognised_by_its_text,
+    ),
+    Upstream(
+        "launch_command_parser",
+        "distributed",
+        "finds out how many processes the launcher was asked for",
+        "a launcher that sets it in the environment",
+        the_launchers_own_parser_reads_its_options,
+    ),
+    Upstream(
+        "_from_config",
+        "models",
+        "what from_config calls; classes that are no Auto class have only this",
+        NO_ISSUE,
+        models_are_made_from_a_config,
+    ),
+    Upstream(
+        "_attn_implementation",
+        "models",
+        "masks differ for eager attention and for SDPA",
+        NO_ISSUE,
+        models_are_made_from_a_config,
+    ),
+    Upstream("_tokenize", "data", "jieba segments words before WordPiece", NO_ISSUE, slow_tokenizers_cut_words_in_a_method),
+    Upstream(
+        "_fingerprint",
+        "data",
+        "keys of caches; the only digest of a data set that needs no reading",
+        "datasets: a public fingerprint",
+        data_sets_have_fingerprint_and_indices,
+    ),
+    Upstream("_indices", "data", "messages name rows of the file", NO_ISSUE, data_sets_have_fingerprint_and_indices),
+    Upstream("_jsc", "spark launchers", "Spark's free slots, without a wait of many minutes", NO_ISSUE, spark_reaches_java),
+    Upstream(
+        "SystemMetricsMonitor",
+        "tracking",
+        "mlflow.start_run would start it only for runs that it makes active",
+        NO_ISSUE,
+        mlflow_watches_the_system_and_resolves_tags,
+    ),
+    Upstream(
+        "resolve_tags",
+        "tracking",
+        "the tags that mlflow.start_run gives a run",
+        NO_ISSUE,
+        mlflow_watches_the_system_and_resolves_tags,
+    ),
+    Upstream("wandb.errors", "tracking", "a wrong key is refused before training", NO_ISSUE, wandb_refuses_a_wrong_key),
+    Upstream("_exit", "run distributed", "documented despite its name", "nothing to wait for", exists("os._exit")),
+    Upstream("_current_frames", "distributed", "documented despite its name", "nothing to wait for", threads_show_their_frames),
+    *(
+        Upstream(
+            name, "cli", "the nearest command to a mistyped one", "Python 3.14 suggests by itself", a_parser_lists_its_commands
+        )
+        for name in ("_actions", "_SubParsersAction")
+    ),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_an_upstream_name_behaves_as_hftune_expects(row):
+    try:
+        row.touch()
+    except (AttributeError, ImportError, TypeError, AssertionError) as error:
+        pytest.fail(f"{row.name} (hftune/{row.used_in}: {row.why}; until: {row.until}) has changed: {error}")
+
+
+def files(room):
+    return [HFTUNE / f"{room}.py"] if (HFTUNE / f"{room}.py").is_file() else [*(HFTUNE / room).rglob("*.py")]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_each_row_of_the_table_is_still_needed(row):
+    name, paths = row.name.rpartition(".")[2], [path for room in row.used_in.split() for path in files(room)]
+    assert any(name in path.read_text() for path in paths), f"{row.name} is no longer used in {row.used_in}: remove the row"
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree):
+    """Yield the private names of other modules that a module imports or reads; attributes of self and cls are its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("hftune"):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (path for path in paths if any(map(is_private, path.split("."))))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            yield from () if is_own else (node.attr,)
+
+
+def test_every_private_upstream_name_has_a_row():
+    known = {(row.name, room) for row in TABLE for room in row.used_in.split()}
+    for path in sorted(HFTUNE.rglob("*.py")):
+        room = path.relative_to(HFTUNE).parts[0].removesuffix(".py")
+        for name in private_names(ast.parse(path.read_text())):
+            assert (name, room) in known, (
+                f"{path.relative_to(HFTUNE.parent)}: {name} needs a row in TABLE, or a public name instead"
+            )
