@@ -20,6 +20,7 @@ from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.base import LayerSeeds, StepBatch, StepReport, Strategy, seed_forward
 from hftune.strategies.gathering import gather_in_slices, host_group
+from hftune.strategies.optimizer_state import KNOWN, changed_options, check_optimizer, options_of, plain_state
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, named_buffers, restored_buffers
 from hftune.task import Task
@@ -40,6 +41,7 @@ class DataParallel(Strategy):
         self._host_group: Any = False  # made when it is first needed
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._check_optimizer(optimizer)
         if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
             self._seeds.watch(layers_of(model))
         self._wrapped, self.optimizer = self._wrap(model, optimizer)
@@ -47,6 +49,11 @@ class DataParallel(Strategy):
         self._checked_gradients = False
         self._statistics = RunningStatistics([], self._exact)
         self._wrapped.train()
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that does not work with this strategy; note its options, to find out later which it changes."""
+        check_optimizer(optimizer)
+        self._options = options_of(optimizer)
 
     def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         return self.accelerator.prepare(model, optimizer)
@@ -87,8 +94,11 @@ class DataParallel(Strategy):
         parameters = [parameter for parameter in self._inner.parameters() if parameter.requires_grad]
         failed = False
         try:
-            # The optimizer's moments come with its first step; Adam has two of each parameter's size, others at most one.
-            missing = 0 if self._bare_optimizer().state else 2
+            # The optimizer's moments come with its first step: two of each parameter's size for Adam; three with amsgrad, and
+            # to be safe for optimizers that are not hftune's.
+            optimizer = self._bare_optimizer()
+            most = 2 if type(optimizer) in KNOWN and not optimizer.defaults.get("amsgrad") else 3
+            missing = 0 if optimizer.state else most
             moments = [torch.empty_like(value) for value in parameters for _ in range(missing)]
             self._compute_in_vain(self._inner, dataset, samples)  # past DDP, whose forward is collective
             del moments
@@ -246,7 +256,7 @@ class DataParallel(Strategy):
 
     def optimizer_step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups
         self.optimizer.step()
         self.optimizer.zero_grad()
         scaler = self.accelerator.scaler
@@ -264,17 +274,25 @@ class DataParallel(Strategy):
                 if key not in kept:
                     kept[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
                 kept[key].copy_(whole)
+        plain, values = self._plain_state(), {}
         if not self.is_main:
             return None
-        scaler = self.accelerator.scaler
-        if scaler is None:
-            return self._host, {}
-        values = scaler.state_dict()  # of a loss that is multiplied by the number of processes
-        return self._host, {"scaler": {**values, "scale": values["scale"] * self.num_processes}}
+        if plain:
+            values["optimizer_plain"] = plain
+        if any(changed := changed_options(self._bare_optimizer(), self._options)):
+            values["optimizer_options"] = changed
+        if (scaler := self.accelerator.scaler) is not None:
+            scaled = scaler.state_dict()  # of a loss that is multiplied by the number of processes
+            values["scaler"] = {**scaled, "scale": scaled["scale"] * self.num_processes}
+        return self._host, values
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return what this process holds of model and optimizer, live, as ``checkpoint_tensors`` does."""
         return checkpoint_tensors(self._inner, self._bare_optimizer())
+
+    def _plain_state(self) -> dict[str, Any]:
+        """Return, on the main process, what the optimizer's state holds beside tensors, for the whole model. Collective."""
+        return plain_state(self._bare_optimizer(), {value: name for name, value in self._parameters().items()})
 
     def _gathered(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors of a group on the main process, one at a time, nothing elsewhere. Collective."""
@@ -305,7 +323,9 @@ class DataParallel(Strategy):
             }
             return {**listed, **values}
 
-        expected = self.on_main(describe)
+        expected, groups = self.on_main(describe), self._bare_optimizer().param_groups
+        # As in Optimizer.load_state_dict: the counter of steps is on the CPU unless the step is fused or captured.
+        on_device = {value for group in groups if group.get("fused") or group.get("capturable") for value in group["params"]}
         for name, shape, dtype in expected["model"]:
             self._receive(own.get(name), saved and saved[0]["model"][name], shape, dtype)
         for key, shape, dtype in expected["optimizer"]:
@@ -313,11 +333,17 @@ class DataParallel(Strategy):
             parameter, value = parameters.get(name), None
             if parameter is not None and shape == parameter.shape:  # laid out, and dealt to the processes, as the parameter is
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            elif parameter is not None:  # the counter of steps, which fused optimizers, as ours are, want beside the parameter
+            elif parameter is not None:  # a counter of steps, or rows and columns of a factored moment
                 value = torch.empty(shape, dtype=dtype, device=self.device)
             self._receive(value, saved and saved[0]["optimizer"][key], shape, dtype)
             if parameter is not None:
-                state[parameter][moment] = value
+                state[parameter][moment] = value.cpu() if moment == "step" and parameter not in on_device else value
+        for key, value in expected.get("optimizer_plain", {}).items():
+            name, _, moment = key.rpartition("/")
+            if name in parameters:
+                state[parameters[name]][moment] = value
+        for group, changed in zip(groups, expected.get("optimizer_options", [{}] * len(groups)), strict=True):
+            group.update(changed)
         if self.accelerator.scaler is not None and "scaler" in expected:
             values = expected["scaler"]
             self.accelerator.scaler.load_state_dict({**values, "scale": values["scale"] / self.num_processes})

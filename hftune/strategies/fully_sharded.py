@@ -17,6 +17,7 @@ from hftune.batch_plan import MicroBatch
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.strategies.data_parallel import DataParallel, stand_in, start_equal
 from hftune.strategies.meta_model import filled_copy, hollow_copy, shared_weights
+from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import outermost_lists
 
 
@@ -53,6 +54,10 @@ class FullySharded(DataParallel):
         # first block begins it as well; without blocks no weight would get a gradient, which is refused.
         name = type(self._inner).__name__
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer, is_sharded=True)
+        self._options = options_of(optimizer)
 
     def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         with tied_weights_together(model):

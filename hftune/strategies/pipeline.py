@@ -35,6 +35,7 @@ from hftune.errors import TrainingError
 from hftune.strategies.base import LayerSeeds, StepBatch
 from hftune.strategies.data_parallel import DataParallel, refuse_unused, stand_in, start_equal
 from hftune.strategies.meta_model import filled_copy, hollow_copy
+from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import cut, layers_of
 from hftune.strategies.statistics import RunningStatistics, freeze, kinds_of, restored_buffers
 from hftune.task import Task
@@ -149,6 +150,7 @@ class Pipeline(DataParallel):
         self._outputs: Any = None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer, is_staged=True)
         start_equal(model, self.device)
         layers = layers_of(model)
         self._seeds.watch(layers)
@@ -192,6 +194,9 @@ class Pipeline(DataParallel):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter in own]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if parameter not in own]:  # made when it was built
+            del optimizer.state[parameter]
+        self._options = options_of(optimizer)
         for parameter in model.parameters():
             if parameter not in own:
                 parameter.data = parameter.new_empty(0)
@@ -445,6 +450,15 @@ class Pipeline(DataParallel):
             "model": {name: getattr(module, key).detach() for name, (module, key) in self._own.items()},
             "optimizer": moments,
         }
+
+    def _plain_state(self) -> dict[str, Any]:
+        own = {
+            key: value
+            for key, value in super()._plain_state().items()
+            if self._owners[key.rpartition("/")[0]][0] == self._place
+        }
+        listed = self.gather_to_main([own] if self._replica == 0 else [])
+        return {key: value for part in listed or [] for key, value in part.items()}
 
     def _gathered(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self._replica != 0:
