@@ -127,7 +127,7 @@ def open_run(
         parts.num_steps,
         state,
         provenance,
-        tracker=Tracker(session.accelerator, recipe),
+        tracker=Tracker(recipe),
         console=Console(strategy.is_main, parts.num_steps, state.step),
         ledger=Ledger(output.path / "ledger.jsonl"),
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),

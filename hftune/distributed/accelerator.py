@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +20,7 @@ from accelerate import (
     PartialState,
 )
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config import Recipe
@@ -225,8 +224,8 @@ def check_writable(folder: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_dir: str = "") -> Accelerator:
-    """Join the other processes of the job. Dashboards, where there are any, keep their files in ``output_dir``.
+def start_accelerator(train: TrainConfig) -> Accelerator:
+    """Join the other processes of the job.
 
     Raises:
         ConfigError: another number of processes joined than the launcher announced, or they cannot do FSDP as it asks.
@@ -245,8 +244,6 @@ def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_d
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision=train.mixed_precision,
-        log_with=[name for name in trackers if name != "mlflow"] or None,  # its Tracker adds that one
-        project_config=ProjectConfiguration(output_dir, logging_dir=str(Path(output_dir) / "tensorboard")),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.
