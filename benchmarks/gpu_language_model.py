@@ -123,7 +123,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> tuple[float, int]:
     data = recipe.task.datasets()["train"]
     model = build_model(recipe)
     strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
-    strategy.prepare(model, build_optimizer(model, recipe.train))
+    strategy.prepare(model, build_optimizer(model, recipe))
     batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
 
     def run() -> None:

@@ -110,7 +110,7 @@ def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     model = build_model(recipe)
     with Session(recipe) as session:
         strategy = choose_strategy(session.join(), recipe, session.progress)
-        strategy.prepare(model, build_optimizer(model, recipe.train))
+        strategy.prepare(model, build_optimizer(model, recipe))
         batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
         report = strategy.forward_backward(batch, recipe.seed, step=0)
         return report.loss, strategy.clip_grad_norm(recipe.train.clip_norm)

@@ -105,7 +105,7 @@ class TurnTaking(Console):
 
 def bare_loop(recipe: Recipe, model: nn.Module, dataset: Any, plan: BatchPlan) -> Iterator[None]:
     """Train without hftune's loop and strategy, and without Accelerate; yield after each step."""
-    optimizer = build_optimizer(model, recipe.train)
+    optimizer = build_optimizer(model, recipe)
     model.train()
     for epoch in range(recipe.train.epochs):
         steps = [[micro_batch.samples.tolist() for micro_batch in step] for step in plan.epoch(epoch)]

@@ -153,7 +153,7 @@ def measure(name: str, size: dict[str, int], smoke: bool) -> int:
             before = reset_peak()
             strategy = choose_strategy(accelerator, one, session.progress)
             model = build_model(one)
-            strategy.prepare(model, build_optimizer(model, one.train))
+            strategy.prepare(model, build_optimizer(model, one))
             strategy.warm_up(datasets[id(one)], steps[0][0])
             for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, 0, num_workers=0)):
                 strategy.forward_backward(batch, one.seed, step)

@@ -141,7 +141,7 @@ class Padded(Contender):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self.optimizer = build_optimizer(self.model, recipe.train)
+        self.optimizer = build_optimizer(self.model, recipe)
 
     def train(self, data: datasets.Dataset) -> Times:
         config, task = self.recipe.train, self.recipe.task
@@ -219,7 +219,7 @@ class ByHftune(Contender):
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
-        self.strategy.prepare(self.model, build_optimizer(self.model, recipe.train))
+        self.strategy.prepare(self.model, build_optimizer(self.model, recipe))
 
     def train(self, data: datasets.Dataset) -> Times:
         config, strategy = self.recipe.train, self.strategy

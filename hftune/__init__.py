@@ -6,39 +6,53 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
 __all__ = [
+    "CheckpointConfig",
     "ConfigError",
     "DataError",
+    "EvalConfig",
     "Interrupted",
+    "ParallelConfig",
     "Recipe",
     "Task",
+    "TrackConfig",
+    "TrackerBackend",
+    "TrainConfig",
     "TrainResult",
     "TrainedModel",
     "TrainingError",
+    "evaluate",
     "launch",
     "load_model",
+    "make_plan",
     "train",
 ]
 
 if TYPE_CHECKING:
     from hftune.checkpoints.output_dir import TrainResult
-    from hftune.config import Recipe
+    from hftune.commands.evaluate import evaluate
+    from hftune.config import CheckpointConfig, EvalConfig, ParallelConfig, Recipe, TrackConfig, TrainConfig
     from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
     from hftune.inference import TrainedModel, load_model
     from hftune.launchers.local import launch
+    from hftune.planning.plan import make_plan
     from hftune.task import Task
+    from hftune.tracking.backend import TrackerBackend
     from hftune.training import train
 
 _HOME = {
-    "ConfigError": "hftune.errors",
-    "DataError": "hftune.errors",
-    "Interrupted": "hftune.errors",
+    **dict.fromkeys(
+        ("CheckpointConfig", "EvalConfig", "ParallelConfig", "TrackConfig", "TrainConfig"), "hftune.config.sections"
+    ),
+    **dict.fromkeys(("ConfigError", "DataError", "Interrupted", "TrainingError"), "hftune.errors"),
     "Recipe": "hftune.config.recipe",
     "Task": "hftune.task",
+    "TrackerBackend": "hftune.tracking.backend",
     "TrainResult": "hftune.checkpoints.output_dir",
     "TrainedModel": "hftune.inference",
-    "TrainingError": "hftune.errors",
+    "evaluate": "hftune.commands.evaluate",
     "launch": "hftune.launchers.local",
     "load_model": "hftune.inference",
+    "make_plan": "hftune.planning.plan",
     "train": "hftune.training",
 }
 

@@ -21,6 +21,8 @@ from hftune.data.cache import one_at_a_time
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
+from hftune.metrics.named import load_metrics
+from hftune.optim import check_schedule, optimizer_class
 from hftune.strategies.base import Strategy
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
@@ -46,17 +48,24 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     """Load the data, plan the batches and build the model. Not collective: a slow download times out no collective.
 
     Raises:
-        ConfigError: the model cannot be cut into pipeline stages, or its loss is not a sum; what the functions below refuse.
+        ConfigError: an optimizer, schedule or metric of the recipe cannot be used; the model cannot be cut into pipeline
+            stages, or its loss is not a sum; what the functions below refuse.
         DataError: the data cannot be trained on.
     """
+    is_main = ProcessInfo.from_environment().is_main
+    optimizer_class(recipe.train)
+    if is_main:  # it alone computes them
+        load_metrics(recipe.eval.metrics)
     progress.stage("preparing the data")
     datasets = load_datasets(recipe)
     plan = plan_batches(recipe, datasets["train"])
+    num_steps = total_steps(recipe.train, plan)
+    check_schedule(recipe.train, num_steps, plan.num_steps)
     progress.stage("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
-    parts = Parts(datasets, plan, model, total_steps(recipe.train, plan))
-    if ProcessInfo.from_environment().is_main:
+    parts = Parts(datasets, plan, model, num_steps)
+    if is_main:
         parts.notices = check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts
 

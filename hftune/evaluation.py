@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.distributed.pulse import marked_while_moving
 from hftune.errors import DataError, TrainingError
+from hftune.metrics.named import compute, load_metrics
 from hftune.strategies.base import Strategy
 
 ROWS = 1000
@@ -51,6 +52,7 @@ def evaluate(
     num_workers: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     num_pictures: int = 0,
+    metrics: Sequence[str] = (),
 ) -> Evaluation | None:
     """Score the whole data set. Collective. Return None if ``should_stop`` became true on any process meanwhile.
 
@@ -58,8 +60,12 @@ def evaluate(
     The loss is the sum of all item losses over the number of all items, added up in the plan's order on the main process,
     and so the same for any number of processes.
 
+    Args:
+        metrics: names of ``eval.metrics``, to compute beside the task's.
+
     Raises:
         RuntimeError: a sample came back twice or not at all.
+        TrainingError: one of ``metrics`` fails, or clashes with another one.
     """
     task = strategy.task
     lengths = task.lengths(dataset)
@@ -82,11 +88,13 @@ def evaluate(
             raise DataError("The evaluation data has no items: task.num_items is 0 for all samples.")
         loss = math.fsum(part.loss_sum for part in gathered) / num_items
         with marked_while_moving(strategy.progress):  # the other processes wait, however long it takes
-            return {"loss": loss, **{name: _plain(value) for name, value in task.metrics(rows).items()}}
+            own = {"loss": loss, **task.metrics(rows)}
+            found = {**own, **compute(load_metrics(metrics), rows, taken=own)}
+            return {name: _plain(value) for name, value in found.items()}
 
-    metrics = strategy.on_main(summarise)
+    summary = strategy.on_main(summarise)
     pictures = {sample: picture for part in gathered or [] for sample, picture in part.pictures.items()}
-    return Evaluation(metrics, rows, [pictures[sample] for sample in sorted(pictures)])
+    return Evaluation(summary, rows, [pictures[sample] for sample in sorted(pictures)])
 
 
 def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_pictures: int) -> _Scored:

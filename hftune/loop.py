@@ -162,7 +162,13 @@ def evaluate_and_keep(run: Run) -> None:
         run.strategy.progress.stage(f"the evaluation after step {state.step}")
         workers = run.recipe.train.num_workers
         evaluation = evaluate(
-            run.strategy, run.datasets["eval"], config.batch_size, workers, lambda: bool(run.stop), config.show_samples
+            run.strategy,
+            run.datasets["eval"],
+            config.batch_size,
+            workers,
+            lambda: bool(run.stop),
+            config.show_samples,
+            config.metrics,
         )
         if evaluation is None:
             stop(run)

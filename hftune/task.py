@@ -85,6 +85,22 @@ class Task(ABC):
         hftune.strategies.pipeline_stages.
         """
 
+    def parameter_groups(self, model: nn.Module, config: Any) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups, as torch.optim takes them: every trainable parameter in exactly one.
+
+        By default matrices and embeddings have ``config.weight_decay``, biases and norm parameters (under 2 dimensions) none.
+        Override it for a learning rate of its own for each layer: ``{"params": [...], "lr": 0.1 * config.lr}``. The schedule
+        scales all learning rates alike. A key that a group lacks is the recipe's.
+
+        Args:
+            config: the recipe's ``train`` section, a TrainConfig.
+        """
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [
+            {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+        ]
+
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return a positive integer length per sample, such as its tokens, or None if all samples cost the same."""
         return None

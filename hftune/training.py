@@ -94,7 +94,7 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
 def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
     """Hand model and optimizer to the strategy. Collective."""
     strategy.progress.stage("preparing model and optimizer")
-    strategy.prepare(parts.model, build_optimizer(parts.model, recipe.train))
+    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
     parts.notices += strategy.notices()
 
 
@@ -127,7 +127,7 @@ def open_run(
         parts.num_steps,
         state,
         provenance,
-        tracker=Tracker(session.accelerator, recipe),
+        tracker=Tracker(recipe),
         console=Console(strategy.is_main, parts.num_steps, state.step),
         ledger=Ledger(output.path / "ledger.jsonl"),
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
@@ -253,12 +253,13 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
 
     def read_best_model() -> None:
         best = recipe.task.load(output.path / "model")
-        tensors.update(checkpoint_tensors(best, build_optimizer(best, recipe.train))["model"])
+        tensors.update(checkpoint_tensors(best, build_optimizer(best, recipe))["model"])
 
     strategy.on_main(read_best_model)
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
     config, workers = recipe.eval, recipe.train.num_workers
-    evaluation = evaluate(strategy, run.datasets["test"], config.batch_size, workers, lambda: bool(run.stop))
+    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
+    evaluation = evaluate(strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics)
     if evaluation is None:
         raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped in the test of the best model.")
     log(run, {f"test/{name}": value for name, value in evaluation.metrics.items()})

@@ -136,8 +136,8 @@ class OutputDir:
             checkpoint.tensors.clear()  # they take as much memory as model and optimizer
         state = read_state(path, progress["state"])
         check_step(self.recipe, state, num_steps)
-        # If the task declares directions, only the metric decides which model is the best.
-        declares = self.recipe.task.metric_directions is not None
+        # If the task declares the metric's direction, only the metric decides which model is the best.
+        declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_best()
         return RestoredState(state, progress["run_ids"], progress["micro_batch_size"])

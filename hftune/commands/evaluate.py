@@ -65,11 +65,12 @@ def evaluate(recipe: Recipe, model: Path, checkpoint: Path | None = None, split:
             built.compile(dynamic=True)
         strategy = choose_strategy(session.join(), recipe, session.progress)
         digests = session.compare(strategy, datasets, {})
-        strategy.prepare(built, build_optimizer(built, recipe.train))
+        strategy.prepare(built, build_optimizer(built, recipe))
         if checkpoint is not None:
             load_weights(strategy, checkpoint, saved, digests)
         session.progress.stage("the evaluation")
-        evaluation = score(strategy, datasets[split], recipe.eval.batch_size, recipe.train.num_workers)
+        config = recipe.eval
+        evaluation = score(strategy, datasets[split], config.batch_size, recipe.train.num_workers, metrics=config.metrics)
     folder = str(model if checkpoint is None else checkpoint)
     return Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
 

@@ -1,4 +1,4 @@
-"""Imports the code that a recipe names: a task, a network, a function that returns rows. Knows no recipe."""
+"""Imports the code that a recipe names by a dotted path: a task, an optimizer, a metric. Independent of recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def import_named(key: str, name: str, module: str, attribute: str) -> Any:
     """Import ``attribute`` of ``module``, which the recipe names as ``key=name``.
 
     Raises:
-        ConfigError: it cannot be imported, whatever its module does instead: it may be any script.
+        ConfigError: it cannot be imported. The module may be any script, which may even exit.
     """
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -26,17 +26,17 @@ def import_named(key: str, name: str, module: str, attribute: str) -> Any:
 
 
 def is_own(name: str) -> bool:
-    """Say whether an import path leads to hftune's own code, which is safe to import."""
-    return name.startswith(("hftune.tasks.", "hftune.models.", "hftune.data.demo"))
+    """Return whether a dotted path leads to hftune's own code, which is safe to import."""
+    return name.startswith(("hftune.tasks.", "hftune.models.", "hftune.metrics.", "hftune.data.demo"))
 
 
 def find_beside(key: str, name: str, folders: Iterable[Path]) -> None:
-    """Let the module that ``key=name`` needs be found in ``folders``, after everything that is found elsewhere.
+    """Let Python find the module that ``key=name`` needs in ``folders``, after all other places.
 
-    The folders stay on the path: a module may import its neighbours later, and so may the processes started from here.
+    The folders stay on the path: a module may import its neighbours later, and so may child processes.
 
     Raises:
-        ConfigError: the folder has such a module, but Python would import another one.
+        ConfigError: a folder has such a module, but Python would import a different one.
     """
     top = name.replace(":", ".").partition(".")[0]
     for folder in folders:
@@ -51,7 +51,7 @@ def find_beside(key: str, name: str, folders: Iterable[Path]) -> None:
 
 
 def _origin(module: str) -> str:
-    """Return the file that a top-level module is, or would be, imported from."""
+    """Return the file that a top-level module was or would be imported from."""
     if (loaded := sys.modules.get(module)) is not None:
         return getattr(loaded, "__file__", None) or "a built-in module"
     spec = importlib.util.find_spec(module)
@@ -63,14 +63,14 @@ def _is_same(one: str | Path, other: str | Path) -> bool:
 
 
 def _reason(error: BaseException, module: str) -> str:
-    """Say what went wrong in an import, and in which line of the imported code."""
+    """Describe what went wrong in an import, with the line of the imported code."""
     if isinstance(error, SystemExit):
-        what = f"importing {module} calls sys.exit({error.code!r}); put what it runs under if __name__ == '__main__':"
+        what = f"importing {module} calls sys.exit({error.code!r}); move the code that it runs under if __name__ == '__main__':"
     elif isinstance(error, (ImportError, AttributeError, ValueError, SyntaxError)):
         what = str(error)
     else:
         what = f"{type(error).__name__}: {error}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    # wandb puts a function of its own in the place of sys.exit.
-    own = [frame for frame in frames if "importlib" not in frame.filename and "wandb" not in Path(frame.filename).parts]
-    return f"{what} ({own[-1].filename}, line {own[-1].lineno})" if own else what
+    # wandb replaces sys.exit by a function of its own.
+    users = [frame for frame in frames if "importlib" not in frame.filename and "wandb" not in Path(frame.filename).parts]
+    return f"{what} ({users[-1].filename}, line {users[-1].lineno})" if users else what

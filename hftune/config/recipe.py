@@ -1,4 +1,4 @@
-"""Recipes, and how one comes about: defaults <- base <- recipe <- command line, each value typed, every problem told at once.
+"""Loads and validates recipes: defaults <- base <- recipe <- command line. Values are typed; problems are reported together.
 
 OmegaConf reads and type-checks; it stops here. What leaves this module are plain dataclasses.
 """
@@ -22,6 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, Vali
 
 from hftune.config.importing import find_beside, import_named, is_own
 from hftune.config.sections import (
+    OPTIMIZER_KEYS,
     SCHEDULE_KEYS,
     CheckpointConfig,
     EvalConfig,
@@ -30,6 +31,7 @@ from hftune.config.sections import (
     Section,
     TrackConfig,
     TrainConfig,
+    is_dotted,
     key_of,
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
@@ -39,48 +41,48 @@ from hftune.task import Direction, Task
 
 @dataclass
 class Source:
-    """Where the values of a recipe come from, so that messages can say so and secrets are not written down."""
+    """Where the values of a recipe come from, so that messages can name it and secrets are not written to files."""
 
     origins: dict[str, str] = field(default_factory=dict)
-    """The file that set each key; "" for the command line. A key that has its default is not here."""
+    """The file that set each key; "" for the command line. Keys with their default are missing."""
     as_written: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Of each key that holds a text from the environment: what the recipe says, and the value that it has here."""
+    """For each key with a text from the environment: what the recipe says, and the value here."""
 
     def locate(self, problem: str) -> str:
-        """Append the files that set the keys which a problem names; nothing where all were typed on the command line.
+        """Append the files that set the keys in a message; nothing if all were typed on the command line.
 
-        A shipped recipe is named only beside other files: by itself it is right.
+        A shipped recipe is named only together with other files: on its own it is valid.
         """
         keys = [key for key in self.origins if re.search(rf"(?<![\w.]){re.escape(key)}=", problem)]
         origins = {self.origins[key] for key in keys}
         if len(origins) == 1:
             (origin,) = origins
             return problem if origin == "" or _is_shipped(origin) else f"{problem} ({origin})"
-        said = "; ".join(f"{key}: {_name_of(self.origins[key])}" for key in keys)
-        return f"{problem} ({said})" if said else problem
+        listed = "; ".join(f"{key}: {_name_of(self.origins[key])}" for key in keys)
+        return f"{problem} ({listed})" if listed else problem
 
 
 @dataclass(kw_only=True)
 class Recipe(RunConfig):
-    """All that decides the outcome of a run. Never says where to run: processes and machines belong to the launcher."""
+    """Everything that decides the result of a run. Where it runs, processes and nodes, is up to the launcher."""
 
     task: Task
-    """What is learned; ``task.type`` is its class: a name in hftune.tasks, or an import path of your own."""
+    """What is learned; ``task.type`` is its class: a bare name in hftune.tasks, or the dotted path of your own."""
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     source: Source = field(default_factory=Source, repr=False, compare=False)
-    """Where the values come from. Not a part of the recipe: it is neither compared nor written."""
+    """Where the values come from. Not part of the recipe: neither compared nor written."""
 
     @classmethod
     def load(cls, source: str | Path, *overrides: str, trust_code: bool = True) -> Recipe:
         """Read a shipped recipe by name or any by path, then apply ``section.key=value`` overrides.
 
         Args:
-            trust_code: import the code that the recipe's files name, looked for next to these files, too. False: refuse a
-                recipe that names code other than hftune's own, or puts environment variables into its task.
+            trust_code: import the code that the recipe's files name, also from the folders of these files. False: refuse a
+                recipe that names code other than hftune's own, or uses environment variables in its task.
 
         Raises:
             ConfigError: holding every problem found: unknown keys, wrong types, values out of bounds.
@@ -93,7 +95,7 @@ class Recipe(RunConfig):
         """Read ``recipe=<name or path> [section.key=value ...]``; ``trust_code`` as for ``load``.
 
         Raises:
-            ConfigError: as ``load``, and for arguments of another form.
+            ConfigError: as ``load``, and for arguments in any other form.
         """
         sources = [word.partition("=")[2] for word in argv if word.startswith("recipe=")]
         if len(sources) != 1:
@@ -104,7 +106,7 @@ class Recipe(RunConfig):
         return cls.load(sources[0], *overrides, trust_code=trust_code)
 
     def validate(self) -> None:
-        """Look for what can be found wrong without torch: missing files, a metric that the task does not compute.
+        """Check what can be checked without torch: files that are missing, a metric that the task does not compute.
 
         Raises:
             ConfigError: holding every problem found.
@@ -114,38 +116,46 @@ class Recipe(RunConfig):
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
     def _metric_problems(self) -> Iterator[str]:
-        metric, said, task = self.eval.metric, self.eval.greater_is_better, type(self.task).__name__
+        metric, given, task = self.eval.metric, self.eval.greater_is_better, type(self.task).__name__
         directions = self.task.metric_directions
-        if directions is not None and metric not in (known := ("loss", *directions)):
+        if clash := next((name for name in self.eval.metrics if name in ("loss", *(directions or ()))), None):
+            yield f"eval.metrics={clash}: {task} computes {clash} by itself. Leave it out."
+        if directions is not None and metric not in (known := ("loss", *directions)) and self.eval.metrics:
+            if given is None:
+                yield (
+                    f"eval.metric={metric}: a metric of eval.metrics does not declare whether greater is better. Set "
+                    "eval.greater_is_better to true or false."
+                )
+        elif directions is not None and metric not in known:
             hint = did_you_mean(metric, known)
             yield f"eval.metric={metric!r} is not computed by {task}. It computes: {', '.join(known)}.{hint}"
-        elif (direction := self._direction) is not None and said not in (None, direction == "max"):
+        elif (direction := self.declared_direction) is not None and given not in (None, direction == "max"):
             better = "greater" if direction == "max" else "smaller"
             yield (
-                f"eval.greater_is_better={format_value(said)} contradicts eval.metric={metric}, which is better the {better} "
-                "it is. Leave eval.greater_is_better out, or set it to null."
+                f"eval.greater_is_better={format_value(given)} contradicts eval.metric={metric}: {better} values are "
+                "better. Leave eval.greater_is_better out, or set it to null."
             )
-        elif direction is None and said is None:
+        elif direction is None and given is None:
             yield (
-                f"eval.metric={metric}: {task} does not say whether more of it is better. Set eval.greater_is_better to true "
+                f"eval.metric={metric}: {task} does not declare whether greater is better. Set eval.greater_is_better to true "
                 f'or false, or give {task} metric_directions = {{"{metric}": "max"}}, or "min".'
             )
 
     @property
-    def _direction(self) -> Direction | None:
-        """What the task says of ``eval.metric``."""
+    def declared_direction(self) -> Direction | None:
+        """The task's direction of ``eval.metric``; None if it declares none, as for metrics of ``eval.metrics``."""
         return "min" if self.eval.metric == "loss" else (self.task.metric_directions or {}).get(self.eval.metric)
 
     @property
     def greater_is_better(self) -> bool:
-        """Whether the best model is the one with the greatest ``eval.metric``: as the task says, else as the recipe does."""
-        return self._direction == "max" if self._direction is not None else bool(self.eval.greater_is_better)
+        """Whether the best model is the one with the greatest ``eval.metric``: as the task declares or the recipe says."""
+        return self.declared_direction == "max" if self.declared_direction is not None else bool(self.eval.greater_is_better)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved recipe as plain data; loading it again gives an equal recipe.
 
-        A text that takes in an environment variable stays as it is written, such as "${oc.env:WANDB_NAME}": it may be a
-        secret, and this goes into files and to dashboards.
+        A text with an environment variable stays as it is written, such as "${oc.env:WANDB_NAME}": it may be a secret, and
+        this goes into files and to trackers.
         """
         plain = dataclasses.asdict(dataclasses.replace(self, source=Source()))
         del plain["source"]
@@ -164,7 +174,7 @@ class Recipe(RunConfig):
         return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
 
     def environment_digests(self) -> dict[str, str]:
-        """Return a short digest of each value that ``to_dict`` leaves out, to compare processes without telling it."""
+        """Return a short digest of each value that ``to_dict`` leaves out, to compare processes without disclosing it."""
         return {
             f"{key} (from the environment)": sha256(repr(value).encode()).hexdigest()[:8]
             for key, (_, value) in self.source.as_written.items()
@@ -196,7 +206,7 @@ ELSEWHERE = {
         "model_name_or_path": "task.model",
     },
 }
-"""Other toolkits' names of our keys."""
+"""Other toolkits' names for our keys."""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -208,7 +218,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def type_name(type_: type) -> str:
-    """Return what ``task.type`` says for a class: its bare name for those of hftune.tasks, else its import path."""
+    """Return the ``task.type`` of a class: its bare name if it is in hftune.tasks, else its dotted path."""
     shipped = type_.__module__.startswith("hftune.tasks.")
     return type_.__qualname__ if shipped else f"{type_.__module__}.{type_.__qualname__}"
 
@@ -221,7 +231,7 @@ class _Layer:
     path: Path | None = None
     """None: the command line."""
     replaced: list[str] = field(default_factory=list)
-    """Keys of which nothing is taken over from the layers below."""
+    """Keys that are not inherited from the layers below."""
 
     @property
     def origin(self) -> str:
@@ -241,12 +251,12 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[_Layer]:
     if odd is not None:
         raise ConfigError(f"{path}, {odd}")
     if not isinstance(raw, DictConfig):
-        raise ConfigError(f"{path} is not a recipe: its top level must be keys such as task: and train:.")
+        raise ConfigError(f"{path} is not a recipe: at its top level it needs keys such as task: and train:.")
     base = raw.pop("base", None)
     layer = _Layer(raw, path, _replaced(raw, origin))
     if base is None:
         if layer.replaced:
-            raise ConfigError(f"replace={format_value(layer.replaced)} is for what a base sets, and there is no base.{origin}")
+            raise ConfigError(f"replace={format_value(layer.replaced)} has no effect without a base.{origin}")
         return [layer]
     if not isinstance(base, str):
         raise ConfigError(f"base={format_value(base)} is not the name or the path of a recipe.{origin}")
@@ -257,12 +267,12 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[_Layer]:
         raise ConfigError(f"{error}{origin}") from error
     above = (*above, path.resolve())
     if below.resolve() in above:
-        raise ConfigError(f"base={base} leads back to {below.resolve()}: a recipe cannot build on itself.{origin}")
+        raise ConfigError(f"base={base} leads back to {below.resolve()}: a recipe cannot be its own base.{origin}")
     return [*_layers(below, above), layer]
 
 
 def _replaced(raw: DictConfig, origin: str) -> list[str]:
-    """Take the key ``replace`` out of a layer, or raise ConfigError."""
+    """Remove the key ``replace`` from a layer and return it, or raise ConfigError."""
     given = raw.pop("replace", None)
     keys = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
     if keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
@@ -289,7 +299,7 @@ def _parse(overrides: Sequence[str]) -> _Layer:
 
 
 def _odd_number(text: str) -> str | None:
-    """Find a number that YAML 1.1 takes for a different one: 1:30 is 90 there, and 010 is 8. Return what is wrong with it."""
+    """Find a number that YAML 1.1 reads as a different one: 1:30 as 90, 010 as 8. Return a message about it."""
     tree = yaml.compose(text, Loader=yaml.SafeLoader)
     nodes, seen = [tree] if tree is not None else [], set()
     while nodes:
@@ -314,7 +324,7 @@ _ODD_NUMBER = re.compile(r"[-+]?(\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|0[\d_]+)")
 
 
 def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> Recipe:
-    """Apply each layer's values to the typed sections one by one, collecting every problem before giving up."""
+    """Apply each layer's values to the typed sections one by one, and collect every problem before raising."""
     for place, layer in enumerate(layers):
         for key in layer.replaced:
             for below in layers[:place]:
@@ -328,7 +338,8 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
             if problem := schema.assign(key, value):
                 problems.append(layer.locate(problem))
             source.origins[key] = layer.origin
-    _drop_keys_of_other_schedules(schema, source, layers)
+    for chooser, owners in {"schedule": SCHEDULE_KEYS, "optimizer": OPTIMIZER_KEYS}.items():
+        _drop_keys_of_other_choices(chooser, owners, schema, source, layers)
     if not trust_code:
         _check_environment(schema, layers)
     sections: dict[str, Any] = {}
@@ -344,7 +355,11 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
             problems.append(f"{(error.full_key or name).removeprefix('top.')}: {_reason(error, reads_environment)}.")
     if problems:
         raise ConfigError(problems, default_name)
-    _check_named_code(sections["task"], source, layers, trust_code)
+    for key, name in [
+        *_code_of_task(sections["task"]),
+        *code_of_sections(sections["train"], sections["eval"], sections["track"]),
+    ]:
+        _check_code(key, name, source.origins.get(key, ""), layers, trust_code)
     source.as_written = dict(_texts_from_environment(schema, sections))
     top = sections.pop("top")
     return Recipe(**vars(top), **sections, source=source)
@@ -354,12 +369,12 @@ def _reason(error: OmegaConfBaseException, reads_environment: bool) -> str:
     if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
         return f"the environment variable {missing[1]} is not set"
     if reads_environment and isinstance(error, ValidationError):  # OmegaConf would show the value, which may be a secret
-        return "the value that it refers to is of a wrong type"
+        return "the value that it refers to has the wrong type"
     return str(error).splitlines()[0]
 
 
 def _without(values: DictConfig, full_key: str) -> DictConfig:
-    """Return a layer's values without those of a key and below."""
+    """Return a layer's values without those of a key and everything below it."""
     plain = parent = OmegaConf.to_container(values, resolve=False)
     *sections, last = full_key.split(".")
     for name in sections:
@@ -369,15 +384,22 @@ def _without(values: DictConfig, full_key: str) -> DictConfig:
     return OmegaConf.create(plain)
 
 
-def _drop_keys_of_other_schedules(schema: _Schema, source: Source, layers: list[_Layer]) -> None:
-    """Give up keys such as train.gamma that belong to the schedule of a layer below the one that chose the schedule."""
+def _drop_keys_of_other_choices(
+    chooser: str, owners: Mapping[str, Sequence[str]], schema: _Schema, source: Source, layers: list[_Layer]
+) -> None:
+    """Drop keys such as train.gamma that a lower layer set for its own schedule or optimizer, which a higher one replaces.
+
+    Args:
+        chooser: "schedule" or "optimizer".
+        owners: the schedules or optimizers that each key is for.
+    """
     ranks = {layer.origin: rank for rank, layer in enumerate(layers)}
-    chosen = OmegaConf.to_container(schema.values.train, resolve=False)["schedule"]
-    for name, schedules in SCHEDULE_KEYS.items():
-        origins = [source.origins.get(key) for key in (f"train.{name}", "train.schedule")]
+    chosen = OmegaConf.to_container(schema.values.train, resolve=False)[chooser]
+    for name, choices in owners.items():
+        origins = [source.origins.get(key) for key in (f"train.{name}", f"train.{chooser}")]
         if None in origins or "${" in str(chosen):
             continue
-        if ranks[origins[0]] < ranks[origins[1]] and chosen not in schedules:
+        if ranks[origins[0]] < ranks[origins[1]] and chosen not in choices:
             schema.values.train[name] = getattr(TrainConfig, name)
             del source.origins[f"train.{name}"]
 
@@ -385,8 +407,8 @@ def _drop_keys_of_other_schedules(schema: _Schema, source: Source, layers: list[
 def _texts_from_environment(schema: _Schema, sections: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield the keys whose texts may hold an environment variable, with what is written there and their value.
 
-    Where anything comes from the environment, any other reference may lead to it. Numbers are not kept back: they are no
-    secrets, and a run must not go on silently with different ones.
+    If anything comes from the environment, every reference may lead to it. Numbers are not withheld: they are no secrets, and
+    a run must not resume silently with different ones.
     """
     if not _reads_environment(OmegaConf.to_container(schema.values, resolve=False)):
         return
@@ -424,29 +446,41 @@ TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrot
 
 
 def _check_environment(schema: _Schema, layers: list[_Layer]) -> None:
-    """Refuse a task that takes in environment variables: a file's address, say, would carry them away. Raise ConfigError."""
+    """Refuse a task that uses environment variables, which the address of a file could leak. Raise ConfigError."""
     values = OmegaConf.to_container(schema.values, resolve=False)
     if _reads_environment(values) and any("${" in text for text in _texts(values["task"])):
         raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
 
 
-def _check_named_code(task: Task, source: Source, layers: list[_Layer], trust_code: bool) -> None:
-    """Refuse code that the fields of a task name if it is not to be trusted, or let it be found next to the recipe's files.
-
-    Raises:
-        ConfigError: as ``find_beside``, and for code that is not trusted.
-    """
+def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a task whose values name code that is not hftune's, with these values."""
     for name in task.code_fields:
         value = getattr(task, name, None)
-        if not isinstance(value, str) or is_own(value) or (name == "dataset" and ":" not in value):
-            continue
-        _check_code(f"task.{name}", value, source.origins.get(f"task.{name}", ""), layers, trust_code)
+        if isinstance(value, str) and not is_own(value) and (name != "dataset" or ":" in value):
+            yield f"task.{name}", value
+
+
+def code_of_sections(train: TrainConfig, eval_: EvalConfig, track: TrackConfig) -> list[tuple[str, str]]:
+    """Return the keys of these sections whose values name code that is not hftune's or torch's, each with one such value.
+
+    Every name in ``eval.metrics`` is one: modules of ``evaluate`` are scripts, which may even come from the Hub.
+    """
+    named = [("train.optimizer", train.optimizer), ("train.schedule", train.schedule)]
+    named += [("eval.metrics", name) for name in eval_.metrics]
+    named += [("track.with", name) for name in track.with_]
+    is_torchs = re.compile(r"torch\.optim\.\w+")  # classes that can only be optimizers, see optim.optimizer_class
+    return [
+        (key, name)
+        for key, name in named
+        if (key == "eval.metrics" or is_dotted(name))
+        and not (is_own(name) or (key == "train.optimizer" and is_torchs.fullmatch(name)))
+    ]
 
 
 def _check_code(key: str, name: str, origin: str, layers: list[_Layer], trust_code: bool) -> None:
     if not trust_code and origin:  # what was typed on the command line is meant
         raise ConfigError(f"{key}={name} ({origin}) is not hftune's own code, and importing it would run it. {TRUST}")
-    if trust_code:
+    if trust_code and (is_dotted(name) or key != "eval.metrics"):
         find_beside(key, name, [layer.path.parent for layer in reversed(layers) if layer.path is not None])
 
 
@@ -483,7 +517,7 @@ class _Schema:
         self.mappings = {f"{name}.{key}" for name, key in keys if holds(dict, self.hints[name][key])}
 
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """Yield (dotted key, value) down to the typed fields, and inside free mappings such as task.data_files."""
+        """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""
         for key, value in raw.items():
             full_key = f"{prefix}{key}"
             is_section = full_key in self.types or full_key in self.mappings
@@ -513,7 +547,7 @@ class _Schema:
             value = "no"  # YAML reads a bare no as false
         default = getattr(self.types[section], field_name, None)
         if value is None and full_key in self.mappings and not holds(type(None), hint):
-            value = {}  # what a base recipe has put there can be taken out again
+            value = {}  # removes what a base recipe has set
             self.values[section][field_name] = value
             return None
         if holds(bool, hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -538,7 +572,7 @@ class _Schema:
         return f"{key}_" if f"{key}_" in self.hints.get(section, {}) else key
 
     def _nearest(self, full_key: str) -> str:
-        """Suggest the key meant: the same name in another section first, then the most alike, else all there are."""
+        """Suggest a key: first the same name in a different section, then the most similar one, else list all."""
         name = full_key.rpartition(".")[2]
         if name in ELSEWHERE:
             return f" Did you mean {ELSEWHERE[name]!r}?"
@@ -564,7 +598,7 @@ def _structured(type_: type) -> DictConfig:
 
 
 def _import_task(layers: list[_Layer], trust_code: bool) -> type[Task]:
-    """Import the class that the last layer which names one names; a bare name means hftune.tasks."""
+    """Import the task class that the highest layer names; a bare name is one of hftune.tasks."""
     named = [(name, layer.origin) for layer in layers if (name := _task_type(layer.values)) is not None]
     if not named:
         raise ConfigError("task.type is missing. Name a class of hftune.tasks, such as SequenceClassification, or your own.")

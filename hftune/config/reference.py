@@ -1,4 +1,4 @@
-"""The reference of all recipe keys, taken from the dataclasses and the docstring below each field. Imports nothing heavy.
+"""The reference of all recipe keys, generated from the dataclasses and the docstring of each field. Imports nothing heavy.
 
 ``python -m hftune.config.reference`` prints it; ``make docs`` writes it to docs/configuration.md; ``--help train`` shows one
 section.
@@ -28,7 +28,7 @@ SECTIONS = {
 
 
 def task_types() -> dict[str, type]:
-    """Return the shipped tasks by the name that ``task.type`` gives them."""
+    """Return the shipped tasks by their bare names in ``task.type``."""
     return {name: getattr(tasks, name) for name in tasks.__all__}
 
 
@@ -57,7 +57,7 @@ def _default(item: dataclasses.Field) -> str:
 
 
 def section_text(name: str) -> str | None:
-    """Lay out the keys of ``task``, or of a section such as ``train``, for a terminal; None for another name."""
+    """Format the keys of ``task`` or of a section such as ``train`` for a terminal; None for any other name."""
     if name == "task":
         parts = [f"task.type: {kind}\n{_columns('task', type_)}" for kind, type_ in task_types().items()]
         return "\n\n".join(parts)

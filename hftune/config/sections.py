@@ -1,19 +1,39 @@
-"""The sections of a recipe: every key, its default, its bounds. Knows no task, no file and no machine."""
+"""The sections of a recipe: every key, its default, its bounds. Independent of tasks, files and machines."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hftune.errors import ConfigError, did_you_mean, format_value, type_problem
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+"""The bare names of ``train.optimizer``; hftune.optim.OPTIMIZERS has the classes."""
+SCHEDULES = ("linear", "cosine", "constant", "step")
+"""The bare names of ``train.schedule``; hftune.optim.SCHEDULES has the functions."""
+TRACKERS = ("wandb", "mlflow", "tensorboard")
+"""The bare names of ``track.with``; hftune.tracking.tracker.TRACKERS has the classes."""
+
+
+def is_dotted(name: Any) -> bool:
+    """Say whether a name is a dotted path, which leads to the user's code; a bare name is hftune's."""
+    return isinstance(name, str) and all(part.isidentifier() for part in name.split(".")) and "." in name
+
+
+def name_problem(key: str, name: Any, names: Sequence[str], example: str) -> str | None:
+    """Say that a value is neither one of hftune's names nor a dotted path; None if it is one of them."""
+    if name in names or is_dotted(name):
+        return None
+    choices = f"{', '.join(names)}, nor a dotted path such as {example}"
+    return f"{key}={format_value(name)} is not one of {choices}.{did_you_mean(name, names)}"
 
 
 @dataclass
 class Section:
-    """A part of a recipe. Bounds are checked on construction, so code and command line meet the same sentence."""
+    """A section of a recipe. Bounds are checked on construction, so code and command line get the same message."""
 
     def __post_init__(self):
         if problems := list(self.problems()):
@@ -31,79 +51,90 @@ class TrainConfig(Section):
     epochs: int = 3
     """Passes over the training data, at least 1."""
     max_steps: int | None = None
-    """Stop after this many optimizer steps, even in mid-epoch; the schedule then ends there. null: epochs decide."""
+    """Number of optimizer steps after which training and the schedule end, even in the middle of an epoch. null: train.epochs
+    decides."""
     batch_size: int = 32
-    """Samples of one optimizer step, over ALL processes and machines."""
+    """Samples in one optimizer step, over ALL processes and nodes."""
     micro_batch_size: Union[int, str, None] = None  # noqa: UP007 - OmegaConf reads this spelling
-    """Most samples in one forward pass: the memory knob. auto: as many of the longest as fit. null: 8 (or no bound, where
-    micro_batch_tokens is set)."""
+    """Maximum number of samples in one forward pass, which decides the memory needed. auto: as many of the longest samples as
+    fit. null: 8, or no limit if train.micro_batch_tokens is set."""
     micro_batch_tokens: int | None = None
-    """Most padded tokens (samples x padded length) in one forward pass; evens out unequal lengths. null: no bound."""
+    """Maximum number of padded tokens (samples x padded length) in one forward pass, for samples of unequal lengths. null: no
+    limit."""
     lr: float = 5e-5
     """Peak learning rate."""
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adamw decouples weight decay; adam adds it to the gradient; sgd takes momentum."""
+    optimizer: str = "adamw"
+    """adamw (decoupled weight decay), adam (weight decay in the gradient) or sgd; or the dotted path of a torch.optim.Optimizer
+    class of your choice, such as torch.optim.RMSprop."""
+    optimizer_args: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the optimizer class. Learning rate and weight decay are train.lr and train.weight_decay."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of Adam's two moment estimates."""
+    """Decay rates of Adam's two moment estimates, each in [0, 1)."""
     eps: float = 1e-8
-    """Added to Adam's denominator."""
+    """Constant added to the denominator of Adam's update."""
     momentum: float = 0.0
-    """Of sgd."""
+    """SGD momentum, 0 or more."""
     weight_decay: float = 0.0
-    """On weight matrices and embeddings only; biases and norm parameters (fewer than 2 dimensions) never decay."""
+    """Weight decay of matrices and embeddings; biases and norm parameters (fewer than 2 dimensions) have none."""
     warmup_ratio: float = 0.0
-    """Share of all steps in which the learning rate rises linearly from 0, in [0, 1). Never the last step."""
-    schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """After the warmup: down to min_lr linearly, down to it along half a cosine, constant, or a fall by gamma now and then."""
+    """Share of all steps in which the learning rate rises linearly from 0, in [0, 1). The last step is never part of it."""
+    schedule: str = "linear"
+    """Learning rate after the warmup: linear or cosine decay to min_lr, constant, or step (multiplied by gamma every step_size
+    epochs); or the dotted path of a function f(step, num_steps, steps_per_epoch) that returns the factor of train.lr."""
     min_lr: float = 0.0
-    """Learning rate at which linear and cosine end."""
+    """Final learning rate of the schedules linear and cosine."""
     gamma: float | None = None
-    """Of schedule step, in (0, 1]: the learning rate is multiplied by this ..."""
+    """Decay factor for schedule=step, in (0, 1]."""
     step_size: int = 1
-    """... each time so many epochs are over, as torch's StepLR has it."""
+    """Epochs between two decays for schedule=step, as StepLR.step_size."""
     clip_norm: float | None = 1.0
-    """Largest norm of the global gradient; larger ones are scaled down to it. null: no clipping."""
+    """Maximum norm of the global gradient; a larger gradient is scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Precision of forward and backward; weights and optimizer stay float32. fp16 needs a GPU."""
+    """Precision of the forward and backward passes; weights and optimizer state stay float32. fp16 needs a GPU."""
     batch_norm: Literal["train", "frozen"] = "train"
-    """Modules with running statistics, such as BatchNorm. train: each micro-batch is normalised by itself, and the statistics
-    are averaged over the whole step, on any number of processes. frozen: training uses the statistics and leaves them as they
-    are; weight and bias are still trained."""
+    """Mode of modules with running statistics, such as BatchNorm. train: each micro-batch is normalised separately, and the
+    statistics are averaged over the whole step, on any number of processes. frozen: training uses the running statistics and
+    leaves them unchanged; weight and bias are still trained."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
+    """Whether to recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
     compile: bool = False
-    """torch.compile the model, for changing shapes."""
+    """Whether to compile the model with torch.compile, for dynamic shapes."""
     tf32: bool = False
-    """On GPUs that have it: float32 products and convolutions in TF32, faster and to 3 digits. false: none at all in TF32,
-    where torch by itself would have convolutions so."""
+    """Whether GPUs compute float32 matrix products and convolutions in TF32: faster, with 3 digits. false: neither, although
+    torch's own default allows it for convolutions."""
     cudnn_benchmark: bool = False
-    """On GPUs: have cuDNN try its algorithms for each new shape and keep the fastest. For images of one size."""
+    """Whether cuDNN tries its algorithms for each new shape and keeps the fastest. For images of one size on GPUs."""
     deterministic: bool = False
-    """On GPUs: use only algorithms that give the same bits each time. They are slower; an operation that has none is an error.
-    CPUs need no such key: resuming on as many processes is bit-equal there. On GPUs it should be with this key, on as many GPUs
-    of the same kind, which nobody has watched yet."""
+    """Whether GPUs use only algorithms that give the same bits every time. They are slower; an operation without one is an
+    error. CPUs do not need this key: resuming on the same number of processes is bit-equal there. With it, resuming on the same
+    number of GPUs of the same kind should be bit-equal, too; this has not been tested yet."""
     num_workers: int = 0
-    """Processes that load and collate ahead of training, for each training process."""
+    """Number of processes that load and collate batches in advance, for each training process."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
-    items of all steps since the line before, train/loss_step that of the last step alone."""
+    items of all steps since the previous line, train/loss_step that of the last step alone."""
     dead_after_s: float = 60.0
-    """Seconds without a sign of life, given once a second, after which a process counts as dead and all end; at least 3. One
-    that a process beside it knows to be alive, such as in C code that holds Python's lock, has stall_after_s."""
+    """Seconds without a heartbeat, sent once a second, after which a process counts as dead and the job ends; at least 3. A
+    process that another one on its node sees to be alive, such as in C code that holds Python's lock, has stall_after_s."""
     stall_after_s: float | None = 1800.0
-    """Seconds in which no process finishes a micro-batch or a save, after which all end; at least 3. null: wait for ever."""
+    """Seconds in which no process finishes a micro-batch or a save, after which the job ends; at least 3. null: no limit."""
 
     def problems(self) -> Iterator[str]:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and (value := getattr(self, name)) not in get_args(hint):
                 yield f"train.{name}={format_value(value)} {type_problem(hint, value)}"
+        examples = {"optimizer": (OPTIMIZERS, "torch.optim.RMSprop"), "schedule": (SCHEDULES, "my_module.my_schedule")}
+        for name, (names, example) in examples.items():
+            if problem := name_problem(f"train.{name}", getattr(self, name), names, example):
+                yield problem
+        yield from self._optimizer_problems()
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
         if self.deterministic and self.cudnn_benchmark:
             yield (
-                "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick other algorithms each time. "
-                "Set train.cudnn_benchmark=false."
+                "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick different algorithms each "
+                "time. Set train.cudnn_benchmark=false."
             )
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             yield f"train.micro_batch_size={self.micro_batch_size!r} is neither a whole number nor auto nor null."
@@ -119,18 +150,19 @@ class TrainConfig(Section):
             yield f"train.lr={self.lr} must be above 0."
         if self.min_lr > self.lr > 0:
             yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
-        if self.min_lr > 0 and self.schedule in (falls := {"constant": "never falls", "step": "falls by train.gamma"}):
-            what = f"{self.schedule} {falls[self.schedule]}"
-            yield f"train.min_lr={self.min_lr} needs train.schedule=linear or cosine: {what}."
+        if self.min_lr > 0 and self.schedule not in SCHEDULE_KEYS["min_lr"]:
+            others = {"constant": "never falls", "step": "falls by train.gamma"}
+            reason = f"{self.schedule} {others.get(self.schedule, 'decides by itself where it ends')}"
+            yield f"train.min_lr={self.min_lr} needs train.schedule=linear or cosine: {reason}."
         yield from self._step_problems()
         for name in ("weight_decay", "momentum", "num_workers", "eps", "min_lr"):
             if not getattr(self, name) >= 0:
                 yield f"train.{name}={getattr(self, name)} must not be negative."
         for name in ("dead_after_s", "stall_after_s"):
             if (value := getattr(self, name)) is not None and not value >= 3:
-                yield f"train.{name}={value} must be at least 3: processes give a sign of life once a second."
+                yield f"train.{name}={value} must be at least 3: processes send a heartbeat once a second."
             elif value is not None and value > 1e8:  # Python's own waits take no more than 9e9 s, and no infinity
-                no_limit = "; null waits for ever" if name == "stall_after_s" else ""
+                no_limit = "; null sets no limit" if name == "stall_after_s" else ""
                 yield f"train.{name}={value} must be at most 1e8, which is three years{no_limit}."
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"train.betas={list(self.betas)} must both lie in [0, 1)."
@@ -139,6 +171,19 @@ class TrainConfig(Section):
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield f"train.clip_norm={self.clip_norm} must be above 0; null turns clipping off."
 
+    def _optimizer_problems(self) -> Iterator[str]:
+        for name in ("params", "lr", "weight_decay", *OPTIMIZER_KEYS):
+            owners = OPTIMIZER_KEYS.get(name, (self.optimizer,))
+            if name in self.optimizer_args and self.optimizer in owners:
+                instead = "the task gives the parameters" if name == "params" else f"set train.{name} instead"
+                yield f"train.optimizer_args.{name} does not belong there: {instead}."
+        for name, owners in OPTIMIZER_KEYS.items() if is_dotted(self.optimizer) else ():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                yield (
+                    f"train.{name}={format_value(value)} is for train.optimizer={' or '.join(owners)}. Give {self.optimizer} "
+                    "its arguments in train.optimizer_args."
+                )
+
     def _step_problems(self) -> Iterator[str]:
         if self.schedule != "step":
             for name, default in {"gamma": None, "step_size": 1}.items():
@@ -146,7 +191,7 @@ class TrainConfig(Section):
                     yield f"train.{name}={value} needs train.schedule=step, not {self.schedule}."
             return
         if self.gamma is None:
-            yield "train.schedule=step needs train.gamma: by what the learning rate is multiplied, such as 0.95."
+            yield "train.schedule=step needs train.gamma, the factor by which the learning rate decays, such as 0.95."
         elif not 0 < self.gamma <= 1:
             yield f"train.gamma={self.gamma} must lie in (0, 1]: the learning rate is multiplied by it."
         if self.step_size < 1:
@@ -154,7 +199,7 @@ class TrainConfig(Section):
 
     @property
     def max_rows(self) -> int | None:
-        """Most samples in one forward pass, once the default of ``micro_batch_size`` is filled in; None for no bound."""
+        """Maximum number of samples in one forward pass, the default of ``micro_batch_size`` filled in; None for no limit."""
         if self.micro_batch_size == "auto":
             return None
         if self.micro_batch_size is None and self.micro_batch_tokens is None:
@@ -164,22 +209,28 @@ class TrainConfig(Section):
 
 SCHEDULE_KEYS = {"gamma": ("step",), "step_size": ("step",), "min_lr": ("linear", "cosine")}
 """Keys of ``train`` that mean something to these schedules only."""
+OPTIMIZER_KEYS = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentum": ("sgd",)}
+"""Keys of ``train`` that mean something to these optimizers only."""
 
 
 @dataclass
 class EvalConfig(Section):
-    """When to evaluate, and which metric picks the best model. The numbers do not depend on batch_size."""
+    """When and how to evaluate. The results do not depend on batch_size."""
 
     every: Union[int, str] = "epoch"  # noqa: UP007 - OmegaConf reads this spelling
-    """Steps between two evaluations, or "epoch", or "2 epochs". One always follows the last step."""
+    """Steps between two evaluations, or "epoch", or "2 epochs". The last step is always followed by one."""
     batch_size: int = 32
     """Samples in one forward pass of the evaluation, on each process."""
     metric: str = "loss"
-    """The metric that picks the best model: loss, or one that the task computes."""
+    """The metric that picks the best model: loss, or one that the task or eval.metrics computes."""
+    metrics: list[str] = field(default_factory=list)
+    """Metrics to compute beside the task's: names of evaluate modules or paths of their scripts, or dotted paths of functions
+    that take the rows of a whole split and return a dict of metrics or one number."""
     greater_is_better: bool | None = None
-    """Whether more of eval.metric is better, for metrics of which the task does not say so. null: as the task says."""
+    """Whether a greater eval.metric is better. null: as the task declares; required if it does not."""
     show_samples: int = 3
-    """Samples to show after each evaluation, the data set's first, where the task shows any (titles and pictures do)."""
+    """Number of samples to show after each evaluation, the first of the dataset, for tasks that show samples (titles and
+    images)."""
 
     def problems(self) -> Iterator[str]:
         if self.batch_size < 1:
@@ -190,10 +241,12 @@ class EvalConfig(Section):
             yield f"eval.every={self.every} must be at least 1."
         if isinstance(self.every, str) and not re.fullmatch(r"epoch|[1-9]\d* epochs?", self.every):
             yield f"eval.every={self.every!r} is neither a number of steps nor 'epoch' nor, say, '2 epochs'."
+        if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
+            yield f"eval.metrics={format_value(self.metrics)} names {repeated[0]} twice."
 
     @property
     def every_epochs(self) -> int | None:
-        """Epochs between two evaluations, where ``every`` is given in epochs."""
+        """Epochs between two evaluations if ``every`` is given in epochs, else None."""
         return None if isinstance(self.every, int) else int(self.every.split()[0].replace("epoch", "1"))
 
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
@@ -204,13 +257,13 @@ class EvalConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """What a run goes on from after it was killed. One is always written at the end of an epoch, after the last step, and where
-    an evaluation found the best model so far."""
+    """Checkpoints to resume from. One is always written at the end of an epoch, after the last step, and when an evaluation
+    finds the best model so far."""
 
     every: int | None = 500
-    """Steps between two checkpoints. null: only at the end of each epoch."""
+    """Steps between two checkpoints. null: only those that are always written."""
     keep: int = 2
-    """Newest checkpoints to keep; the one of the best evaluation stays, too."""
+    """Number of newest checkpoints to keep. The one of the best evaluation is kept as well."""
 
     def problems(self) -> Iterator[str]:
         for name in ("every", "keep"):
@@ -224,18 +277,18 @@ class CheckpointConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
-    """How one model is spread over several processes. No result depends on it."""
+    """Pipeline parallelism: how one model is cut into stages on several processes. Results do not depend on it."""
 
     pipeline_stages: int = 1
-    """Processes that compute the model one after the other, each some of its layers; they divide the number of processes, and
-    the rest is data parallel. 1: each process has the whole model."""
+    """Number of processes in a pipeline, each with some of the model's layers. It must divide the number of all processes; the
+    pipelines are data parallel. 1: no pipeline, each process has the whole model."""
     schedule: str = "1f1b"
     """Order of the micro-batches' forward and backward passes: gpipe, 1f1b, interleaved or zero_bubble. interleaved idles less
-    and sends more; zero_bubble computes the gradients of weights where it would idle."""
+    and communicates more; zero_bubble computes weight gradients while it would otherwise idle."""
     virtual_stages: int | None = None
-    """Of interleaved and zero_bubble: stages on each process, which alternate. null: 2 for interleaved, 1 for zero_bubble."""
+    """Stages on each process for interleaved and zero_bubble. null: 2 for interleaved, 1 for zero_bubble."""
     split: list[int] | None = None
-    """Layers of each stage, first to last. null: the largest stage has as few parameters as can be."""
+    """Number of layers of each stage, first to last. null: the largest stage gets as few parameters as possible."""
 
     def problems(self) -> Iterator[str]:
         if self.pipeline_stages < 1:
@@ -262,7 +315,7 @@ class ParallelConfig(Section):
 
     @property
     def num_stages(self) -> int:
-        """Of one pipeline, on all its processes."""
+        """Return the number of stages of one pipeline, on all its processes."""
         several = self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
         return self.pipeline_stages * (several if self.pipeline_stages > 1 else 1)
 
@@ -281,22 +334,19 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 @dataclass
 class TrackConfig(Section):
-    """Dashboards. metrics.jsonl is always written."""
+    """Experiment trackers. metrics.jsonl is always written."""
 
     with_: list[str] = field(default_factory=list)
-    """Any of wandb, mlflow, tensorboard."""
+    """List of trackers: wandb, mlflow, tensorboard, or dotted paths of hftune.TrackerBackend classes of your own."""
     project: str = "hftune"
-    """Project of the dashboards; experiment at MLflow."""
+    """Name of the project at the trackers; of the experiment at MLflow."""
     run_name: str | None = None
-    """Name of this run. null: the recipe's name."""
+    """Name of this run at the trackers. null: the recipe's name."""
 
     def problems(self) -> Iterator[str]:
         for name in self.with_:
-            if name not in TRACKERS:
-                yield f"track.with={name!r} is not one of {', '.join(TRACKERS)}.{did_you_mean(name, TRACKERS)}"
-
-
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+            if problem := name_problem("track.with", name, TRACKERS, "my_module.MyTracker"):
+                yield problem
 
 
 @dataclass(kw_only=True)
@@ -304,21 +354,22 @@ class RunConfig(Section):
     """The keys at the top of a recipe. A recipe file can have two more:
 
     `base: yelp` builds on a shipped recipe or on a file; its sections and mappings are merged with those of this file.
-    `replace: [task.model_config]` lists keys, or whole sections, of which nothing is taken over from the base. On the command
-    line, `replace=[task.model_config] task.model_config={...}` does the same.
+    `replace: [task.model_config]` lists keys or whole sections that are not inherited from the base. On the command line,
+    `replace=[task.model_config] task.model_config={...}` does the same.
 
-    A value can refer to another one, `${train.batch_size}`, or to an environment variable, `${oc.env:WANDB_NAME}`. A text that
-    does the latter is written to no file: recipe.yaml and the dashboards get it as it stands here.
+    A value can refer to another one, `${train.batch_size}`, or to an environment variable, `${oc.env:WANDB_NAME}`. The value of
+    an environment variable is written to no file: recipe.yaml and the trackers get the reference itself.
     """
 
     recipe: str = "unnamed"
-    """Name of the recipe; names the output folder."""
+    """Name of the recipe, also of its output folder."""
     seed: int = 42
-    """Of weights, shuffling and dropout, from 0 to 2**32 - 1."""
+    """Random seed of initial weights, shuffling and dropout, from 0 to 2**32 - 1."""
     output_dir: str | None = None
-    """Where everything is written. null: outputs/<recipe>."""
+    """Output folder. null: outputs/<recipe>."""
     resume: str = "auto"
-    """auto: go on from the newest whole checkpoint in output_dir, if any. never: start anew. Or the path of a checkpoint."""
+    """auto: resume from the newest intact checkpoint in output_dir, if there is one. never: start from scratch. Or the path of
+    a checkpoint."""
 
     def __post_init__(self):
         super().__post_init__()

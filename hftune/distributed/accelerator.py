@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from accelerate import (
@@ -19,7 +17,7 @@ from accelerate import (
     PartialState,
 )
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config.sections import TrainConfig
@@ -38,12 +36,8 @@ def on_cpu() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
-def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_dir: str = "") -> Accelerator:
+def start_accelerator(train: TrainConfig) -> Accelerator:
     """Join the other processes of the job.
-
-    Args:
-        trackers: names of trackers that Accelerate starts.
-        output_dir: folder for their files.
 
     Raises:
         ConfigError: the number of processes that joined is not what the launcher announced, or FSDP is not available.
@@ -62,8 +56,6 @@ def start_accelerator(train: TrainConfig, trackers: Sequence[str] = (), output_d
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision=train.mixed_precision,
-        log_with=[name for name in trackers if name != "mlflow"] or None,  # hftune adds that one
-        project_config=ProjectConfiguration(output_dir, logging_dir=str(Path(output_dir) / "tensorboard")),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.

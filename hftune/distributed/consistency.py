@@ -14,15 +14,17 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from hftune.config.recipe import Recipe, flat
+from hftune.config.recipe import Recipe, code_of_sections, flat
 from hftune.config.shipped_files import PACKAGE
 from hftune.data.digest import content_digest
 from hftune.errors import ConfigError, format_value
@@ -42,7 +44,7 @@ def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
     """Return who this process is, and everything that could make it train something different."""
     result = {"host": socket.gethostname(), "pid": os.getpid(), "code": dict(code()), "packages": dict(packages())}
     if recipe is not None:
-        result["code"] |= code_of(recipe.task)
+        result["code"] |= code_of(recipe.task) | named_code(recipe)
         result["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()
     return result
 
@@ -51,6 +53,16 @@ def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
 def code() -> Mapping[str, str]:
     """Hash each file of hftune."""
     return {f"hftune/{path.relative_to(PACKAGE).as_posix()}": _hash(path) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def named_code(recipe: Recipe) -> dict[str, str]:
+    """Hash the files of the optimizer and the schedule, which every process computes with, if they are the user's."""
+    paths = set()
+    for key, name in code_of_sections(recipe.train, recipe.eval, recipe.track):
+        if key in ("train.optimizer", "train.schedule"):
+            with suppress(ImportError, ValueError):  # building it says what is wrong
+                paths.add(getattr(find_spec(name.rpartition(".")[0]), "origin", None))
+    return {Path(path).name: _hash(Path(path)) for path in paths if path is not None and Path(path).is_file()}
 
 
 def code_of(task: Task) -> dict[str, str]:

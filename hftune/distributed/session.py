@@ -83,9 +83,8 @@ class Session:
             ConfigError: the launcher announced a different number of processes than joined.
         """
         self.progress.stage("joining the other processes")
-        trackers, output_dir = ((), "") if self.recipe is None else (self.recipe.track.with_, self.recipe.output_dir)
         with self.heartbeat.waiting():
-            self.accelerator = start_accelerator(self.train, trackers, output_dir)
+            self.accelerator = start_accelerator(self.train)
         self.heartbeat.join()
         atexit.register(leave_group)
         return self.accelerator

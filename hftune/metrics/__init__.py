@@ -1,1 +1,1 @@
-"""Metrics as ``evaluate.Metric`` subclasses that need no network."""
+"""The tasks' metrics, as ``evaluate.Metric`` subclasses that need no network, and those that recipes name."""

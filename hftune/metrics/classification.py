@@ -1,4 +1,4 @@
-"""Classification metrics on class numbers, computed by scikit-learn. ``evaluate.load`` would fetch the same from the Hub."""
+"""Classification metrics on class numbers, computed by scikit-learn. ``evaluate.load`` would download the same from the Hub."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MacroF1(_LabelMetric):
 
 
 class MeanAbsoluteError(_LabelMetric):
-    """Mean distance between predicted and true grade, in grades; only where classes have an order."""
+    """Mean distance between predicted and true grade, in grades; for ordered classes only."""
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"mae": float(mean_absolute_error(references, predictions))}

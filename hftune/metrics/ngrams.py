@@ -1,4 +1,4 @@
-"""Perplexities that counting words alone gives: what a language model has to beat. Knows no text and no tokenizer."""
+"""Perplexities of n-gram models, which a language model has to beat. Independent of texts and tokenizers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import numpy as np
 
 
 def unigram_perplexity(train: np.ndarray, text: np.ndarray, vocab_size: int) -> float:
-    """Return the perplexity of ``text`` but its first token, each token as likely as it is frequent in ``train``.
+    """Return the perplexity of a unigram model of ``train`` on ``text``, without its first token.
 
     Args:
-        train, text: streams of token ids. Counts are one more than they are: no token is impossible.
+        train, text: streams of token ids. Counts are increased by one, so that no token is impossible.
     """
     return _perplexity(_shares(np.bincount(train, minlength=vocab_size))[text[1:]])
 
 
 def bigram_perplexity(train: np.ndarray, text: np.ndarray, vocab_size: int) -> float:
-    """Return the perplexity of ``text`` but its first token, each token told by the one before it.
+    """Return the perplexity of a bigram model of ``train`` on ``text``, without its first token.
 
-    Interpolated Kneser-Ney, the best of the ways to count pairs; its discount comes from ``train``, nothing is tuned.
+    Interpolated Kneser-Ney smoothing; the discount is estimated from ``train``, nothing is tuned.
     Source: Chen and Goodman, An Empirical Study of Smoothing Techniques for Language Modeling, 1998, section 2.7.
     """
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)

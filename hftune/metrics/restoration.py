@@ -1,4 +1,4 @@
-"""How near a restored image comes to its target: L1, PSNR and SSIM, inside and outside the mask too. Knows no task.
+"""How close a restored image is to its target: L1, PSNR and SSIM, also inside and outside the mask. Independent of tasks.
 
 Shape suffixes: H and W height and width; values of images lie in [0, 1].
 """
@@ -14,16 +14,16 @@ from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 REGIONS = ("", "_inside", "_outside")
-"""Of the mask: all pixels, those that it marks, the others."""
+"""Suffixes of the metrics: all pixels, those inside the mask, those outside."""
 MOST_DB = 100.0
-"""PSNR of equal images, in place of infinity, which JSON and plots do not have."""
+"""PSNR of equal images, instead of infinity, which JSON and plots do not have."""
 
 
 def measure(output_3HW: Tensor, target_3HW: Tensor, mask_HW: Tensor) -> dict[str, Any]:
     """Compare one image with its target.
 
     Returns:
-        ``pixels``, and for each region ``l1``, ``mse`` and ``ssim``, means over its pixels; None where it has none.
+        ``pixels``, and for each region ``l1``, ``mse`` and ``ssim``, means over its pixels; None if it has none.
     """
     difference_3HW = output_3HW.double() - target_3HW.double()
     _, similarity_13HW = structural_similarity_index_measure(
@@ -41,9 +41,9 @@ def measure(output_3HW: Tensor, target_3HW: Tensor, mask_HW: Tensor) -> dict[str
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the means over all pixels of all images, from the rows of ``measure``; exact sums, in any order.
+    """Return the means over all pixels of all images, from the rows of ``measure``. The sums are exact, in any order.
 
-    PSNR, in dB of values in [0, 1], is that of the mean over all pixels of the squared error; None where a region is empty.
+    PSNR, in dB of values in [0, 1], is that of the mean over all pixels of the squared error; None if a region is empty.
     """
     metrics: dict[str, float | None] = {}
     for region in REGIONS:

@@ -1,8 +1,8 @@
-"""ROUGE of generated texts in any script, and what else is counted on titles; knows no tokenizer of any model.
+"""ROUGE of generated texts in any script, and further metrics of titles. Independent of models and their tokenizers.
 
 ``rouge_score``'s own tokenizer keeps only a-z and 0-9: two equal Chinese titles score 0, two different ones that share an
-English word score 1. So tokens are either characters or jieba's words here, and the scores carry that in their names:
-characters score higher than words, the two do not compare.
+English word score 1. So tokens are characters or jieba's words here, as the names of the scores say: characters score higher
+than words, and the two are not comparable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOKEN = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
 class CharTokenizer:
     """Split into single Han characters, kana and Hangul syllables, and lower-cased runs of all other letters and digits.
 
-    Full-width and other compatibility forms are made plain first (NFKC); punctuation and white space are dropped:
+    The text is normalised first (NFKC), such as full-width forms; punctuation and white space are dropped:
     "GDP增长6.7%" gives gdp, 增, 长, 6, 7.
     """
 
@@ -39,10 +39,10 @@ class CharTokenizer:
 
 
 class WordTokenizer:
-    """Split into jieba's words, new-word detection (HMM) off, by rjieba where it is installed, else by jieba: the same words.
+    """Split into jieba's words without new-word detection (HMM), by rjieba if it is installed, else by jieba: the same words.
 
-    The text is made plain (NFKC) and lower-cased before the cut: jieba knows "T恤" but not "t恤", so a model that writes lower
-    case would lose words otherwise. Pieces without a letter or digit are dropped.
+    The text is normalised (NFKC) and lower-cased first: jieba knows "T恤" but not "t恤", so a model that writes lower case
+    would lose words otherwise. Pieces without a letter or digit are dropped.
     """
 
     def __init__(self):
@@ -68,14 +68,14 @@ def _slow_word_cutter() -> Callable[[str], list[str]]:
     except ImportError:
         raise ModuleNotFoundError("ROUGE on Chinese words needs a package that is not installed: pip install rjieba.") from None
     cutter = jieba.Tokenizer()
-    # Read here, because jieba would keep a cache file that all users of the machine share, and report to stderr.
+    # Read here, because jieba would keep a cache file that all users of the machine share, and print to stderr.
     cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())
     cutter.initialized = True
     return lambda text: cutter.lcut(text, HMM=False)
 
 
 class _TextMetric(evaluate.Metric):
-    """A metric of generated against true texts, one of each a pair."""
+    """A metric of pairs of a generated and a true text."""
 
     def __init__(self):
         super().__init__(keep_in_memory=True)
@@ -93,15 +93,15 @@ class _Rouge(_TextMetric):
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         kinds = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
         scorer = RougeScorer(list(kinds), tokenizer=type(self).tokenizer())
-        scores = [scorer.score(target=true, prediction=said) for said, true in zip(predictions, references, strict=True)]
+        scores = [scorer.score(target=true, prediction=text) for text, true in zip(predictions, references, strict=True)]
         return {f"{name}_{self.unit}": fmean(score[kind].fmeasure for score in scores) for kind, name in kinds.items()}
 
 
 class RougeChar(_Rouge):
     """ROUGE-1, ROUGE-2 and ROUGE-L F1 on characters (see CharTokenizer), means over the pairs, in [0, 1].
 
-    Equal texts score 1. As in rouge_score, a text without tokens scores 0 against any other, an empty one too: an empty
-    reference is no title, and saying nothing earns nothing. So does ROUGE-2 where either text has a single token.
+    Equal texts score 1. As in rouge_score, a text without tokens scores 0 against any text, even an empty one: an empty
+    reference is no title. ROUGE-2 is also 0 if either text has a single token.
     Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", sections 2 and 3.1, with beta = 1.
     """
 
@@ -110,9 +110,9 @@ class RougeChar(_Rouge):
 
 
 class RougeWord(_Rouge):
-    """ROUGE-1, ROUGE-2 and ROUGE-L F1 on jieba's words, HMM off (see WordTokenizer), means over the pairs, in [0, 1].
+    """ROUGE-1, ROUGE-2 and ROUGE-L F1 on jieba's words without HMM (see WordTokenizer), means over the pairs, in [0, 1].
 
-    Texts without tokens or with a single one score as in RougeChar. Here a short title can well be a single token.
+    Texts with no token or a single one score as in RougeChar. A short title can well be a single token here.
     """
 
     unit = "word"
@@ -120,22 +120,22 @@ class RougeWord(_Rouge):
 
 
 class ExactMatch(_TextMetric):
-    """Share of predictions that equal their reference, in [0, 1]; case, white space and full-width forms do not count.
+    """Share of predictions that equal their reference, in [0, 1]; case, white space and full-width forms are ignored.
 
-    A BERT vocabulary lower-cases and puts blanks between tokens. Punctuation does count. An empty prediction equals nothing,
-    as in RougeChar.
+    A BERT vocabulary lower-cases and puts blanks between tokens. Punctuation does count. An empty prediction equals no
+    reference, as in RougeChar.
     """
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        pairs = [(_plain(said), _plain(true)) for said, true in zip(predictions, references, strict=True)]
-        return {"exact_match": fmean(said == true != "" for said, true in pairs)}
+        pairs = [(_plain(text), _plain(true)) for text, true in zip(predictions, references, strict=True)]
+        return {"exact_match": fmean(text == true != "" for text, true in pairs)}
 
 
 class PredictionLength(_TextMetric):
-    """Mean length of the predictions in characters, white space at the ends left out; share of empty ones, in [0, 1]."""
+    """Mean length of the predictions in characters without surrounding white space; share of empty ones, in [0, 1]."""
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        lengths = [len(said.strip()) for said in predictions]
+        lengths = [len(text.strip()) for text in predictions]
         return {"mean_length": fmean(lengths), "empty_share": fmean(length == 0 for length in lengths)}
 
 

@@ -24,7 +24,7 @@ from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.preflight import check_parallel
 from hftune.errors import ConfigError
-from hftune.optim import build_optimizer, lr_at, num_warmup_steps
+from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.strategies.sharding import checkpoint_tensors, without_gradient
@@ -179,6 +179,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     if is_auto := recipe.train.micro_batch_size == "auto":
         batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
     num_steps = total_steps(recipe.train, batches)
+    check_schedule(recipe.train, num_steps, batches.num_steps)
     found = survey(batches, num_steps, dp_size)
     plan = Plan(
         recipe.recipe,
@@ -350,8 +351,14 @@ def add_model(
     plan.notices += recipe.task.notices(datasets, model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         as_fake(model, device)
-        optimizer = build_optimizer(model.train(), recipe.train)
-        make_optimizer_state(optimizer)
+        optimizer = build_optimizer(model.train(), recipe)
+        try:
+            make_optimizer_state(optimizer)
+        except NEEDS_VALUES as error:
+            plan.notices.append(
+                f"The memory cannot be estimated: train.optimizer={recipe.train.optimizer} {needs_values(error)}"
+            )
+            return
         tensors = checkpoint_tensors(model, optimizer)
         plan.disk = disk(
             recipe, plan, *(sum(value.nbytes for value in tensors[name].values()) for name in ("model", "optimizer"))

@@ -287,7 +287,7 @@ class Strategy(Collectives, Step):
     def optimizer_step(self, lr: float) -> None:
         optimizer = self.sharding.optimizer
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups
         optimizer.step()
         optimizer.zero_grad()
         scaler = self.accelerator.scaler

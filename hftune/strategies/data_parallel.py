@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
+from hftune.strategies.optimizer_state import KNOWN
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, refuse_unused, without_gradient
@@ -73,8 +74,11 @@ class DataParallel(Strategy):
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
         failed = False
         try:
-            # The optimizer allocates its moments in its first step; Adam has two of each parameter's size, others at most one.
-            missing = 0 if self.sharding.bare_optimizer.state else 2
+            # The optimizer allocates its moments in its first step: two of each parameter's size for Adam; three with amsgrad,
+            # and to be safe for optimizers that are not hftune's.
+            optimizer = self.sharding.bare_optimizer
+            most = 2 if type(optimizer) in KNOWN and not optimizer.defaults.get("amsgrad") else 3
+            missing = 0 if optimizer.state else most
             moments = [torch.empty_like(value) for value in parameters for _ in range(missing)]
             self._throwaway_backward(self.sharding.model, dataset, samples)  # past DDP, whose forward is collective
             del moments

@@ -22,6 +22,7 @@ from hftune.distributed.progress import Progress
 from hftune.strategies.base import StepBatch, StepReport, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
+from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.pipeline_stages import outermost_lists
 from hftune.strategies.sharding import Replicated, start_equal
 from hftune.task import Task
@@ -92,6 +93,7 @@ class ShardedWeights(Replicated):
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer, is_sharded=True)
         start_equal(model, self.group)
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
         self.meta_model = meta_copy(model)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hftune.config.sections import ParallelConfig
 from hftune.distributed.collectives import Collectives
 from hftune.strategies.meta_model import materialize, meta_copy
+from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import cut
 from hftune.strategies.sharding import Sharding, Tensors, moments, start_equal
 
@@ -69,6 +70,7 @@ class StagedWeights(Sharding):
         self.config, self.grid = config, grid
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer, is_staged=True)
         start_equal(model, self.group)
         self.meta_model = meta_copy(model)
         stages = cut(model, self.config.num_stages, self.config.split)
@@ -108,6 +110,9 @@ class StagedWeights(Sharding):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter in own]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if parameter not in own]:  # made when it was built
+            del optimizer.state[parameter]
+        self.initial_options = options_of(optimizer)
         for parameter in model.parameters():
             if parameter not in own:
                 parameter.data = parameter.new_empty(0)
@@ -132,6 +137,11 @@ class StagedWeights(Sharding):
             "model": {name: getattr(*place).detach() for name, place in self._own.items()},
             "optimizer": moments(self.parameters(), self.bare_optimizer),
         }
+
+    def plain_state(self) -> dict[str, Any]:
+        own = {key: value for key, value in super().plain_state().items() if self._is_first_owner(key.rpartition("/")[0])}
+        listed = self.group.gather_to_main([own] if self.grid.dp_rank == 0 else [])
+        return {key: value for part in listed or [] for key, value in part.items()}
 
     def expected(self) -> Mapping[str, Tensor]:
         whole = dict(self.meta_model.named_parameters()) | dict(self.meta_model.named_buffers())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hftune.distributed.collectives import Collectives
 from hftune.errors import TrainingError
+from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
 
 Tensors = dict[str, dict[str, Tensor]]
 """By group and name: "model" has parameters and buffers, "optimizer" has moments, named ``parameter/moment``."""
@@ -38,6 +39,8 @@ class Sharding(ABC):
     """What a training forward pass calls."""
     optimizer: torch.optim.Optimizer
     """Of what this process holds, possibly wrapped by Accelerate."""
+    initial_options: list[dict[str, Any]]
+    """Of the optimizer's parameter groups before the first step: a checkpoint holds those that the optimizer has changed."""
 
     def __init__(self, accelerator: Accelerator, group: Collectives):
         self.accelerator, self.group = accelerator, group
@@ -47,7 +50,10 @@ class Sharding(ABC):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep this process's part of a model that all processes have built, with the main process's weights. Collective.
 
-        Sets ``model``, ``wrapped`` and ``optimizer``.
+        Sets ``model``, ``wrapped``, ``optimizer`` and ``initial_options``.
+
+        Raises:
+            ConfigError: the optimizer cannot be saved, or spread in this way; see ``check_optimizer``.
         """
 
     @abstractmethod
@@ -60,6 +66,10 @@ class Sharding(ABC):
 
         Tied parameters have one name, the first.
         """
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return, on the main process, what the optimizer's state holds beside tensors, for the whole model. Collective."""
+        return plain_state(self.bare_optimizer, {value: name for name, value in self.parameters().items()})
 
     @abstractmethod
     def expected(self) -> Mapping[str, Tensor]:
@@ -116,13 +126,17 @@ class Sharding(ABC):
                 if key not in copies:
                     copies[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
                 copies[key].copy_(whole)
+        plain, values = self.plain_state(), {}
         if not self.group.is_main:
             return None
-        scaler = self.accelerator.scaler
-        if scaler is None:
-            return self._host, {}
-        values = scaler.state_dict()  # of a loss that is multiplied by the number of processes
-        return self._host, {"scaler": {**values, "scale": values["scale"] * self.group.num_processes}}
+        if plain:
+            values["optimizer_plain"] = plain
+        if any(changed := changed_options(self.bare_optimizer, self.initial_options)):
+            values["optimizer_options"] = changed
+        if (scaler := self.accelerator.scaler) is not None:
+            scaled = scaler.state_dict()  # of a loss that is multiplied by the number of processes
+            values["scaler"] = {**scaled, "scale": scaled["scale"] * self.group.num_processes}
+        return self._host, values
 
     def load_state(self, saved: SavedState | None) -> None:
         """Load what ``state`` returned, under any sharding and number of processes. Collective.
@@ -134,7 +148,9 @@ class Sharding(ABC):
             ValueError: on all processes, if names or shapes are not those of this model; the message names the first.
         """
         parameters, own, state = self.parameters(), self.tensors()["model"], self.bare_optimizer.state
-        incoming = self.group.on_main(lambda: self._describe(saved))
+        incoming, groups = self.group.on_main(lambda: self._describe(saved)), self.bare_optimizer.param_groups
+        # As in Optimizer.load_state_dict: the counter of steps is on the CPU unless the step is fused or captured.
+        on_device = {value for group in groups if group.get("fused") or group.get("capturable") for value in group["params"]}
         tensors: Tensors = {"model": {}, "optimizer": {}} if saved is None else saved[0]
         for name, shape, dtype in incoming["model"]:
             self.scatter(own.get(name), tensors["model"].get(name), shape, dtype)
@@ -143,11 +159,17 @@ class Sharding(ABC):
             parameter, value = parameters.get(name), None
             if parameter is not None and shape == parameter.shape:  # laid out and sharded like the parameter
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            elif parameter is not None:  # the step counter, which fused optimizers, as ours are, want beside the parameter
+            elif parameter is not None:  # a counter of steps, or rows and columns of a factored moment
                 value = torch.empty(shape, dtype=dtype, device=self.group.device)
             self.scatter(value, tensors["optimizer"].get(key), shape, dtype)
             if parameter is not None:
-                state[parameter][moment] = value
+                state[parameter][moment] = value.cpu() if moment == "step" and parameter not in on_device else value
+        for key, value in incoming.get("optimizer_plain", {}).items():
+            name, _, moment = key.rpartition("/")
+            if name in parameters:
+                state[parameters[name]][moment] = value
+        for group, changed in zip(groups, incoming.get("optimizer_options", [{}] * len(groups)), strict=True):
+            group.update(changed)
         scaler = self.accelerator.scaler
         if scaler is not None and "scaler" in incoming:
             values = incoming["scaler"]
@@ -168,6 +190,8 @@ class Replicated(Sharding):
     """Every process holds everything: one process, or DDP through Accelerate."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer)
+        self.initial_options = options_of(optimizer)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)
 

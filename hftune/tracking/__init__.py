@@ -1,1 +1,1 @@
-"""What a person sees of a run: terminal, metrics.jsonl, ledger, W&B, TensorBoard and MLflow."""
+"""The output of a run: terminal, metrics.jsonl, ledger, W&B, TensorBoard, MLflow and trackers of your own."""

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: a bar where there is one to draw on, plain lines elsewhere. Knows only numbers."""
+"""The output in the terminal: a progress bar if stderr is a terminal, plain lines otherwise. Independent of tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 
 class Console:
-    """Prints on the main process, is silent on the others."""
+    """Prints on the main process and is silent on the others."""
 
     def __init__(self, enabled: bool, num_steps: int, step: int = 0):
         self.enabled = enabled
@@ -22,7 +22,7 @@ class Console:
         self.bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True) if wanted else None
 
     def line(self, text: str) -> None:
-        """Print one line, above the bar where there is one."""
+        """Print one line, above the progress bar if there is one."""
         if not self.enabled:
             return
         if self.bar is not None:
@@ -37,7 +37,7 @@ class Console:
             self.bar.update(step - self.bar.n)
 
     def logged(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
-        """Print what was logged at a step; training values only without a bar, which shows them by itself."""
+        """Print what was logged at a step; training values only without a progress bar, which shows them itself."""
         part = next(iter(values)).partition("/")[0]
         if self.bar is None or part in ("eval", "test"):
             numbers = [f"{name.partition('/')[2]} {short(value)}" for name, value in values.items() if is_number(value)]
@@ -48,8 +48,8 @@ class Console:
         """Print a few predictions, each as a small table."""
         for sample in samples:
             if sample:
-                said = {name: short(value) if is_number(value) else one_line(str(value)) for name, value in sample.items()}
-                self.line("  " + table(said).lstrip() + "\n")
+                row = {name: short(value) if is_number(value) else one_line(str(value)) for name, value in sample.items()}
+                self.line("  " + table(row).lstrip() + "\n")
 
     def close(self) -> None:
         if self.bar is not None:
@@ -57,14 +57,14 @@ class Console:
 
 
 def print_any_character() -> None:
-    """Let output that is not UTF-8 show other characters as \\u4e2d: printing a sample must not end a training."""
+    """Make output that is not UTF-8 print other characters as \\u4e2d: printing a sample must not end a training."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not in a notebook, which shows everything
             stream.reconfigure(errors="backslashreplace")
 
 
 def hide_progress_bars() -> None:
-    """Silence the bars of datasets and transformers: where nobody draws them, a log would keep every redraw."""
+    """Hide the progress bars of datasets and transformers, of which a log would keep every redraw."""
     from datasets.utils import logging as datasets_logging
     from transformers.utils import logging as transformers_logging
 
@@ -73,7 +73,7 @@ def hide_progress_bars() -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether a metric is one number, as dashboards want it."""
+    """Return whether a metric is a single number, as trackers want it."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -103,6 +103,6 @@ def one_line(text: str, width: int = 88) -> str:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Lay out two columns."""
+    """Format two columns."""
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

@@ -1,4 +1,4 @@
-"""Puts pictures of samples into one file. Knows no task and no dashboard.
+"""Combines images of samples into one file. Independent of tasks and trackers.
 
 Shape suffixes: H and W height and width, C channels (red, green, blue).
 """

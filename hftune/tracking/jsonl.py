@@ -1,4 +1,4 @@
-"""JSON as every reader takes it, and files of one JSON object a line that grow with a run. Knows no metric."""
+"""JSON that every parser accepts, and files of one JSON object a line that grow with a run. Independent of metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hftune.checkpoints.atomic_files import named_where_it_fails, write_lines, w
 
 
 def strict_json(value: Any, **settings: Any) -> str:
-    """Spell a value as JSON, with null for numbers that JSON does not have: infinite ones and NaN."""
+    """Format a value as JSON, with null for numbers that JSON does not have: infinity and NaN."""
     return json.dumps(finite(value), allow_nan=False, **settings)
 
 
 def finite(value: Any) -> Any:
-    """Return plain data with None in place of numbers that are not finite."""
+    """Return plain data with None instead of numbers that are not finite."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -26,18 +26,18 @@ def finite(value: Any) -> Any:
 
 
 class LineFile:
-    """Appends lines; each is handed to the system whole before ``append`` returns."""
+    """Appends lines; each is written as a whole before ``append`` returns."""
 
     def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
-        """Replace what the file holds by ``lines``, and append from there on."""
+        """Replace the contents of the file by ``lines``, and append to them."""
         self.path = path
         with named_where_it_fails(path):
-            write_text(path, "".join(map(_spell, lines)))
+            write_text(path, "".join(map(_format, lines)))
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, line: Mapping[str, Any]) -> None:
         with named_where_it_fails(self.path):
-            self._file.write(_spell(line))
+            self._file.write(_format(line))
 
     def close(self) -> None:
         self._file.close()
@@ -63,7 +63,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[],
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file, if it is there, up to the first that a kill or a loss of power left as no JSON."""
+    """Read the lines of a file, if it exists, up to the first that is no JSON, as a kill or a power failure can leave it."""
     lines: list[dict[str, Any]] = []
     if not path.is_file():
         return lines
@@ -76,5 +76,5 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _spell(line: Mapping[str, Any]) -> str:
+def _format(line: Mapping[str, Any]) -> str:
     return f"{strict_json(line)}\n"

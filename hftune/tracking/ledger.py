@@ -1,7 +1,7 @@
-"""ledger.jsonl: what each step was computed from, and the audit that proves from it that no sample was lost or used twice.
+"""ledger.jsonl: the samples of each step, and the audit that proves from it that no sample was lost or used twice.
 
-One line a step with the digest of the samples that the processes computed; one line each time that training begins or goes on.
-Knows no model and no process.
+One line for each step with the digest of the samples that the processes computed, and one each time training starts or resumes.
+Independent of models and processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Ledger:
     path: Path
 
     def begin(self, step: int, plan: BatchPlan, world_size: int) -> None:
-        """Note that training begins, or goes on after ``step``; what was noted of later steps is dropped."""
+        """Record that training starts, or resumes after ``step``; lines of later steps are dropped."""
         lines = [line for line in read_lines(self.path) if line.get("step", line.get("after_step", 0)) <= step]
         facts = {"num_samples": plan.num_samples, "batch_size": plan.batch_size, "seed": plan.seed}
         bounds = {"micro_batch_size": plan.micro_batch_size, "micro_batch_tokens": plan.micro_batch_tokens}
@@ -48,7 +48,7 @@ class Ledger:
 
 @dataclass
 class Audit:
-    """What an audit found."""
+    """The result of an audit."""
 
     steps: int = 0
     whole_epochs: int = 0
@@ -56,16 +56,16 @@ class Audit:
     samples: int = 0
     """Samples used, each as often as it was."""
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """Where training began and went on: after_step, world_size, micro_batch_size, micro_batch_tokens."""
+    """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
     problems: list[str] = field(default_factory=list)
-    """Empty where the ledger proves what was promised."""
+    """Empty if the ledger proves that no sample was lost or used twice."""
 
 
 def audit(folder: str | Path) -> Audit:
     """Prove from an output folder's ledger that each finished epoch used every sample exactly once, and no step twice.
 
-    The plan is computed anew from its few parameters; its epochs are checked to hold every sample once, and each step's
-    samples to have the digest of those that the processes computed, whatever their number.
+    The plan is computed again from its few parameters. Each of its epochs must hold every sample once, and each step's samples
+    must have the digest of those that the processes computed.
 
     Raises:
         ConfigError: there is no ledger, or it cannot be read.

@@ -1,7 +1,7 @@
-"""One run at MLflow: parameters, metrics, files and the model. Knows no training, which a server that dies does not stop.
+"""One run at MLflow: parameters, metrics, files and the model. Independent of training, which continues if the server dies.
 
-Not accelerate's MLflowTracker: it drops long parameters, raises in the middle of training where the server is gone, and cannot
-go on with a run whose recipe has changed.
+Not Accelerate's MLflowTracker: it drops long parameters, raises in the middle of training if the server is gone, and cannot
+continue a run whose recipe has changed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from accelerate.tracking import GeneralTracker
+import numpy as np
 
 from hftune.config import Recipe
+from hftune.config.recipe import flat
 from hftune.errors import ConfigError
+from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 STORE = Path("outputs/mlflow.db")
-"""Where runs are kept if nobody says otherwise; their files lie beside it, in mlflow-artifacts."""
+"""The default store; the files of the runs lie beside it, in mlflow-artifacts."""
 FILES = ("recipe.yaml", "metrics.jsonl", "result.json", "predictions.jsonl")
 SEND_S = 1.0  # a request takes 25 ms, a step may take less: what one second brought is sent together
 RETRY_S = 60.0  # between two attempts to reach a server that does not answer
@@ -36,11 +38,11 @@ MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # in one request, and char
 
 
 def prepare_mlflow() -> None:
-    """Set what MLflow reads when it is imported: nothing is reported home, and only errors are told."""
+    """Set what MLflow reads on import: no telemetry, and only errors are logged."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each attempt; see _forgiven
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt; see _forgiven
 
 
 def tracking_uri() -> str:
@@ -51,7 +53,7 @@ def tracking_uri() -> str:
 
 
 def check_mlflow() -> None:
-    """Ask the store whether it is there.
+    """Check that the store answers.
 
     Raises:
         ConfigError: it does not answer within ten seconds, or refuses.
@@ -71,7 +73,7 @@ def _connect(uri: str) -> MlflowClient:
 
 @contextmanager
 def named_where_it_refuses(uri: str) -> Iterator[None]:
-    """Wait for the store but briefly, and say what to do where it fails.
+    """Wait for the store only briefly, and say what to do if it fails.
 
     Raises:
         ConfigError: the block could not reach the store, or was refused.
@@ -90,7 +92,7 @@ def named_where_it_refuses(uri: str) -> Iterator[None]:
 
 @contextmanager
 def briefly() -> Iterator[None]:
-    """Let requests fail within ten seconds, where MLflow would try for many minutes; unless the user has set it."""
+    """Let requests fail within ten seconds unless the user has set this; MLflow would retry for many minutes."""
     ours = {name: value for name, value in PATIENCE.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -100,22 +102,15 @@ def briefly() -> Iterator[None]:
             del os.environ[name]
 
 
-class MlflowRun(GeneralTracker):
-    """A run at MLflow, made by ``start`` or gone on with; holds in the end every line of metrics.jsonl. Main process only.
+class MlflowRun(TrackerBackend):
+    """A run at MLflow; holds in the end every line of metrics.jsonl, whether the server was there all the time or not."""
 
-    Args:
-        run_id: of the run to go on with. None, or one that the store does not know: a new one.
-        lines: of metrics.jsonl so far; those that the run lacks are sent after.
-    """
+    run_id: str | None = None
 
-    name = "mlflow"
-    requires_logging_directory = False
-
-    def __init__(self, recipe: Recipe, run_id: str | None, lines: Iterable[Mapping[str, Any]]):
-        super().__init__()
-        self.recipe, self.run_id, self.uri = recipe, run_id, tracking_uri()
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        self.uri = tracking_uri()
         self.client = _connect(self.uri)
-        self._earlier = list(lines)
         self._params: Mapping[str, str] = {}  # that the run has, and cannot change
         self._known: set[tuple[str, int, float]] = set()  # metrics that it had before
         self._unsent: list[Any] = []
@@ -123,30 +118,32 @@ class MlflowRun(GeneralTracker):
         self._is_lost = False
         self._monitor: SystemMetricsMonitor | None = None  # until start has made it
 
-    @property
-    def tracker(self) -> MlflowClient:
-        return self.client
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        check_mlflow()
 
-    def start(self) -> None:
-        """Make the run, or open it again.
+    def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
+        """Create the run, or reopen the earlier one if the store has it; send the lines of metrics.jsonl that it lacks.
 
         Raises:
             ConfigError: the store does not answer any more, or refuses.
         """
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+        self.run_id = earlier.run_id
         with named_where_it_refuses(self.uri):
             is_new = not self._reopen()
             if is_new:
                 self._create()
-            for line in self._earlier:
-                self.log(line, line["step"])
+            for line in earlier.lines:
+                self.log(line["step"], line)
             self._send()
         self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=not is_new, tracking_uri=self.uri)
         self._monitor.start()
+        self._log_params({name: str(value) for name, value in flat(config).items()})
 
     def _reopen(self) -> bool:
-        """Take up the earlier run, with what it has; say whether it is there."""
+        """Reopen the earlier run with what it has; return whether the store has it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -171,7 +168,7 @@ class MlflowRun(GeneralTracker):
         self.run_id = self.client.create_run(self._experiment_id(), tags=resolve_tags(), run_name=name).info.run_id
 
     def _experiment_id(self) -> str:
-        """Find or make the experiment: ``track.project``, unless MLflow's own environment variables name another."""
+        """Find or create the experiment: ``track.project``, unless MLflow's own environment variables name one."""
         from mlflow.exceptions import MlflowException
 
         if experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID"):
@@ -190,8 +187,8 @@ class MlflowRun(GeneralTracker):
                 raise
             return self.client.get_experiment_by_name(name).experiment_id  # another run has just made it
 
-    def store_init_configuration(self, values: Mapping[str, str]) -> None:
-        """Record the recipe's keys as parameters; one that has changed since the run began, as a tag of that name."""
+    def _log_params(self, values: Mapping[str, str]) -> None:
+        """Record the recipe's keys as parameters; a key that has changed since the run began, as a tag of that name."""
         from mlflow.entities import Param, RunTag
 
         values = {_clean(name): _cut(value) for name, value in values.items()}
@@ -203,7 +200,7 @@ class MlflowRun(GeneralTracker):
                 self.client.log_batch(self.run_id, params=new[batch], tags=changed[batch])
             self.client.log_artifact(self.run_id, str(self._path("recipe.yaml")))
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of one step; they are sent once a second."""
         from mlflow.entities import Metric
 
@@ -214,22 +211,19 @@ class MlflowRun(GeneralTracker):
         if time.monotonic() >= self._send_at:
             self._send()
 
-    def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Show rows, all with the same fields, as a table."""
+    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         data = {name: [row[name] for row in rows] for name in rows[0]}
         if not self._is_lost:
             with self._forgiven():
                 self.client.log_table(self.run_id, data, f"samples/step_{step:08d}.json")
 
-    def log_images(self, values: Mapping[str, Any], step: int) -> None:
-        """Show the first picture (H, W, 3) uint8 of each value."""
+    def log_images(self, step: int, pixels_HWC: np.ndarray) -> None:
         if not self._is_lost:
             with self._forgiven():
-                for pixels_HWC, *_ in values.values():
-                    self.client.log_image(self.run_id, pixels_HWC, f"samples/step_{step:08d}.png")
+                self.client.log_image(self.run_id, pixels_HWC, f"samples/step_{step:08d}.png")
 
-    def finish(self) -> None:
-        """Send the files and the model, and close the run. Where the server is gone, say what it lacks."""
+    def close(self) -> None:
+        """Send the files and the model, and close the run. If the server is gone, say what it lacks."""
         self._send()
         if not self._is_lost:
             with self._forgiven():
@@ -252,7 +246,7 @@ class MlflowRun(GeneralTracker):
             )
 
     def _log_model(self) -> None:
-        """Send the model. Training is done and saved by now: whatever is wrong with this copy of it is told, and no more."""
+        """Send the model. Training is done and saved by now, so whatever is wrong with this copy is only reported."""
         from hftune.tracking.mlflow_model import log_model
 
         try:
@@ -284,7 +278,7 @@ class MlflowRun(GeneralTracker):
 
     @contextmanager
     def _forgiven(self, is_known: bool = False, is_brief: bool = True) -> Iterator[None]:
-        """Go on where the server fails, and say so unless it is known."""
+        """Continue if the server fails, and say so unless it is known."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -312,7 +306,7 @@ def _cut(value: str) -> str:
 
 
 def _without_password(uri: str) -> str:
-    """Return an address without what may be secret in it: user and password, and the values of a query.
+    """Return an address without its possible secrets: user and password, and the values of a query.
 
     A password should spell / and @ as %2F and %40, but does not always: everything up to the last @ goes.
     """
@@ -325,7 +319,7 @@ def _without_password(uri: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what lies at the bottom: requests, urllib3 and MLflow each wrap it in a paragraph of their own."""
+    """Return the root cause: requests, urllib3 and MLflow each wrap it in a paragraph of their own."""
     root = error
     while (cause := root.__cause__ or root.__context__) is not None:
         root = cause

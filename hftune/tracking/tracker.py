@@ -1,139 +1,143 @@
-"""metrics.jsonl always, dashboards through Accelerate where wanted. Main process only; knows no model and no data."""
+"""metrics.jsonl always, and the trackers of ``track.with``. Main process only; independent of model and data."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 
-from hftune.config.recipe import Recipe, flat
+from hftune.config.importing import import_named
+from hftune.config.recipe import Recipe
+from hftune.config.sections import is_dotted
 from hftune.errors import ConfigError
+from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number
 from hftune.tracking.jsonl import LineFile, finite, read_lines
-from hftune.tracking.mlflow_tracker import MlflowRun, check_mlflow
+
+TRACKERS = {
+    "wandb": "hftune.tracking.wandb_tracker.WandbRun",
+    "mlflow": "hftune.tracking.mlflow_tracker.MlflowRun",
+    "tensorboard": "hftune.tracking.tensorboard_tracker.TensorBoardRun",
+}
+"""The classes of the trackers with a bare name, imported when a recipe names them. hftune.config.sections lists the names."""
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Look, before anything is loaded, whether each dashboard can be reached.
+    """Find out, before anything is loaded, whether each tracker can be used.
 
     Raises:
-        ConfigError: a package is not installed, W&B has no key, or MLflow's store does not answer.
+        ConfigError: a package is not installed, W&B has no key, MLflow's store does not answer, or a class is no tracker.
     """
     for name in recipe.track.with_:
+        tracker_class(name).check(recipe)
+
+
+def tracker_class(name: str) -> type[TrackerBackend]:
+    """Return the class that a name in ``track.with`` stands for.
+
+    Raises:
+        ConfigError: its package is not installed, it cannot be imported, or it is not a TrackerBackend.
+    """
+    if not is_dotted(name):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: just a folder of that name, such as the logs of earlier runs
             package = "wandb" if name == "wandb" else f'"hftune[{name}]"'
             raise ConfigError(f"track.with={name} needs a package that is not installed: pip install {package}.")
-    if "wandb" in recipe.track.with_ and os.environ.get("WANDB_MODE", "online") == "online":
-        _log_in_to_wandb()
-    if "mlflow" in recipe.track.with_:
-        check_mlflow()
-
-
-def _log_in_to_wandb() -> None:
-    import wandb
-
-    way_out = "or set WANDB_MODE=offline and upload later with `wandb sync`"
-    try:
-        has_key = wandb.login(prompt=False)  # asks the server whether it knows the key
-    except wandb.errors.AuthenticationError as error:
-        raise ConfigError(f"track.with=wandb: {error} Check key and network, {way_out}.") from error
-    if not has_key:
-        raise ConfigError(f"track.with=wandb: no W&B key is known. Run `wandb login`, set WANDB_API_KEY, {way_out}.")
+    module, _, attribute = TRACKERS.get(name, name).rpartition(".")
+    found = import_named("track.with", name, module, attribute)
+    if not (isinstance(found, type) and issubclass(found, TrackerBackend)):
+        raise ConfigError(f"track.with={name} is not a subclass of hftune.TrackerBackend.")
+    return found
 
 
 class Tracker:
-    """Appends to metrics.jsonl and passes numbers on to the dashboards. Its methods are called on the main process only."""
+    """Appends to metrics.jsonl and passes numbers on to the trackers. Its methods are called on the main process only."""
 
-    def __init__(self, accelerator: Accelerator, recipe: Recipe):
-        self.accelerator = accelerator
+    def __init__(self, recipe: Recipe):
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
+        self._trackers: dict[str, TrackerBackend] = {}
+        self._failed: set[str] = set()
 
     def start(
         self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str], commits: Mapping[str, str]
     ) -> None:
-        """Open metrics.jsonl and the dashboards.
+        """Open metrics.jsonl and the trackers.
 
         Args:
-            step: after which training goes on; what was logged of later ones is dropped, and of a test, which the end makes.
+            step: after which training resumes; lines of later steps are dropped, and those of a test, which the end makes.
             is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
-            run_ids: of the dashboards' runs that go on; see ``run_ids``.
-            commits: of what was loaded from the Hub; they join the recipe in the dashboards' configuration.
+            run_ids: of the trackers' runs that are continued; see ``run_ids``.
+            commits: of what was loaded from the Hub; they join the recipe in the trackers' configuration.
+
+        Raises:
+            ConfigError: a tracker does not start.
         """
         lines = read_lines(self.path) if step else []
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
         self._file = LineFile(self.path, lines)
-        wandb = {"name": recipe.track.run_name or recipe.recipe, "dir": recipe.output_dir, "save_code": False}
-        if run_id := run_ids.get("wandb"):
-            wandb |= {"id": run_id, "resume": "allow"}
-        tensorboard = {"purge_step": step + 1} if step else {}
-        if "mlflow" in recipe.track.with_:
-            self.accelerator.log_with.append(MlflowRun(recipe, run_ids.get("mlflow"), lines))
-        self.accelerator.init_trackers(recipe.track.project, init_kwargs={"wandb": wandb, "tensorboard": tensorboard})
-        for tracker in self.accelerator.trackers:
-            # TensorBoard and MLflow take numbers and texts only; W&B shows a nested config as it is.
-            config = {**recipe.to_dict(), "commits": dict(commits)}
-            if tracker.name != "wandb":
-                config = {name: str(value) for name, value in flat(config).items()}
-            tracker.store_init_configuration(config)
+        for name in recipe.track.with_:
+            tracker = tracker_class(name)(recipe)
+            self._trackers[name] = tracker  # abandon closes what has been opened by then
+            try:
+                tracker.start({**recipe.to_dict(), "commits": dict(commits)}, EarlierRun(step, run_ids.get(name), lines))
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a tracker's package raises
+                self._failed.add(name)
+                raise ConfigError(f"track.with={name} does not start: {_reason(error)}.") from error
 
     def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
         """Record values of one step; ``epoch`` counts finished passes, with a fraction. What is not finite becomes null."""
-        epoch = round(epoch, 6)  # here as in the file, from which a run that goes on tells the dashboards again
+        epoch = round(epoch, 6)  # here as in the file, from which a resumed run sends the trackers what they lack
         values = finite(values)
         self._file.append({"step": step, "epoch": epoch, **values})
-        numbers = {name: value for name, value in values.items() if is_number(value)}
-        for tracker in self.accelerator.trackers:
-            tracker.log({"epoch": epoch, **numbers}, step=step)
+        numbers = {"epoch": epoch, **{name: value for name, value in values.items() if is_number(value)}}
+        self._each(lambda tracker: tracker.log(step, numbers))
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Show samples, all with the same fields, as a table at the dashboards that can."""
-        if not samples or not samples[0]:
-            return
-        columns = list(samples[0])
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "wandb":
-                tracker.log_table("eval/samples", columns=columns, data=[[*row.values()] for row in samples], step=step)
-            elif tracker.name == "mlflow":
-                tracker.log_table(step, samples)
-            elif tracker.name == "tensorboard":  # which reads Markdown
-                lines = [columns, ["---"] * len(columns), *([cell(value) for value in row.values()] for row in samples)]
-                text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-                tracker.log({"eval/samples": text}, step=step)
+        """Show samples, all with the same fields, as a table."""
+        if samples and samples[0]:
+            self._each(lambda tracker: tracker.log_table(step, samples))
 
     def log_picture(self, step: int, pixels_HWC: np.ndarray) -> None:
-        """Show a picture, uint8, at the dashboards."""
-        for tracker in self.accelerator.trackers:
-            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images({"eval/pictures": pixels_HWC[None]}, step=step, **layout)
+        """Show a picture, uint8."""
+        self._each(lambda tracker: tracker.log_images(step, pixels_HWC))
 
     def run_ids(self) -> dict[str, str]:
-        """Return what finds the dashboards' runs again."""
-        ids = {"wandb": lambda tracker: tracker.run.id, "mlflow": lambda tracker: tracker.run_id}
-        return {tracker.name: ids[tracker.name](tracker) for tracker in self.accelerator.trackers if tracker.name in ids}
+        """Return what finds the trackers' runs again."""
+        found: dict[str, str] = {}
+        for name, tracker in self._trackers.items():
+            self._guarded(name, lambda name=name, tracker=tracker: found.update({name: tracker.run_id}))
+        return {name: run_id for name, run_id in found.items() if run_id is not None}
 
     def close(self) -> None:
-        """Close the dashboards."""
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        """Close the trackers."""
+        self._each(lambda tracker: tracker.close())
 
     def abandon(self) -> None:
-        """Close the dashboards of a run that failed."""
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "wandb":
-                tracker.tracker.finish(exit_code=1)
-            elif tracker.name == "mlflow":
-                tracker.abandon()
-            else:
-                tracker.finish()
+        """Close the trackers of a run that failed."""
+        self._each(lambda tracker: tracker.abandon())
+
+    def _each(self, call: Callable[[TrackerBackend], None]) -> None:
+        for name, tracker in self._trackers.items():
+            if name not in self._failed:
+                self._guarded(name, lambda tracker=tracker: call(tracker))
+
+    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+        """Call a tracker. If it fails, warn once and leave it alone from then on: training is worth more than its dashboard."""
+        try:
+            call()
+        except Exception as error:  # whatever a tracker's package raises
+            self._failed.add(name)
+            print(
+                f"track.with={name} failed: {_reason(error)}. Training continues without it; {self.path} has everything.",
+                flush=True,
+            )
 
 
-def cell(value: Any) -> str:
-    """Spell a value so that it stays within its cell of a Markdown table."""
-    return " ".join(str(value).replace("|", "\\|").split())
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")

@@ -27,10 +27,11 @@ SIGKILL_MARGIN_S = 10
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """Copies an example's folder, so that its outputs lie elsewhere, and makes it the current one."""
+    """Copies the examples, so that outputs lie elsewhere, and makes the folder of one the current one."""
 
     def enter(name: str) -> Path:
-        shutil.copytree(EXAMPLES / name, folder := tmp_path / name)
+        shutil.copytree(EXAMPLES, tmp_path / "examples", dirs_exist_ok=True)
+        folder = tmp_path / "examples" / name
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.delitem(sys.modules, "moons", raising=False)
@@ -56,14 +57,14 @@ def test_the_table_names_every_example_and_every_name_exists():
 
 def test_the_commands_in_the_table_are_accepted(example):
     commands = re.findall(r"`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     trained = [command.split(" && ") for command in commands if "hftune train" in command]
     for place, command in trained:
         example(place.removeprefix("cd examples/"))
         name, words = hftune_words(command.split())
         Recipe.from_argv(cli.parse([name, *words]).words)
     named = {word for command in commands for word in command.split() if word.startswith("examples/")}
-    assert len(trained) == 2 and all(
+    assert len(trained) == 3 and all(
         (EXAMPLES.parent / word).is_file() for word in named - {"examples/own_task"} if "." in word
     )
 

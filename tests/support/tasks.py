@@ -377,6 +377,16 @@ class NextToken(Task):
 
 
 @dataclass
+class SlowEmbedding(NextToken):
+    """The embeddings learn at a tenth of the rate."""
+
+    def parameter_groups(self, model: nn.Module, config: Any) -> list[dict[str, Any]]:
+        slow = [*model.get_input_embeddings().parameters()]
+        rest = [value for value in model.parameters() if value is not slow[0]]
+        return [{"params": slow, "lr": 0.1 * config.lr}, {"params": rest}]
+
+
+@dataclass
 class StoppedWhileEvaluated(NextToken):
     """The process that scores gets SIGTERM in the first evaluation of a folder's first run."""
 

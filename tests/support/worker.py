@@ -102,7 +102,7 @@ def weighed(folder: Path) -> Iterator[None]:
         found = {"weights": own(parameters), "gradient": own(value.grad for value in parameters)}
         original(self, lr)
         state = self.sharding.bare_optimizer.state
-        found["moments"] = own(value for values in state.values() for value in values.values() if value is not None)
+        found["moments"] = own(value for values in state.values() for value in values.values() if hasattr(value, "ndim"))
         if not (path := folder.with_name(f"{folder.name}-bytes-{self.process_index}.json")).exists():
             path.write_text(json.dumps(found))
 

@@ -363,7 +363,7 @@ def test_recipes_that_build_on_each_other_are_refused(write, tmp_path):
     write("a.yaml", "base: b.yaml")
     write("b.yaml", "base: a.yaml")
     assert refusal(f"recipe={tmp_path}/a.yaml") == (
-        f"base=a.yaml leads back to {tmp_path}/a.yaml: a recipe cannot build on itself. ({tmp_path}/b.yaml)"
+        f"base=a.yaml leads back to {tmp_path}/a.yaml: a recipe cannot be its own base. ({tmp_path}/b.yaml)"
     )
 
 
@@ -395,7 +395,7 @@ def test_a_section_given_twice_is_refused(write):
 
 def test_a_file_that_is_a_list_is_not_a_recipe(write):
     path = write("list.yaml", "- a\n- b\n")
-    assert refusal(f"recipe={path}") == f"{path} is not a recipe: its top level must be keys such as task: and train:."
+    assert refusal(f"recipe={path}") == f"{path} is not a recipe: at its top level it needs keys such as task: and train:."
 
 
 # Arguments
@@ -451,7 +451,7 @@ def test_a_key_without_its_section_suggests_the_full_one(plain, key, full_key):
 @pytest.mark.parametrize(
     ("key", "known"),
     [
-        ("eval.xyz", "Keys of eval: every, batch_size, metric, greater_is_better, show_samples."),
+        ("eval.xyz", "Keys of eval: every, batch_size, metric, metrics, greater_is_better, show_samples."),
         ("track.xyz", "Keys of track: with, project, run_name."),
         ("xyz", SECTIONS),
         ("xyz.uvw", SECTIONS),
@@ -535,14 +535,29 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("train.schedule=cosin", "train.schedule='cosin' is not one of linear, cosine, constant, step. Did you mean 'cosine'?"),
-        ("train.schedule=stair", "train.schedule='stair' is not one of linear, cosine, constant, step."),
-        ("train.schedule=null", "train.schedule=null is not one of linear, cosine, constant, step."),
-        ("train.optimizer=adaw", "train.optimizer='adaw' is not one of adamw, adam, sgd. Did you mean 'adamw'?"),
-        ("train.optimizer=AdamW", "train.optimizer='AdamW' is not one of adamw, adam, sgd. Did you mean 'adamw'?"),
+        (
+            "train.schedule=cosin",
+            "train.schedule='cosin' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?",
+        ),
+        (
+            "train.schedule=stair",
+            "train.schedule='stair' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule.",
+        ),
+        ("train.schedule=null", "train.schedule=null is not a text, such as linear."),
+        (
+            "train.optimizer=adaw",
+            "train.optimizer='adaw' is not one of adamw, adam, sgd, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
+        ),
+        (
+            "train.optimizer=AdamW",
+            "train.optimizer='AdamW' is not one of adamw, adam, sgd, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
+        ),
         ("train.mixed_precision=fp61", "train.mixed_precision='fp61' is not one of no, bf16, fp16. Did you mean 'fp16'?"),
         ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16."),
-        ("track.with=[wanb]", "track.with='wanb' is not one of wandb, mlflow, tensorboard. Did you mean 'wandb'?"),
+        (
+            "track.with=[wanb]",
+            "track.with='wanb' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
+        ),
     ],
 )
 def test_a_wrong_choice_lists_the_choices_and_suggests_the_nearest(plain, word, message):
@@ -581,8 +596,8 @@ def test_a_wrong_type_in_a_file_names_the_file(write):
         ("train.momentum=-0.1", "train.momentum=-0.1 must not be negative."),
         ("train.eps=-1e-8", "train.eps=-1e-08 must not be negative."),
         ("train.num_workers=-1", "train.num_workers=-1 must not be negative."),
-        ("train.dead_after_s=2", "train.dead_after_s=2.0 must be at least 3: processes give a sign of life once a second."),
-        ("train.stall_after_s=0", "train.stall_after_s=0.0 must be at least 3: processes give a sign of life once a second."),
+        ("train.dead_after_s=2", "train.dead_after_s=2.0 must be at least 3: processes send a heartbeat once a second."),
+        ("train.stall_after_s=0", "train.stall_after_s=0.0 must be at least 3: processes send a heartbeat once a second."),
         ("train.betas=[0.9,1]", "train.betas=[0.9, 1.0] must both lie in [0, 1)."),
         ("train.warmup_ratio=1", "train.warmup_ratio=1.0 must lie in [0, 1): it is a share of all steps."),
         ("train.warmup_ratio=-0.1", "train.warmup_ratio=-0.1 must lie in [0, 1): it is a share of all steps."),
@@ -639,7 +654,7 @@ def test_all_problems_are_listed_at_once(plain):
         "  train.batch_size=0 must be at least 1.\n"
         "  train.clip_norm=-1.0 must be above 0; null turns clipping off.\n"
         "  eval.every='never' is neither a number of steps nor 'epoch' nor, say, '2 epochs'.\n"
-        "  track.with='x' is not one of wandb, mlflow, tensorboard."
+        "  track.with='x' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker."
     )
 
 
@@ -661,12 +676,12 @@ def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
         (lambda: TrainConfig(lr=0.0), "train.lr=0.0 must be above 0."),
         (
             lambda: TrainConfig(schedule="cosin"),
-            "train.schedule='cosin' is not one of linear, cosine, constant, step. Did you mean 'cosine'?",
+            "train.schedule='cosin' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?",
         ),
         (lambda: EvalConfig(every=0), "eval.every=0 must be at least 1."),
         (
             lambda: TrackConfig(with_=["wanb"]),
-            "track.with='wanb' is not one of wandb, mlflow, tensorboard. Did you mean 'wandb'?",
+            "track.with='wanb' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
         ),
         (
             lambda: TrainConfig(batch_size=0, epochs=0),
@@ -744,7 +759,7 @@ def test_a_metric_of_a_task_of_ones_own_is_checked_too(write, own_tasks):
 )
 def test_a_direction_that_contradicts_the_metric_is_refused(metric, said, better):
     assert refusal("recipe=yelp_demo", f"eval.metric={metric}", f"eval.greater_is_better={said}") == (
-        f"eval.greater_is_better={said} contradicts eval.metric={metric}, which is better the {better} it is. "
+        f"eval.greater_is_better={said} contradicts eval.metric={metric}: {better} values are better. "
         "Leave eval.greater_is_better out, or set it to null."
     )
 
@@ -773,7 +788,7 @@ def test_a_metric_without_a_direction_needs_it_said(write, own_tasks, type_, met
     write("own_tasks.py", OWN_TASKS.replace("class Whole", "@dataclass\nclass Whole"))
     path = write("mine.yaml", f"task: {{type: own_tasks.{type_}}}\neval: {{metric: {metric}}}")
     assert refusal(f"recipe={path}") == (
-        f"eval.metric={metric}: {type_} does not say whether more of it is better. Set eval.greater_is_better to true or false, "
+        f"eval.metric={metric}: {type_} does not declare whether greater is better. Set eval.greater_is_better to true or false, "
         f'or give {type_} metric_directions = {{"{metric}": "max"}}, or "min". ({path})'
     )
     for said in (True, False):
@@ -926,7 +941,7 @@ def test_what_cannot_be_replaced_is_named_with_its_file(above, text, message):
 
 def test_replacing_without_a_base_is_refused(write):
     path = write("mine.yaml", PLAIN + "replace: [train]")
-    assert refusal(f"recipe={path}") == f"replace=['train'] is for what a base sets, and there is no base. ({path})"
+    assert refusal(f"recipe={path}") == f"replace=['train'] has no effect without a base. ({path})"
 
 
 def test_a_schedule_chosen_above_a_base_does_without_the_keys_of_the_base_s_schedule(write):
@@ -1017,7 +1032,7 @@ def test_a_text_from_the_environment_is_used_and_written_nowhere(plain, secret, 
 
 def test_a_secret_in_the_wrong_place_is_not_shown(plain, secret):
     assert refusal(f"recipe={plain}", "train.lr=${oc.env:A_TOKEN}") == (
-        "train.lr: the value that it refers to is of a wrong type."
+        "train.lr: the value that it refers to has the wrong type."
     )
     assert refusal(f"recipe={plain}", "train.lr=${oc.env:NO_SUCH}") == "train.lr: the environment variable NO_SUCH is not set."
 
@@ -1058,7 +1073,7 @@ def test_spark_tasks_get_the_variables_that_a_recipe_names(plain, secret):
 BAD_MODULES = {
     "leaves": (
         "import sys\nsys.exit(0)\n",
-        "importing leaves calls sys.exit(0); put what it runs under if __name__ == '__main__': ({path}, line 2)",
+        "importing leaves calls sys.exit(0); move the code that it runs under if __name__ == '__main__': ({path}, line 2)",
     ),
     "broken": ("def f(:\n", "invalid syntax (broken.py, line 1)"),
     "raises": ("raise RuntimeError('no GPU')\n", "RuntimeError: no GPU ({path}, line 1)"),
@@ -1133,6 +1148,15 @@ TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrot
         ("task: {type: payload.Evil}", "task.type=payload.Evil"),
         (PLAIN.replace("hftune.data.demo:reviews", "payload:rows"), "task.dataset=payload:rows"),
         ("task: {type: ImageRestoration, network: payload.Net}", "task.network=payload.Net"),
+        (f"{PLAIN}train: {{optimizer: payload.Lion}}", "train.optimizer=payload.Lion"),
+        (
+            f"{PLAIN}train: {{optimizer: torch.optim.lr_scheduler.LambdaLR}}",
+            "train.optimizer=torch.optim.lr_scheduler.LambdaLR",
+        ),
+        (f"{PLAIN}train: {{schedule: payload.f}}", "train.schedule=payload.f"),
+        (f"{PLAIN}eval: {{metrics: [payload.f]}}", "eval.metrics=payload.f"),
+        (f"{PLAIN}eval: {{metrics: [somebody/metric]}}", "eval.metrics=somebody/metric"),
+        (f"{PLAIN}track: {{with: [payload.Tracker]}}", "track.with=payload.Tracker"),
     ],
 )
 def test_code_of_a_recipe_that_is_not_trusted_is_not_imported(write, elsewhere, text, named):
@@ -1143,6 +1167,78 @@ def test_code_of_a_recipe_that_is_not_trusted_is_not_imported(write, elsewhere, 
         Recipe.load(path, trust_code=False)
     assert str(caught.value) == f"{named} ({path}) is not hftune's own code, and importing it would run it. {TRUST}"
     assert "payload" not in sys.modules
+
+
+def test_torchs_own_optimizers_need_no_trust(write):
+    path = write("recipe.yaml", f"{PLAIN}train: {{optimizer: torch.optim.RMSprop}}")
+    assert Recipe.load(path, trust_code=False).train.optimizer == "torch.optim.RMSprop"
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("train: {optimizer: code_beside.Lion}", "code_beside"),
+        ("train: {schedule: code_beside.f}", "code_beside"),
+        ("eval: {metrics: [code_beside.f]}", "code_beside"),
+        ("track: {with: [code_beside.Tracker]}", "code_beside"),
+    ],
+)
+def test_code_of_every_section_is_found_next_to_its_recipe(write, elsewhere, section, name):
+    write(f"{name}.py", "Lion = Tracker = f = 1\n")
+    path = write("mine.yaml", PLAIN + section)
+    Recipe.load(path)
+    assert sys.path[-1] == str(path.parent)
+
+
+def test_keys_of_another_optimizer_in_the_base_are_dropped(write):
+    write("below.yaml", PLAIN + "train: {optimizer: adamw, betas: [0.9, 0.95], weight_decay: 0.1}")
+    above = Recipe.load(write("above.yaml", "base: below.yaml\ntrain: {optimizer: torch.optim.RMSprop}"))
+    assert (above.train.betas, above.train.weight_decay) == ((0.9, 0.999), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("train.optimizer=torch.optim.RMSprop", "train.momentum=0.9"),
+            "train.momentum=0.9 is for train.optimizer=sgd. Give torch.optim.RMSprop its arguments in train.optimizer_args.",
+        ),
+        (
+            ("train.optimizer_args={lr: 0.1}",),
+            "train.optimizer_args.lr does not belong there: set train.lr instead.",
+        ),
+        (
+            ("train.optimizer=sgd", "train.optimizer_args={momentum: 0.1}"),
+            "train.optimizer_args.momentum does not belong there: set train.momentum instead.",
+        ),
+        (
+            ("train.schedule=my.schedule", "train.min_lr=1e-6"),
+            "train.min_lr=1e-06 needs train.schedule=linear or cosine: my.schedule decides by itself where it ends.",
+        ),
+        (("eval.metrics=[f1,f1]",), "eval.metrics=['f1', 'f1'] names f1 twice."),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(plain, words, message):
+    assert refusal(f"recipe={plain}", *words) == message
+
+
+def test_a_metric_of_ones_own_that_picks_the_best_model_needs_its_direction(plain):
+    words = ("eval.metrics=[f1]", "eval.metric=f1")
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(plain, *words).validate()
+    assert str(caught.value).startswith(
+        "eval.metric=f1: a metric of eval.metrics does not declare whether greater is better. Set eval.greater_is_better to true "
+        "or false."
+    )
+    chosen = Recipe.load(plain, *words, "eval.greater_is_better=true")
+    chosen.validate()
+    assert chosen.greater_is_better
+
+
+def test_a_metric_that_the_task_computes_anyway_is_refused(plain):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(plain, "eval.metrics=[accuracy]").validate()
+    assert str(caught.value) == "eval.metrics=accuracy: SequenceClassification computes accuracy by itself. Leave it out."
 
 
 def test_code_that_is_named_on_the_command_line_is_meant(plain, own_tasks):

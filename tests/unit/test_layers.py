@@ -6,9 +6,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
 errors  atomic
-task  metrics  batch_plan
+task  batch_plan
 config
-data
+data  metrics
 models  optim  distributed
 tasks  strategies
 build  checkpoints  evaluation

@@ -56,7 +56,7 @@ def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, mod
     batches = [task.collate([dataset[sample] for sample in part.samples.tolist()]) for part in step]
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = build_model(recipe).train()
-        optimizer = build_optimizer(module, recipe.train)
+        optimizer = build_optimizer(module, recipe)
         make_optimizer_state(optimizer)
         meter = PipelineMeter(recipe, module, optimizer)
         planned = meter.measure(batches)

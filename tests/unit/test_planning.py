@@ -75,6 +75,20 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     assert part.tokens == lengths[seen].sum() and part.work.micro_batches == sum(map(len, whole[:5]))
 
 
+@pytest.mark.parametrize(("optimizer", "copies"), [("torch.optim.RMSprop", 1), ("torch.optim.NAdam", 2)])
+def test_the_state_of_an_optimizer_of_ones_own_is_counted(tmp_path, optimizer, copies):
+    memory = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer=optimizer)).memory
+    assert memory.optimizer_bytes == pytest.approx(copies * memory.weights_bytes, abs=64)  # and counters of steps
+
+
+def test_an_optimizer_whose_step_needs_values_leaves_a_plan_without_memory(tmp_path):
+    plan = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer="torch.optim.Adafactor"))
+    assert plan.memory is None and plan.parameters > 0
+    assert plan.notices[-1].startswith(
+        "The memory cannot be estimated: train.optimizer=torch.optim.Adafactor needs values, and a plan has none ("
+    )
+
+
 @pytest.mark.parametrize(
     ("processes", "micro_batch_size", "gradients", "buckets"),
     [(1, 16, "some", 0), (1, 4, "all", 0), (2, 8, "none", 1), (2, 4, "all", 1)],

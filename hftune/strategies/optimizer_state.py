@@ -1,0 +1,131 @@
+"""What an optimizer keeps, of whatever class it is: whether it can be saved and spread, and what of it is no tensor.
+
+Independent of recipes and processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hftune.errors import ConfigError
+
+KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+"""Classes that need no trial: their state consists of tensors with the shape of their parameters, and counters of steps."""
+PLAIN = (bool, int, float, str, type(None))
+"""What a checkpoint holds of an optimizer beside tensors."""
+GIVEN = ("params", "lr", "lr_scale")
+"""Options of a parameter group that are not the optimizer's own to change."""
+
+
+def plain_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return what the state holds beside tensors, such as a counter of steps, by parameter and name: "head.weight/step"."""
+    return {
+        f"{names[parameter]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
+    }
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group."""
+    return [{key: value for key, value in group.items() if key not in GIVEN} for group in optimizer.param_groups]
+
+
+def changed_options(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of each parameter group that the optimizer itself has changed since ``options_of``."""
+    return [
+        {key: value for key, value in now.items() if key not in then or not _is_same(value, then[key])}
+        for now, then in zip(options_of(optimizer), before, strict=True)
+    ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, is_staged: bool = False) -> None:
+    """Try an optimizer on a few small tensors, and refuse one that cannot be saved or spread over the processes.
+
+    Args:
+        is_sharded: each process keeps a part of every parameter (FSDP).
+        is_staged: each process keeps some of the parameters (pipelines).
+
+    Raises:
+        ConfigError: its step fails, or its state does not fit checkpoints or this way to train.
+    """
+    if type(optimizer) in KNOWN:
+        return
+    name = f"train.optimizer: {type(optimizer).__name__}"
+    if is_sharded and optimizer.state:
+        raise ConfigError(f"{name} makes its state when it is built, before FSDP shards the parameters. Train without FSDP.")
+    twin, parameters = _stepped_twin(optimizer)
+    state = [(parameter, key, value) for parameter in parameters for key, value in twin.state[parameter].items()]
+    changed = [change for group in changed_options(twin, options_of(optimizer)) for change in group.items()]
+    for key, value in [*((key, value) for _, key, value in state if not isinstance(value, Tensor)), *changed]:
+        if not isinstance(value, PLAIN):
+            raise ConfigError(
+                f"{name} keeps {key}, a {type(value).__name__}, which checkpoints cannot hold: only tensors of a parameter, "
+                "numbers and texts."
+            )
+    odd = [key for one, key, value in state if isinstance(value, Tensor) and value.ndim and value.shape != one.shape]
+    if is_sharded and odd:
+        raise ConfigError(
+            f"{name} keeps {odd[0]} in a different shape than its parameter's, which FSDP cannot shard. Train without FSDP."
+        )
+    if is_staged and (changed or not _is_independent(optimizer, parameters)):
+        raise ConfigError(
+            f"{name} looks at all parameters together, and in a pipeline each process has only some of them. Set "
+            "parallel.pipeline_stages=1."
+        )
+
+
+def _is_independent(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+    """Say whether a parameter's steps depend on its own gradient only: those of the last one are changed to find out."""
+    _, others = _stepped_twin(optimizer, last=-3.0)
+    return all(torch.equal(one, other) for one, other in zip(parameters[:-1], others[:-1], strict=True))
+
+
+def _stepped_twin(optimizer: torch.optim.Optimizer, last: float = 1.0) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Build an optimizer of the same kind for small tensors, two for each number of dimensions in each group; take two steps.
+
+    Args:
+        last: factor of the last tensor's gradient.
+
+    Raises:
+        ConfigError: it cannot be built, or its step fails.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    taken = inspect.signature(type(optimizer)).parameters
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    groups = []
+    for group in optimizer.param_groups:
+        dimensions = sorted({parameter.ndim for parameter in group["params"]})
+        groups.append({**group, "params": [_small(ndim, device) for ndim in dimensions for _ in range(2)]})
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    try:
+        twin = type(optimizer)(groups, **arguments)
+        for scale in (1.0, 0.5):
+            for parameter in parameters:
+                factor = last if parameter is parameters[-1] else 1.0
+                parameter.grad = (parameter.detach() - 0.7) * scale * factor
+            twin.step(None)  # as Accelerate does
+    except Exception as error:  # whatever a class of the user's raises
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"train.optimizer: {type(optimizer).__name__} failed on a few small tensors: {reason}. It is called as "
+            "step(closure=None)."
+        ) from error
+    return twin, parameters
+
+
+def _small(ndim: int, device: torch.device) -> nn.Parameter:
+    """Return a parameter whose dimensions all differ: (3, 4, 5) and so on."""
+    shape = tuple(range(3, 3 + ndim))
+    return nn.Parameter(torch.linspace(0.5, 1.0, math.prod(shape), device=device).reshape(shape))

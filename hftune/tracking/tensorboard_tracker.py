@@ -1,0 +1,43 @@
+"""One run in TensorBoard's files, in the output folder, through Accelerate's tracker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.tracking import TensorBoardTracker
+
+from hftune.config.recipe import flat
+from hftune.tracking.backend import EarlierRun, TrackerBackend
+
+
+class TensorBoardRun(TrackerBackend):
+    """Event files in the folder tensorboard."""
+
+    def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
+        purge = {"purge_step": earlier.step + 1} if earlier.step else {}
+        folder = Path(self.recipe.output_dir) / "tensorboard"
+        self._tracker = TensorBoardTracker(self.recipe.track.project, folder, **purge)
+        self._tracker.start()
+        self._tracker.store_init_configuration({name: str(value) for name, value in flat(config).items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._tracker.log(dict(values), step=step)
+
+    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows as text in Markdown, which TensorBoard renders."""
+        lines = [[*rows[0]], ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+        self._tracker.log({"eval/samples": "\n".join(f"| {' | '.join(line)} |" for line in lines)}, step=step)
+
+    def log_images(self, step: int, pixels_HWC: np.ndarray) -> None:
+        self._tracker.log_images({"eval/pictures": pixels_HWC[None]}, step=step, dataformats="NHWC")
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+def cell(value: Any) -> str:
+    """Format a value so that it stays within its cell of a Markdown table."""
+    return " ".join(str(value).replace("|", "\\|").split())

@@ -1,0 +1,112 @@
+"""Which optimizers of the user's can be saved and spread, found out on a few small tensors before training."""
+
+import pytest
+import torch
+from torch import nn
+
+from hftune import ConfigError
+from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
+from tests.support.optimizers import Counted
+
+SHARDED, STAGED = {"is_sharded": True}, {"is_staged": True}
+
+
+class Listed(torch.optim.SGD):
+    """Keeps a list."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["history"] = [1.0]
+
+
+class Together(torch.optim.SGD):
+    """Normalises by the norm of all gradients."""
+
+    def step(self, closure=None):
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        norm = torch.stack([weight.grad.norm() for weight in weights]).norm()
+        for weight in weights:
+            weight.grad /= norm
+        super().step()
+
+
+def built(kind):
+    return kind(nn.Linear(3, 2).parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("how", [{}, SHARDED, STAGED])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adadelta", "NAdam", "RAdam"])
+def test_torchs_elementwise_optimizers_work_everywhere(name, how):
+    check_optimizer(built(getattr(torch.optim, name)), **how)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "message"),
+    [
+        (
+            torch.optim.LBFGS,
+            {},
+            "LBFGS failed on a few small tensors: TypeError: 'NoneType' object is not callable. It is called as "
+            "step(closure=None).",
+        ),
+        (
+            Listed,
+            {},
+            "Listed keeps history, a list, which checkpoints cannot hold: only tensors of a parameter, numbers and texts.",
+        ),
+        (
+            torch.optim.Adafactor,
+            SHARDED,
+            "Adafactor keeps row_var in a different shape than its parameter's, which FSDP cannot shard. Train without FSDP.",
+        ),
+        (
+            torch.optim.Adagrad,
+            SHARDED,
+            "Adagrad makes its state when it is built, before FSDP shards the parameters. Train without FSDP.",
+        ),
+        (
+            Together,
+            STAGED,
+            "Together looks at all parameters together, and in a pipeline each process has only some of them. Set "
+            "parallel.pipeline_stages=1.",
+        ),
+        (
+            Counted,
+            STAGED,
+            "Counted looks at all parameters together, and in a pipeline each process has only some of them. Set "
+            "parallel.pipeline_stages=1.",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(kind, how, message):
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(built(kind), **how)
+    assert str(caught.value) == f"train.optimizer: {message}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [(torch.optim.Adafactor, STAGED), (torch.optim.Adagrad, STAGED), (Together, {}), (Counted, {})]
+)
+def test_what_works_in_one_way_is_not_refused_there(kind, how):
+    check_optimizer(built(kind), **how)
+
+
+def test_a_trial_leaves_the_optimizer_and_its_parameters_alone():
+    optimizer = built(torch.optim.RMSprop)
+    before = [weight.clone() for weight in optimizer.param_groups[0]["params"]]
+    check_optimizer(optimizer, **STAGED)
+    assert not optimizer.state and all(map(torch.equal, optimizer.param_groups[0]["params"], before))
+
+
+def test_numbers_of_state_and_groups_are_found_by_name():
+    layer = nn.Linear(2, 1)
+    optimizer = Counted(layer.parameters())
+    before = options_of(optimizer)
+    for weight in layer.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    names = {weight: name for name, weight in layer.named_parameters()}
+    assert plain_state(optimizer, names) == {"weight/count": 1, "bias/count": 1}
+    assert changed_options(optimizer, before) == [{"patience": 0.9}]
