@@ -186,7 +186,7 @@ def test_command_that_does_not_exist_names_the_one_that_was_meant(capsys, words,
 def test_recipes_are_listed_with_their_first_line(capsys):
     assert cli.main(["recipes"]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert [*listed] == recipe_names() and listed["yelp"].startswith("Yelp reviews to stars")
+    assert [*listed] == recipe_names() and listed["yelp"].startswith("Text classification: ")
 
 
 def test_show_prints_a_recipe_that_loads_and_no_secret(capsys, tmp_path, monkeypatch):
