@@ -24,6 +24,7 @@ os.environ.update(
     MLFLOW_LOGGING_LEVEL="ERROR",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
+    TORCHINDUCTOR_COMPILE_THREADS="1",  # else torch.compile starts a pool of interpreters
 )
 
 

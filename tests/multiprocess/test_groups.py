@@ -2,22 +2,21 @@
 
 import json
 import multiprocessing
-import subprocess
-import sys
 
 import torch
 
 from hftune.distributed.collectives import gather_in_slices, host_group
 from hftune.distributed.progress import Progress
-from tests.support.runs import environment
+from tests.support.runs import Command
 
 
-def test_under_torchrun_the_group_is_examined():
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hftune.doctor")
-    done = subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "the same code, versions on all 2 processes" in done.stdout
-    assert done.stdout.endswith("This group is fit to train.\n")
+def test_a_group_is_examined():
+    """That the doctor joins what a launcher has started is seen on two machines."""
+    command = Command(2, module="hftune.doctor")
+    out, err = command.communicate()
+    assert command.returncode == 0, err
+    assert "the same code, versions on all 2 processes" in out
+    assert out.endswith("This group is fit to train.\n")
 
 
 def gather(rank, rows, folder):

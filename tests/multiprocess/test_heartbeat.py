@@ -86,7 +86,7 @@ def forked(tmp_path: Path, *words: str) -> Job:
     """What two processes do, whatever launcher started them."""
     note = tmp_path / "struck"
     fixed = (f"recipe={RECIPE}", f"output_dir={tmp_path / 'out'}", f"task.note={note}", STRIKE)
-    done = Command(2, *fixed, *words, folder=tmp_path / "said")
+    done = Command(2, *fixed, *words)
     out, err = done.communicate()
     return Job(done.returncode, out, err, time.time() - float(note.read_text()))
 

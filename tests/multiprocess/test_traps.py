@@ -22,7 +22,7 @@ def runs(tmp_path_factory):
 
 def refused(tmp_path, trap):
     """Train on two processes and return the exit code and what hftune itself said."""
-    done = Command(2, f"recipe={RECIPE}", f"task.trap={trap}", f"output_dir={tmp_path}/out", folder=tmp_path / "said")
+    done = Command(2, f"recipe={RECIPE}", f"task.trap={trap}", f"output_dir={tmp_path}/out")
     said = [line for line in done.communicate()[1].splitlines() if line.startswith("hftune: ")]
     return done.returncode, said
 

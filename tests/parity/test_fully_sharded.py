@@ -169,7 +169,7 @@ def test_running_statistics_are_those_of_ddp(on_four):
 
 def test_unused_parameters_are_named(tmp_path):
     words = [f"recipe={SUPPORT / 'trapped.yaml'}", "task.trap=unused parameters", f"output_dir={tmp_path}/out"]
-    done = Command(2, *words, folder=tmp_path / "said", **FSDP)
+    done = Command(2, *words, **FSDP)
     assert [line for line in done.communicate()[1].splitlines() if line.startswith("hftune: ")] == [
         "hftune: 2 parameters get no gradient: unused.weight, unused.bias. "
         "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."

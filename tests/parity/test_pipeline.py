@@ -154,7 +154,7 @@ def test_evaluating_through_stages_gives_the_numbers_of_the_run(runs, tmp_path):
         "--output",
         str(tmp_path / "out.json"),
     )
-    done = Command(4, *words, folder=tmp_path / "said", module="hftune.cli")
+    done = Command(4, *words, module="hftune.cli")
     assert done.returncode == 0, done.communicate()[1]
     expected = run.result["best"]
     assert json.loads((tmp_path / "out.json").read_text())["metrics"]["loss"] == pytest.approx(expected["value"], rel=1e-6)
@@ -168,17 +168,17 @@ def test_a_stop_during_an_evaluation_stops_all_stages_and_going_on_begins_with_i
         "task.type=tests.support.tasks.StoppedWhileEvaluated",
         f"output_dir={tmp_path}/out",
     )
-    done = Command(2, *words, folder=tmp_path / "said")
+    done = Command(2, *words)
     assert done.returncode != 0
     assert "stopped after step 5. The same command resumes from" in done.communicate()[1]
-    done = Command(2, *words, folder=tmp_path / "said")
+    done = Command(2, *words)
     assert done.returncode == 0, done.communicate()[1]
     same(Run(tmp_path / "out"), runs["gpt2 one", 1])
 
 
 def test_a_stage_that_fails_ends_all_with_its_own_message(tmp_path):
     words = (f"recipe={RECIPE}", *stages(2), "task.type=tests.support.tasks.FailingLoss", f"output_dir={tmp_path}/out")
-    done = Command(2, *words, folder=tmp_path / "said")
+    done = Command(2, *words)
     assert done.returncode != 0
     said = [line for line in done.communicate()[1].splitlines() if line.startswith("ValueError: ")]
     assert said and set(said) == {"ValueError: no such token"}
@@ -191,7 +191,6 @@ def test_a_model_that_cannot_be_cut_is_refused_before_the_processes_meet(tmp_pat
         *stages(2),
         "task.dataset=tests.support.tasks:few_reviews",
         f"output_dir={tmp_path}/out",
-        folder=tmp_path / "said",
     )
     assert done.returncode != 0
     said = {line for line in done.communicate()[1].splitlines() if line.startswith("hftune: ")}

@@ -156,7 +156,7 @@ def test_checkpoint_evaluated_again_gives_the_metrics_of_its_step(runs, capsys, 
 def test_two_processes_evaluate_to_the_same_metrics_and_print_them_once(runs, tmp_path):
     run = runs["digits", 1]
     words = ["evaluate", f"recipe={run.folder}/recipe.yaml", "eval.batch_size=9", TRUST, "--output", str(tmp_path / "out.json")]
-    done = Command(2, *words, folder=tmp_path, module="hftune.cli")
+    done = Command(2, *words, module="hftune.cli")
     out, err = done.communicate()
     assert done.returncode == 0, err
     found, expected = json.loads((tmp_path / "out.json").read_text()), metrics_at(run, run.result["best"]["step"])

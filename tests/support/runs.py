@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -159,15 +160,13 @@ class Command(Group):
     """What ``python -m MODULE WORDS`` does, or torchrun with several processes, in forks of the warm interpreter; like a Popen.
 
     Args:
-        folder: where to keep what it prints.
-        module: hftune.run or hftune.cli.
+        module: hftune.run, hftune.cli or hftune.doctor.
         variables: more of the environment, known only when everything has been imported.
     """
 
-    def __init__(self, world_size: int, *words: str, folder: Path, module: str = "hftune.run", **variables: str):
-        folder.mkdir(parents=True, exist_ok=True)
-        name = uuid4().hex
-        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+    def __init__(self, world_size: int, *words: str, module: str = "hftune.run", **variables: str):
+        folder = Path(tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"]))  # which tests/conftest.py removes
+        self._out, self._err = folder / "out", folder / "err"
         super().__init__(world_size, [[module, words, None, variables]], self._out, as_typed=True, errors=self._err)
 
     @property

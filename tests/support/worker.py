@@ -30,7 +30,7 @@ IMPORTED = (
 )
 """Before there are processes. What is missing here they import themselves, each of them."""
 
-COMMANDS = ("hftune.run", "hftune.cli")
+COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 
 
 def main() -> None:
