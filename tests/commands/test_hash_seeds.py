@@ -30,10 +30,10 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def digests() -> list[dict[str, str]]:
-    """The digests in a process of each of three hash seeds."""
+    """The digests in a process of each of two hash seeds."""
     command = [sys.executable, "-c", DIGESTS]
     processes = [
-        subprocess.Popen(command, env=environment(PYTHONHASHSEED=seed), stdout=subprocess.PIPE, text=True) for seed in "012"
+        subprocess.Popen(command, env=environment(PYTHONHASHSEED=seed), stdout=subprocess.PIPE, text=True) for seed in "12"
     ]
     return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
 
@@ -44,4 +44,4 @@ def test_other_hash_seeds_change_nothing(digests, what):
 
 
 def test_the_seeds_do_change_the_order_of_a_set(digests):
-    assert len({found["order of a set"] for found in digests}) == 3
+    assert len({found["order of a set"] for found in digests}) == 2
