@@ -171,8 +171,8 @@ class Command(Group):
 
     @property
     def returncode(self) -> int:
-        """As of torchrun: 0 if all processes ended well, and otherwise the first other code."""
-        return next((code for code in self.wait() if code), 0)
+        """0 if all processes ended well, otherwise the code of one that failed by itself: those that are killed then count last."""
+        return max(self.wait(), key=lambda code: (code > 0, code < 0))
 
     def send_signal(self, number: int) -> None:
         for pid in self.pids:
