@@ -1,4 +1,5 @@
-# make demo: train the embedded example on two processes.   make test: run the tests.   make lint, make bench: see below.
+# make demo: train the embedded example on two processes.   make check: what to run before each commit; about a minute.
+# make test: all tests; about a quarter of an hour on two cores.   make lint: format, and fix what ruff can.
 # Everything happens in .venv, made from pyproject.toml under constraints.txt; PYTHON chooses the interpreter.
 PYTHON ?= python3
 VENV := .venv
@@ -7,16 +8,22 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench measured docs clean
+.PHONY: demo check test static lint bench measured docs clean
 
 demo: $(VENV)/.installed
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
 	@echo "The real thing, on the Hub's Yelp reviews: $(BIN)/accelerate launch --config_file accelerate_configs/4gpu.yaml -m hftune.run recipe=yelp"
 
-test: $(VENV)/.installed-dev
+check: static
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+
+test: static
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
+
+static: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
+	$(BIN)/python -m mypy
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format .

@@ -150,7 +150,7 @@ class EpochPlan(Sequence):
     def __len__(self) -> int:
         return self.plan.num_steps
 
-    def __getitem__(self, step: int) -> list[MicroBatch]:
+    def __getitem__(self, step: int) -> list[MicroBatch]:  # type: ignore[override]  # no slices
         if not 0 <= step < len(self):
             raise IndexError(step)
         plan = self.plan
@@ -216,7 +216,7 @@ def _fill_sizes(
     stops: list[int] = []
     start, largest = 0, sizes[0]
     for index, row in enumerate(sizes):
-        larger = [*map(max, largest, row)]
+        larger: Sequence[int] = [*map(max, largest, row)]
         if index - start == max_rows or padded_length(larger) * (index + 1 - start) > max_tokens:
             stops.append(index)
             start, larger = index, row

@@ -186,8 +186,8 @@ def _shared_memory() -> Finding:
 def _open_files() -> Finding:
     import resource
 
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = math.inf if soft == resource.RLIM_INFINITY else soft
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = math.inf if limit == resource.RLIM_INFINITY else limit
     found = "unlimited" if soft == math.inf else f"at most {soft:,}"
     world_size = ProcessInfo.from_environment().world_size
     if soft < (needed := files_needed(world_size)):
@@ -391,7 +391,7 @@ def _join(recipe: Recipe | None, findings: list[Finding]) -> int:
     with Session(recipe, dead_after_s=20.0, stall_after_s=60.0, compares_early=False) as session:
         _check_output(recipe, session.info)
         datasets = None if recipe is None else load_datasets(recipe)
-        strategy = DataParallel(session.join(), recipe and recipe.task, session.progress)
+        strategy = DataParallel(session.join(), None if recipe is None else recipe.task, session.progress)
         session.progress.stage("comparing with the other processes")
         faults = [finding for finding in findings if finding.level == FAULT]
         group = examine_group(strategy, recipe, datasets, faults)

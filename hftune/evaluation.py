@@ -69,7 +69,7 @@ def evaluate(
     """
     task = strategy.task
     lengths = task.lengths(dataset)
-    sizes = {"sizes": task.sizes(dataset), "padded_length": task.padded_length}
+    sizes: dict[str, Any] = {"sizes": task.sizes(dataset), "padded_length": task.padded_length}
     plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False, **sizes)
     scored = [
         _score(strategy, micro_batch, batch, num_pictures)

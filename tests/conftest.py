@@ -24,6 +24,7 @@ os.environ.update(
     MLFLOW_LOGGING_LEVEL="ERROR",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
+    TORCHINDUCTOR_COMPILE_THREADS="1",  # else torch.compile starts a pool of interpreters
 )
 
 
@@ -49,3 +50,18 @@ def write_rows(tmp_path: Path) -> Callable[[str, list[Any]], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of a run, as far as arguments are checked."""
+    from hftune import Recipe
+
+    folder = tmp_path / "outputs"
+    for name in ("model", "checkpoints/step_00000005"):
+        (folder / name).mkdir(parents=True)
+    recipe = Recipe.load("yelp_demo", f"output_dir={folder}").to_yaml()
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "checkpoints/step_00000005/manifest.json").write_text("{}")
+    return folder

@@ -96,6 +96,6 @@ def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, diges
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
     try:
-        strategy.load_state(saved and ({"model": saved.tensors["model"], "optimizer": {}}, {}))
+        strategy.load_state(None if saved is None else ({"model": saved.tensors["model"], "optimizer": {}}, {}))
     except ValueError as error:
         raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error

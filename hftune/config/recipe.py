@@ -311,7 +311,12 @@ def _odd_number(text: str) -> str | None:
             nodes += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
-        elif node.style is None and node.tag.endswith((":int", ":float")) and _ODD_NUMBER.fullmatch(node.value):
+        elif (
+            isinstance(node, yaml.ScalarNode)
+            and node.style is None
+            and node.tag.endswith((":int", ":float"))
+            and _ODD_NUMBER.fullmatch(node.value)
+        ):
             number = yaml.safe_load(node.value)
             return (
                 f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {number}. Write {number}, or put a "
@@ -503,7 +508,7 @@ class _Schema:
     """The typed sections of a recipe with one kind of task, and the values set so far."""
 
     def __init__(self, task_type: type[Task]):
-        self.types = {"top": RunConfig, "task": task_type, **SECTIONS}
+        self.types: dict[str, type] = {"top": RunConfig, "task": task_type, **SECTIONS}
         self.values = OmegaConf.create(
             {  # ${seed} means ${top.seed}
                 **{item.name: f"${{top.{item.name}}}" for item in dataclasses.fields(RunConfig)},

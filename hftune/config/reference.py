@@ -42,10 +42,11 @@ def fields(type_: type) -> list[tuple[str, str, str]]:
 
 def _docstrings(type_: type) -> dict[str, str]:
     """Return the docstrings below the fields that a class itself declares."""
-    (body,) = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(type_))).body]
+    (class_,) = ast.parse(textwrap.dedent(inspect.getsource(type_))).body
+    assert isinstance(class_, ast.ClassDef)
     return {
-        node.target.id: inspect.cleandoc(after.value.value)
-        for node, after in pairwise(body)
+        node.target.id: inspect.cleandoc(after.value.value)  # type: ignore[arg-type, union-attr]  # a name, a str
+        for node, after in pairwise(class_.body)
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
 

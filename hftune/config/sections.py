@@ -200,7 +200,7 @@ class TrainConfig(Section):
     @property
     def max_rows(self) -> int | None:
         """Maximum number of samples in one forward pass, the default of ``micro_batch_size`` filled in; None for no limit."""
-        if self.micro_batch_size == "auto":
+        if isinstance(self.micro_batch_size, str):  # "auto"
             return None
         if self.micro_batch_size is None and self.micro_batch_tokens is None:
             return min(8, self.batch_size)
@@ -251,7 +251,7 @@ class EvalConfig(Section):
 
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
         """Say whether an evaluation follows optimizer step ``step`` (from 1) of a run of ``num_steps``."""
-        interval = self.every if self.every_epochs is None else self.every_epochs * steps_per_epoch
+        interval = self.every if isinstance(self.every, int) else self.every_epochs * steps_per_epoch
         return step == num_steps or step % interval == 0
 
 

@@ -32,7 +32,7 @@ class Blocks(Sequence):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:  # type: ignore[override]  # no slices
         start = self.indices[index] * self.block_length
         tokens = self.stream[start : start + self.block_length + 1].astype(np.int64)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}

@@ -39,7 +39,7 @@ def _paint(width: int, height: int, rng: np.random.RandomState) -> Image.Image:
     for depth in range(rng.randint(1, 4)):  # hills, one in front of the other
         base = height * (0.5 + 0.15 * depth)
         waves = [rng.uniform(1, 5) * np.sin(across / rng.uniform(5, 14) + rng.uniform(0, 6)) for _ in range(2)]
-        line = base + sum(waves)
+        line = base + (waves[0] + waves[1])
         colour = tuple(int(value) for value in rng.uniform([20, 70, 20], [110, 170, 90]) * (1 - 0.15 * depth))
         pen.polygon([*zip(across.tolist(), line.tolist(), strict=True), (width, height), (0, height)], fill=colour)
     return image

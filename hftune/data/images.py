@@ -97,7 +97,7 @@ def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Sour
             for row, image in zip(rows_N, images_NHW, strict=True)
         ]
         pixels_NHWC = np.stack(pixels)
-    return Source(Images(pixels_NHWC, labels), None, rows_N, total)
+    return Source(Images(pixels_NHWC, labels), None, rows_N.tolist(), total)
 
 
 def load_rows(

@@ -96,7 +96,7 @@ class JiebaTokenizer(BertTokenizerLegacy):
         origin = ("name_or_path", "is_local", "local_files_only", "tokenizer_file")
         self.init_kwargs = {
             key: str(value) if isinstance(value, AddedToken) else value
-            for key, value in self.init_kwargs.items()
+            for key, value in self.init_kwargs.items()  # type: ignore[has-type]  # set by transformers
             if key not in (*origin, "added_tokens_decoder", "model_max_length")
         }
 

@@ -160,10 +160,10 @@ def paired(folders: Mapping[str, Path], source: str) -> dict[str, list[Path]]:
             if other != path:
                 raise DataError(f"{source}: {other} and {path} have the same name but for the suffix. Rename one.")
     for files in images.values():
-        for other, partners in images.items():
+        for partner, partners in images.items():
             if lonely := sorted(files.keys() - partners.keys()):
                 more = f" (and {len(lonely) - 1} more)" if len(lonely) > 1 else ""
-                raise DataError(f"{source}: {files[lonely[0]]} has no match of the same name in {folders[other]}{more}.")
+                raise DataError(f"{source}: {files[lonely[0]]} has no match of the same name in {folders[partner]}{more}.")
     order = [*next(iter(images.values()))]
     return {name: [files[key] for key in order] for name, files in images.items()}
 

@@ -42,7 +42,12 @@ DIGEST = "all:"
 
 def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
     """Return who this process is, and everything that could make it train something different."""
-    result = {"host": socket.gethostname(), "pid": os.getpid(), "code": dict(code()), "packages": dict(packages())}
+    result: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "code": dict(code()),
+        "packages": dict(packages()),
+    }
     if recipe is not None:
         result["code"] |= code_of(recipe.task) | named_code(recipe)
         result["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()

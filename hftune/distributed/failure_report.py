@@ -87,7 +87,7 @@ def exit_code(error: BaseException) -> int:
 
 def with_report(error: BaseException, report: Report) -> BaseException:
     """Attach a report to an exception; return the exception."""
-    error.report = report
+    error.report = report  # type: ignore[attr-defined]
     return error
 
 

@@ -172,7 +172,7 @@ class Heartbeat:
             TrainingError: the process called sys.exit, which must not look like success.
         """
         if is_second_hand(error):
-            report = self._watch.wait_for_cause() if self._watch is not None else time.sleep(PATIENCE_S)
+            report = self._watch.wait_for_cause() if self._watch is not None else time.sleep(PATIENCE_S)  # type: ignore[func-returns-value]
             if report is not None:
                 raise with_report(ElsewhereError(report.text), report) from None
         if isinstance(error, SystemExit):

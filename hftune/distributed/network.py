@@ -63,7 +63,7 @@ def resolve(host: str) -> str:
         raise UnknownHost(
             f"{host!r} does not resolve to an address ({error.strerror}). Set main_process_ip to the main machine's IP address."
         ) from error
-    return min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
+    return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def route_to(host: str) -> Route:

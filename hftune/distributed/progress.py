@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 SHOWN = 16
 """Samples to list; the rest are counted."""
@@ -12,13 +12,14 @@ class Progress:
     """The current stage and samples. Setting them costs nothing; each change is also a sign that the process is alive."""
 
     def __init__(self):
-        self.current_stage, self.current_samples, self.marks = "the start", (), 0
+        self.current_samples: Collection[int] = ()
+        self.current_stage, self.marks = "the start", 0
 
     def stage(self, name: str) -> None:
         """Enter a stage, such as ``step 12``."""
         self.current_stage, self.current_samples, self.marks = name, (), self.marks + 1
 
-    def samples(self, indices: Sequence[int]) -> None:
+    def samples(self, indices: Collection[int]) -> None:
         """Start to load or compute these samples, a micro-batch of the current stage."""
         self.current_samples, self.marks = indices, self.marks + 1
 

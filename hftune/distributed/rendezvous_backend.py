@@ -148,7 +148,7 @@ class Meeting(StaticTCPRendezvous):
                 if re.fullmatch(r"[\d.]+", self.master_addr):
                     raise
                 reason = str(error).rstrip(".")
-                self._wait(lambda reason=reason: reason)
+                self._wait(lambda reason=reason: reason)  # type: ignore[misc]
 
     # The main machine
 
@@ -169,7 +169,7 @@ class Meeting(StaticTCPRendezvous):
     def _listen(self) -> int:
         """Open the port on this address only, or any port if it is 0; return the socket's file descriptor."""
         try:
-            with socket.create_server((self.master_addr, self.master_port)) as server:
+            with socket.create_server((self.master_addr, self.master_port)) as server:  # type: ignore[has-type]
                 self.master_port = server.getsockname()[1]
                 return server.detach()
         except OSError as error:
@@ -231,7 +231,7 @@ class Meeting(StaticTCPRendezvous):
                 break
             except OSError as error:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
-                self._wait(lambda reason=reason: self._unanswered(reason))
+                self._wait(lambda reason=reason: self._unanswered(reason))  # type: ignore[misc]
         answers: list[Any] = []
 
         def connect() -> None:

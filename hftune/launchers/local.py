@@ -15,6 +15,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -103,7 +104,7 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     Raises:
         KeyboardInterrupt: after a second SIGINT; all processes have been killed.
     """
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
     # A session of its own: a terminal, and Jupyter, would also send Ctrl-C to torchrun, which would then receive it twice.
     process = subprocess.Popen(command, env=env, start_new_session=True, **output)
     forwarded: list[int] = []

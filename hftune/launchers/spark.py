@@ -268,7 +268,7 @@ def name_of(process_folder: Path) -> str:
 def first_task(problem: Exception | None) -> str | None:
     """Return the number of the Spark task that failed first; None if Spark does not say."""
     match = re.search(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully", str(problem))
-    return match and match[1]
+    return None if match is None else match[1]
 
 
 def first_line(error: Exception) -> str:

@@ -149,7 +149,7 @@ class BlockSparseSelfAttention(nn.Module):
         inputs = (q_BHNSD[:, :, 1:-1], k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
         parts = zip(*(x.split(num_heads, 1) for x in inputs), strict=True)
         attend = _attend_middle_on_cpu if q_BHTD.device.type == "cpu" else _attend_middle
-        middle_BHMSD = torch.cat([attend(*part, valid_BT) for part in parts], 1)
+        middle_BHMSD = torch.cat([attend(*part, valid_BT) for part in parts], 1)  # type: ignore[call-arg]
 
         context_BHNSD = torch.cat([first_BH1SD, middle_BHMSD, last_BH1SD], 2)
         # The last block of a row that is shorter than the batch is among the middle blocks.
@@ -226,7 +226,7 @@ def _attend_middle(
 
     def attend(q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor) -> Tensor:
         keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
-        return scaled_dot_product_attention(_one_each(q_BHMSD), *keys_and_values, mask_X11Y).view(q_BHMSD.shape)
+        return scaled_dot_product_attention(_one_each(q_BHMSD), *keys_and_values, mask_X11Y).view(q_BHMSD.shape)  # type: ignore
 
     # There is nothing random in it.
     return checkpoint(attend, q_BHMSD, k_BHNSD, v_BHNSD, use_reentrant=False, preserve_rng_state=False)

@@ -117,7 +117,7 @@ def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]
 def plan_pipeline(config: ParallelConfig, survey: PipelineSurvey, dp_size: int) -> PipelinePlan:
     """Return the part of the plan that needs no model."""
     shares = [idle_share(config, count) for count in (survey.usual, 2 * survey.usual)]
-    return PipelinePlan(dp_size, config.schedule, survey.usual, *shares, survey.filled_up)
+    return PipelinePlan(dp_size, config.schedule, survey.usual, shares[0], shares[1], survey.filled_up)
 
 
 def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int) -> list[StagePlan]:

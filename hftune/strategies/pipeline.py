@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from hftune.strategies.sharding import refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze, restored_buffers
 from hftune.task import Task
 
-TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 SCHEDULES: dict[str, type[TorchSchedule]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,

@@ -55,7 +55,7 @@ class ImageRestoration(ImageTask):
     """Weight in the loss of pixels inside the mask, above 0; those outside have weight 1."""
 
     metric_directions = {
-        f"{metric}{region}": direction
+        f"{metric}{region}": direction  # type: ignore[misc]  # to mypy, a str
         for region in ("", "_inside", "_outside")
         for metric, direction in (("l1", "min"), ("psnr", "max"), ("ssim", "max"))
     }

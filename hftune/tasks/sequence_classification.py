@@ -17,8 +17,8 @@ from hftune.tasks.text import TextTask
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,7 +53,7 @@ class SequenceClassification(TextTask):
     """Maximum length of a text in tokens; longer texts are truncated at the end."""
 
     @property
-    def metric_directions(self) -> dict[str, Direction]:
+    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on ordinal
         return {"accuracy": "max", "macro_f1": "max", **({"mae": "min"} if self.ordinal else {})}
 
     def validate(self) -> list[str]:
@@ -66,7 +66,7 @@ class SequenceClassification(TextTask):
         ]
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         columns = {"task.text_column": self.text_column, "task.label_column": self.label_column}
         return self._load_rows(columns, texts=[self.text_column])
 
@@ -102,11 +102,11 @@ class SequenceClassification(TextTask):
             return load_tokenizer(self.model, commit=self.model_commit)
         return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
 
-    def datasets(self) -> dict[str, datasets.Dataset]:
+    def datasets(self) -> dict[str, Dataset]:
         """Return the tokenized splits, with columns input_ids (list of int), length (int), cut (bool) and label (int)."""
         return {split: self._tokenized(split) for split in ("train", "eval")}
 
-    def _tokenized(self, split: str) -> datasets.Dataset:
+    def _tokenized(self, split: str) -> Dataset:
         from hftune.data import text
         from hftune.data.cache import cached_map
         from hftune.data.labels import class_numbers
@@ -124,7 +124,7 @@ class SequenceClassification(TextTask):
         numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
         return encoded.add_column("label", numbers).with_format("numpy")
 
-    def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+    def notices(self, datasets: Mapping[str, Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
 
         messages = self._row_notices(self._rows, self.text_column)
@@ -151,7 +151,7 @@ class SequenceClassification(TextTask):
             raise ConfigError(f"task.max_length={self.max_length} exceeds the model's {positions} positions. Lower it.")
         return model
 
-    def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
+    def lengths(self, dataset: Dataset) -> np.ndarray:
         from hftune.data.text import lengths
 
         return lengths(dataset)

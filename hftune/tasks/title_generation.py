@@ -16,8 +16,8 @@ from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -75,7 +75,7 @@ class TitleGeneration(TextTask):
         ]
 
     @property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         return self._loaded[0]
 
     @property
@@ -84,7 +84,7 @@ class TitleGeneration(TextTask):
         return self._loaded[1]
 
     @cached_property
-    def _loaded(self) -> tuple[dict[str, datasets.Dataset], str]:
+    def _loaded(self) -> tuple[dict[str, Dataset], str]:
         from hftune.data.text import check_column, check_texts, find_column
 
         rows = self._load_rows(columns={}, texts=[])
@@ -109,7 +109,7 @@ class TitleGeneration(TextTask):
         check_tokenizer(tokenizer, folder, train[:100][self._source])
         return tokenizer
 
-    def datasets(self) -> dict[str, datasets.Dataset]:
+    def datasets(self) -> dict[str, Dataset]:
         """Return the tokenized splits.
 
         Columns: source, title (lists of int), length (of both), source_cut, title_cut (bool), index (of the row).
@@ -184,7 +184,7 @@ class TitleGeneration(TextTask):
             config = PrefixLMConfig.warm_start(base, **overrides)
             model = load_model(PrefixLM, self.model, config, self.model_commit)
         else:
-            special = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
+            special: dict[str, Any] = {"start_token_id": ids["bos_token_id"], "end_token_id": ids["eos_token_id"]}
             special |= {"pad_token_id": ids["pad_token_id"], "commit": self.model_commit}
             model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
@@ -206,7 +206,7 @@ class TitleGeneration(TextTask):
                 "Lower one of them."
             )
 
-    def notices(self, datasets: Mapping[str, datasets.Dataset], model: PreTrainedModel) -> list[str]:
+    def notices(self, datasets: Mapping[str, Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
 
         messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
@@ -225,11 +225,11 @@ class TitleGeneration(TextTask):
                 )
         return messages
 
-    def lengths(self, dataset: datasets.Dataset) -> np.ndarray:
+    def lengths(self, dataset: Dataset) -> np.ndarray:
         """Return the tokens that the model reads: of the source, and of the title without its last token."""
         return self.sizes(dataset).sum(1, dtype="int32")
 
-    def sizes(self, dataset: datasets.Dataset) -> np.ndarray:
+    def sizes(self, dataset: Dataset) -> np.ndarray:
         """Return the tokens of source and title, which ``collate`` pads independently, without the title's last token."""
         import numpy as np
         import pyarrow.compute

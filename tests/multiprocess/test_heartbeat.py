@@ -17,7 +17,7 @@ import pytest
 
 from hftune.tracking.ledger import audit
 from tests.support.machines import NotAllowed, two_machines
-from tests.support.runs import environment
+from tests.support.runs import Command, environment
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 # Of 64 samples in 16 steps, two processes meet 17 in step 15, in a micro-batch of process 1 with sample 35.
@@ -82,6 +82,15 @@ def on_one(launch: Callable[..., list[Job]], num_processes: int, *words: str, re
     return launch(STRIKE, *words, options=(option,))[0]
 
 
+def forked(tmp_path: Path, *words: str) -> Job:
+    """What two processes do, whatever launcher started them."""
+    note = tmp_path / "struck"
+    fixed = (f"recipe={RECIPE}", f"output_dir={tmp_path / 'out'}", f"task.note={note}", STRIKE)
+    done = Command(2, *fixed, *words)
+    out, err = done.communicate()
+    return Job(done.returncode, out, err, time.time() - float(note.read_text()))
+
+
 def test_a_restarted_group_trains_and_the_failed_one_has_said_why(launch, tmp_path):
     job = on_one(launch, 2, "task.fault=raise", "checkpoint.every=2", restarts=1)
     host = socket.gethostname()
@@ -107,8 +116,8 @@ def test_a_killed_process_is_named_by_one_of_those_that_outlive_it(launch):
     assert job.seconds < END_S
 
 
-def test_a_process_that_hangs_is_found_by_where_it_stands(launch):
-    job = on_one(launch, 2, "task.fault=hang", "train.stall_after_s=8")  # longer than imports take on a loaded machine
+def test_a_process_that_hangs_is_found_by_where_it_stands(tmp_path):
+    job = forked(tmp_path, "task.fault=hang", "train.stall_after_s=8")  # longer than imports take on a loaded machine
     first, *places = job.said[-3:]
     assert re.fullmatch(r"hftune: No process has made progress for \d+ s \(train.stall_after_s=8\)\. Current positions:", first)
     assert re.fullmatch(r"  process 1 \(host \S+, pid \d+\): step 15, samples 35, 17, in strike \(tasks.py:\d+\)", places[1])
@@ -125,8 +134,8 @@ def test_a_process_that_hangs_is_found_by_where_it_stands(launch):
         ("exit", r"called sys\.exit\(0\) in step 15, before training was over: strike \(tasks\.py:\d+\)\."),
     ],
 )
-def test_a_process_that_leaves_too_early_is_no_success(launch, fault, said):
-    job = on_one(launch, 2, f"task.fault={fault}")
+def test_a_process_that_leaves_too_early_is_no_success(tmp_path, fault, said):
+    job = forked(tmp_path, f"task.fault={fault}")
     assert job.code != 0
     assert len(job.said) == 1, job.err
     assert re.fullmatch(r"hftune: Process 1 \(host \S+, pid \d+\) " + said, job.said[0])

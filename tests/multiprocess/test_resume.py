@@ -21,7 +21,7 @@ from hftune.checkpoints.resume import note_begun
 from hftune.optim import lr_at
 from hftune.run import main as run_main
 from hftune.tracking.ledger import audit
-from tests.support.runs import NO_DROPOUT, SMALL, Group, Run, environment, train_on
+from tests.support.runs import NO_DROPOUT, SMALL, Command, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import kill
@@ -482,19 +482,14 @@ def command(folder, *overrides):
 
 def started(folder, *overrides, step=4):
     """Start a long run and wait until it has taken some steps."""
-    process = subprocess.Popen(
-        command(folder, "train.epochs=2000", *overrides),
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        stdout=subprocess.DEVNULL,
-    )
+    words = command(folder, "train.epochs=2000", *overrides)[3:]
+    process = Command(1, *words)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_text().count("digest") >= step:
             return process
         time.sleep(0.05)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     raise AssertionError(process.communicate()[1])
 
 
@@ -502,7 +497,7 @@ def started(folder, *overrides, step=4):
 def test_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, number):
     process = started(tmp_path)
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate()[1]
     step = newest(tmp_path / "checkpoints")[0].step
     assert process.returncode == 75
     assert said.splitlines()[-1] == (
@@ -516,7 +511,7 @@ def test_second_interrupt_stops_at_once_and_loses_nothing_saved(tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate()[1]
     assert process.returncode == 130 and said.splitlines()[-1] == (
         "hftune: Training was interrupted from the keyboard in step 4."
     )
@@ -612,7 +607,7 @@ def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
         while True:
             filler.write(bytes(4096))
             filler.flush()
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate()[1]
     assert process.returncode == 1
     assert re.fullmatch(
         rf"hftune: {folder}/\S+ cannot be written: (No space left on device|.*os error 28.*)\. Earlier checkpoints are intact\. "
@@ -622,10 +617,8 @@ def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
     kept = newest(folder / "checkpoints")[0].step
     filler.close()
     (small_disk / "filler").unlink()
-    done = subprocess.run(
-        command(folder, "train.epochs=2000", f"train.max_steps={kept + 3}"), env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0 and f"Resuming from step {kept} of {kept + 3}" in done.stdout
+    done = Command(1, *command(folder, "train.epochs=2000", f"train.max_steps={kept + 3}")[3:])
+    assert done.returncode == 0 and f"Resuming from step {kept} of {kept + 3}" in done.communicate()[0]
     assert audit(folder).problems == []
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import ConfigError, Recipe, train
 from hftune.tracking.ledger import audit
-from tests.support.runs import FSDP, SMALL, Run, environment, train_on
+from tests.support.runs import FSDP, SMALL, Command, Run, environment, train_on
 from tests.support.tasks import few_reviews
 
 ROOT = Path(__file__).parents[2]
@@ -168,10 +168,9 @@ def test_running_statistics_are_those_of_ddp(on_four):
 
 
 def test_unused_parameters_are_named(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hftune.run"]
     words = [f"recipe={SUPPORT / 'trapped.yaml'}", "task.trap=unused parameters", f"output_dir={tmp_path}/out"]
-    done = subprocess.run([*launcher, *words], env=environment(**FSDP), capture_output=True, text=True, timeout=120)
-    assert [line for line in done.stderr.splitlines() if line.startswith("hftune: ")] == [
+    done = Command(2, *words, **FSDP)
+    assert [line for line in done.communicate()[1].splitlines() if line.startswith("hftune: ")] == [
         "hftune: 2 parameters get no gradient: unused.weight, unused.bias. "
         "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
     ]

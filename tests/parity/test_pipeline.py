@@ -1,8 +1,6 @@
 """Stages are only another way to compute the same training: losses, gradients and weights are those of one process."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftune.tracking.ledger import audit
-from tests.support.runs import Run, environment, train_on
+from tests.support.runs import Command, Run, train_on
 
 SUPPORT = Path(__file__).parents[1] / "support"
 RECIPE = str(SUPPORT / "next_token.yaml")
@@ -146,13 +144,6 @@ def test_each_process_of_two_stages_holds_half_of_weights_gradient_and_optimizer
         assert max(part[what] for part in parts) < 0.6 * whole[what]
 
 
-def launch(size, *words, module="hftune.run", **variables):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m", module]
-    return subprocess.run(
-        [sys.executable, *launcher, *words], env=environment(**variables), capture_output=True, text=True, timeout=200
-    )
-
-
 def test_evaluating_through_stages_gives_the_numbers_of_the_run(runs, tmp_path):
     run = runs["transformer_lm 2 1f1b", 2]
     words = (
@@ -163,8 +154,8 @@ def test_evaluating_through_stages_gives_the_numbers_of_the_run(runs, tmp_path):
         "--output",
         str(tmp_path / "out.json"),
     )
-    done = launch(4, *words, module="hftune.cli")
-    assert done.returncode == 0, done.stderr
+    done = Command(4, *words, module="hftune.cli")
+    assert done.returncode == 0, done.communicate()[1]
     expected = run.result["best"]
     assert json.loads((tmp_path / "out.json").read_text())["metrics"]["loss"] == pytest.approx(expected["value"], rel=1e-6)
 
@@ -177,28 +168,32 @@ def test_a_stop_during_an_evaluation_stops_all_stages_and_going_on_begins_with_i
         "task.type=tests.support.tasks.StoppedWhileEvaluated",
         f"output_dir={tmp_path}/out",
     )
-    done = launch(2, *words)
+    done = Command(2, *words)
     assert done.returncode != 0
-    assert "stopped after step 5. The same command resumes from" in done.stderr
-    done = launch(2, *words)
-    assert done.returncode == 0, done.stderr
+    assert "stopped after step 5. The same command resumes from" in done.communicate()[1]
+    done = Command(2, *words)
+    assert done.returncode == 0, done.communicate()[1]
     same(Run(tmp_path / "out"), runs["gpt2 one", 1])
 
 
 def test_a_stage_that_fails_ends_all_with_its_own_message(tmp_path):
     words = (f"recipe={RECIPE}", *stages(2), "task.type=tests.support.tasks.FailingLoss", f"output_dir={tmp_path}/out")
-    done = launch(2, *words)
+    done = Command(2, *words)
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("ValueError: ")]
+    said = [line for line in done.communicate()[1].splitlines() if line.startswith("ValueError: ")]
     assert said and set(said) == {"ValueError: no such token"}
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_the_processes_meet(tmp_path):
-    done = launch(
-        2, "recipe=yelp_demo", *stages(2), "task.dataset=tests.support.tasks:few_reviews", f"output_dir={tmp_path}/out"
+    done = Command(
+        2,
+        "recipe=yelp_demo",
+        *stages(2),
+        "task.dataset=tests.support.tasks:few_reviews",
+        f"output_dir={tmp_path}/out",
     )
     assert done.returncode != 0
-    said = {line for line in done.stderr.splitlines() if line.startswith("hftune: ")}
+    said = {line for line in done.communicate()[1].splitlines() if line.startswith("hftune: ")}
     assert said == {
         "hftune: BertForSequenceClassification cannot be cut into stages: it has no head that predicts tokens. A pipeline cuts "
         "models that have a method stage(index, count), which returns one of their parts, and transformers' decoders: embeddings, "

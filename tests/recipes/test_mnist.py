@@ -16,7 +16,7 @@ import hftune
 from hftune import Recipe, cli, train
 from hftune.data.demo_digits import digits
 from hftune.tracking.ledger import audit
-from tests.support.runs import Run, environment, train_on
+from tests.support.runs import Command, Run, environment, train_on
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -155,14 +155,14 @@ def test_checkpoint_evaluated_again_gives_the_metrics_of_its_step(runs, capsys, 
 
 def test_two_processes_evaluate_to_the_same_metrics_and_print_them_once(runs, tmp_path):
     run = runs["digits", 1]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hftune.cli", "evaluate"]
-    words = [f"recipe={run.folder}/recipe.yaml", "eval.batch_size=9", TRUST, "--output", str(tmp_path / "out.json")]
-    done = subprocess.run([sys.executable, *command, *words], env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    words = ["evaluate", f"recipe={run.folder}/recipe.yaml", "eval.batch_size=9", TRUST, "--output", str(tmp_path / "out.json")]
+    done = Command(2, *words, module="hftune.cli")
+    out, err = done.communicate()
+    assert done.returncode == 0, err
     found, expected = json.loads((tmp_path / "out.json").read_text()), metrics_at(run, run.result["best"]["step"])
     assert found["world_size"] == 2 and found["metrics"].pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-6)
     assert found["metrics"] == expected
-    assert done.stdout.count("accuracy") == 1
+    assert out.count("accuracy") == 1
 
 
 def test_other_data_are_evaluated_where_a_key_says_so(runs, capsys, on_cpu):

@@ -1,8 +1,6 @@
 """Image restoration from the command line to a folder of restored pictures."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures
 from hftune.distributed.accelerator import set_float32
 from hftune.errors import ConfigError, DataError, TrainingError
-from tests.support.runs import Run, environment
+from tests.support.runs import Command, Run
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("task.max_train_samples=12", "task.max_eval_samples=5", "train.epochs=1", "train.micro_batch_size=6")
@@ -27,7 +25,6 @@ QUICK = ("task.max_train_samples=12", "task.max_eval_samples=5", "train.epochs=1
 def demo(tmp_path_factory):
     """The demo's own command, cut to 120 steps, on two processes."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
     words = [
         "train.max_steps=120",
         "train.micro_batch_size=3",
@@ -35,10 +32,10 @@ def demo(tmp_path_factory):
         "eval.every=60",
         "track.with=[tensorboard]",
     ]
-    command = [*launch, "-m", "hftune.run", "recipe=restoration_demo", *words, f"output_dir={folder}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Run(folder), done.stdout
+    command = Command(2, "recipe=restoration_demo", *words, f"output_dir={folder}")
+    out, err = command.communicate()
+    assert command.returncode == 0, out + err
+    return Run(folder), out
 
 
 @pytest.fixture

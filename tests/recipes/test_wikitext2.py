@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, tra
 from hftune.commands.evaluate import evaluate
 from hftune.data.demo_text import paragraphs
 from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
-from tests.support.runs import Run, environment, train_on
+from tests.support.runs import Command, Run, train_on
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -38,11 +36,10 @@ def tiny(folder, *overrides):
 def demo(tmp_path_factory):
     """The demo's own command, cut short, on two processes."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
-    command = [*launch, "-m", "hftune.run", "recipe=wikitext2_demo", "train.epochs=1", f"output_dir={folder}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Run(folder), done.stdout
+    command = Command(2, "recipe=wikitext2_demo", "train.epochs=1", f"output_dir={folder}")
+    out, err = command.communicate()
+    assert command.returncode == 0, out + err
+    return Run(folder), out
 
 
 def test_demo_beats_what_counting_words_and_pairs_gives(demo):

@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -100,12 +101,19 @@ class Group:
     """Processes that tests/support/worker.py has started for these jobs; one group at a time. What they say goes into ``log``.
 
     Args:
+        errors: the file for standard error; by default ``log``.
         variables: environment from the interpreter's start on, as libraries read it when they are imported.
         as_typed: each job is what ``python -m hftune.run`` does, down to its last words and its exit code.
     """
 
     def __init__(
-        self, world_size: int, jobs: list[Any], log: Path, variables: Mapping[str, str] | None = None, as_typed: bool = False
+        self,
+        world_size: int,
+        jobs: list[Any],
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+        as_typed: bool = False,
+        errors: Path | None = None,
     ):
         self._worker = start_worker(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
@@ -125,7 +133,12 @@ class Group:
             }
         request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
         # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
-        request |= {"log": str(log), "as_typed": as_typed, "last_words_s": 1.0 if as_typed else 10.0}
+        request |= {
+            "log": str(log),
+            "errors": str(errors or log),
+            "as_typed": as_typed,
+            "last_words_s": 1.0 if as_typed else 10.0,
+        }
         self._worker.stdin.write(json.dumps(request).encode() + b"\n")
         self.pids: list[int] = json.loads(self._worker.stdout.readline())
         self._codes: list[int] | None = None
@@ -141,6 +154,45 @@ class Group:
         if self._codes is None and not select.select([self._worker.stdout], [], [], 0)[0]:
             return None
         return self.wait()
+
+
+class Command(Group):
+    """What ``python -m MODULE WORDS`` does, or torchrun with several processes, in forks of the warm interpreter; like a Popen.
+
+    Args:
+        module: hftune.run, hftune.cli or hftune.doctor.
+        variables: more of the environment, known only when everything has been imported.
+    """
+
+    def __init__(self, world_size: int, *words: str, module: str = "hftune.run", **variables: str):
+        folder = Path(tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"]))  # which tests/conftest.py removes
+        self._out, self._err = folder / "out", folder / "err"
+        super().__init__(world_size, [[module, words, None, variables]], self._out, as_typed=True, errors=self._err)
+
+    @property
+    def returncode(self) -> int:
+        """0 if all processes ended well, otherwise the code of one that failed by itself: those that are killed then count last."""
+        return max(self.wait(), key=lambda code: (code > 0, code < 0))
+
+    def send_signal(self, number: int) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def communicate(self) -> tuple[str, str]:
+        """Wait for the end; return what was printed, and the errors."""
+        self.wait()
+        return self._out.read_text(), self._err.read_text()
+
+
+def run_script(path: Path, *words: str, log: Path) -> str:
+    """Run a Python script in a fork of the warm interpreter, which spares it the imports; return what it printed, errors included.
+
+    The current folder is that of the caller.
+    """
+    (code,) = Group(1, [[str(path), list(words), None, {}]], log).wait()
+    printed = log.read_text()
+    assert code == 0, printed
+    return printed
 
 
 @cache

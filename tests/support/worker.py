@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -28,6 +29,8 @@ IMPORTED = (
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 """Before there are processes. What is missing here they import themselves, each of them."""
+
+COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 
 
 def main() -> None:
@@ -64,17 +67,34 @@ def wait(children: dict[int, int], last_words_s: float) -> list[int]:
 
 
 def work(
-    rank: int, world_size: int, jobs: list[Any], environment: dict[str, str], cwd: str, log: str, as_typed: bool, **_: Any
+    rank: int,
+    world_size: int,
+    jobs: list[Any],
+    environment: dict[str, str],
+    cwd: str,
+    log: str,
+    as_typed: bool,
+    errors: str = "",
+    **_: Any,
 ) -> None:
-    """Be one process of a group: train each job."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+    """Be one process of a group: train each job, or run it if it is a command or a script."""
+    appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, appending), (2, errors or log, appending)):
+        os.dup2(os.open(path, flags), stream)  # the worker's own input is not theirs
     os.chdir(cwd)
     before = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else environment
     for source, overrides, stop, extra in jobs:
         os.environ.clear()  # accelerate writes there, too
         os.environ.update({**before, **extra})
+        if source in COMMANDS:
+            sys.argv = [source, *overrides]
+            if code := importlib.import_module(source).main(overrides):
+                run.leave(code)
+            continue
+        if source.endswith(".py"):
+            sys.argv, sys.path[0] = [source, *overrides], str(Path(source).parent)
+            runpy.run_path(source, run_name="__main__")
+            continue
         if as_typed:
             if code := run.main([f"recipe={source}", *overrides]):
                 run.leave(code)

@@ -382,6 +382,7 @@ def test_no_parameter_of_the_encoder_is_left_out_whatever_the_length(length, pre
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="FlexAttention on the CPU is compiled by g++")
 @pytest.mark.parametrize("lengths", [[64, 29, 33, 50], [127, 31]])
 def test_flex_attention_gives_what_gathered_blocks_give(lengths, pretrained):

@@ -13,7 +13,6 @@ from hftune.commands.evaluate_output import check_output
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.preflight import launch_options
 from hftune.launchers.slurm import time_s
-from tests.support.runs import environment
 
 CONFIGS = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
 
@@ -30,11 +29,6 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"content": "北京大学的报告。", "title": "报告"}\n' * 3, encoding="utf-8")
     return path
-
-
-def test_help_is_shown_and_needs_no_torch():
-    code = "import sys; from hftune.cli import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
 def test_version_is_printed(capsys):
@@ -199,56 +193,6 @@ def test_show_prints_a_recipe_that_loads_and_no_secret(capsys, tmp_path, monkeyp
     assert "s3cr3t" not in shown
 
 
-@pytest.fixture
-def finished(tmp_path):
-    """The folder of a run, as far as arguments are checked."""
-    folder = tmp_path / "outputs"
-    for name in ("model", "checkpoints/step_00000005"):
-        (folder / name).mkdir(parents=True)
-    recipe = Recipe.load("yelp_demo", f"output_dir={folder}").to_yaml()
-    (folder / "recipe.yaml").write_text(recipe)
-    (folder / "model" / "config.json").write_text("{}")
-    (folder / "checkpoints/step_00000005/manifest.json").write_text("{}")
-    return folder
-
-
-def test_arguments_of_every_command_are_refused_before_torch_is_imported(finished, tmp_path):
-    recipe = f"recipe={finished}/recipe.yaml"
-    refusals = {
-        ("train", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
-        ("train", "recipe=yelp_demo", "train.lr=0"): "train.lr=0.0 must be above 0.",
-        ("show", "recipe=yelp_demo", "seed=x"): "seed='x' is not a whole number, such as 42.",
-        ("plan", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
-        ("plan", "recipe=yelp_demo", "--gpus-per-machine", "0"): "--gpus-per-machine 0 must be at least 1.",
-        ("plan", "recipe=yelp_demo", "eval.metric=x"): "eval.metric='x' is not computed by SequenceClassification. ",
-        ("doctor", "recipe=nope"): "recipe=nope: there is no such recipe.",
-        ("evaluate", "recipe=yelp_demo", "--checkpoint", "nope"): "--checkpoint nope: there is no such folder.",
-        ("evaluate", f"recipe={tmp_path}/none.yaml"): f"recipe={tmp_path}/none.yaml: there is no such file",
-        ("evaluate", "recipe=yelp_demo", f"output_dir={tmp_path}/x"): f"{tmp_path}/x/model: there is no model yet.",
-        ("evaluate", recipe, "--output", "/none/x.json"): "--output /none/x.json cannot be written: No such file or directory.",
-        ("predict", "nope", "--text", "x"): "nope: there is no such folder.",
-        ("predict", str(finished), "--text", "x", "--batch-size", "0"): "--batch-size 0 must be at least 1.",
-        ("predict", f"{finished}/checkpoints", "--text", "x"): f"{finished}/checkpoints is not the folder of a model. Those of "
-        f"this run are {finished}/model and model_last.",
-        ("predict", f"{finished}/checkpoints/step_00000005", "--text", "x"): f"{finished}/checkpoints/step_00000005 is a "
-        "checkpoint, which a run resumes from. ",
-        ("audit", "nope"): "nope holds no ledger.jsonl: name the output folder of a run.",
-        ("vocab", "nope.txt", "--output", "words"): "nope.txt: there is no such file.",
-        ("slurm", "recipe=nope", "--nodes", "1", "--gpus", "2"): "recipe=nope: there is no such recipe.",
-        ("configs", "nope"): "nope: there is no such launch configuration.",
-    }
-    code = "import sys; from hftune import cli; from pathlib import Path\n"
-    code += "for words in eval(sys.argv[1]):\n    print(cli.main(list(words)), 'torch' in sys.modules, flush=True)\n"
-    code += "    sys.stderr.write('---')\n    sys.stderr.flush()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, repr(list(refusals))], env=environment(), cwd=tmp_path, capture_output=True, text=True
-    )
-    for (words, expected), said in zip(refusals.items(), done.stderr.split("---"), strict=False):
-        assert said.startswith(f"hftune: {expected}"), (words, said)
-    assert done.stdout.splitlines() == ["2 False"] * len(refusals)
-    assert not (tmp_path / "words").exists()
-
-
 def test_output_that_can_be_written_is_left_as_it_was(tmp_path):
     (tmp_path / "old.json").write_text("mine")
     for name in ("old.json", "new.json"):
@@ -271,15 +215,6 @@ def test_code_of_a_run_s_folder_is_not_imported_unless_it_is_trusted(capsys, fin
         assert (finished / "ran").exists()
         (finished / "ran").unlink()
         del sys.modules["evil_payload"]
-
-
-def test_modules_in_the_current_folder_hide_no_installed_ones(tmp_path):
-    for name in ("omegaconf", "yaml", "torch"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
-    (tmp_path / "recipe.yaml").write_text("base: yelp_demo")
-    command = [sys.executable, "-m", "hftune.cli", "evaluate", "recipe=recipe.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 2 and "there is no model yet" in done.stderr, done.stderr
 
 
 @pytest.fixture
@@ -306,27 +241,6 @@ def test_folder_that_may_not_be_read_is_named(capsys, unreadable):
     )
 
 
-@pytest.mark.parametrize("words", [["configs"], ["--help"], ["train", "--help", "task"]], ids=" ".join)
-def test_reader_that_goes_away_is_no_error(words):
-    command = [sys.executable, "-m", "hftune.cli", *words]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    # argparse drops the error of an unbuffered help by itself.
-    assert process.returncode == 141 or (words == ["--help"] and process.returncode == 0)
-
-
-def test_training_outlives_the_reader_of_its_output(tmp_path):
-    code = "import sys; from pathlib import Path; from hftune import run; run.outlive_readers(); sys.stdin.readline()\n"
-    code += "print('step 1', flush=True); print('step 2', flush=True); Path(sys.argv[1]).touch()"
-    command, pipe = [sys.executable, "-c", code, str(tmp_path / "trained")], subprocess.PIPE
-    with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        process.stdout.close()
-        _, err = process.communicate(b"\n")
-    assert (process.returncode, (tmp_path / "trained").exists()) == (0, True)
-    assert err == b"hftune: nobody reads the output any more; the run continues.\n"
-
-
 def test_help_of_train_shows_the_keys_of_the_sections_that_are_named(capsys):
     for words, expected in {
         (): "usage: hftune train [-h ",
@@ -346,26 +260,6 @@ def test_recipe_that_is_a_folder_says_so(capsys, finished):
     assert refused(capsys, "show", f"recipe={folder}") == f"recipe={folder} is a folder. Name the recipe file in it."
     folder.rename(finished)
     assert f" Did you mean recipe={finished}/recipe.yaml?" in refused(capsys, "show", f"recipe={finished}")
-
-
-def test_characters_that_the_output_does_not_know_are_escaped():
-    command = [sys.executable, "-m", "hftune.cli", "show", "recipe=yelp_demo", "track.run_name=标题"]
-    done = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert r"run_name: \u6807\u9898" in done.stdout
-
-
-def test_first_line_comes_before_torch_and_from_the_main_process_alone(capsys, monkeypatch):
-    code = "import os, sys; from hftune import run; real = run.announce\n"
-    code += "def said(recipe):\n    real(recipe)\n    print('torch' in sys.modules, flush=True)\n    os._exit(0)\n"
-    code += "run.announce = said; run.main(['recipe=yelp_demo'])"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-    assert done.stdout == f"hftune {__version__}: recipe yelp_demo, 1 process; loading libraries ...\nFalse\n"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        run.announce(Recipe.load("yelp_demo"))
-    assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo, 2 processes; loading libraries ...\n"
 
 
 def test_train_is_hftune_run_and_with_processes_the_local_launcher(capsys, monkeypatch):

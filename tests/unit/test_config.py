@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -1263,47 +1262,6 @@ def test_a_recipe_that_is_not_trusted_puts_no_secret_into_its_task(write, secret
 
 
 # What is imported
-
-HEAVY = ("torch", "transformers", "datasets", "accelerate")
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60)
-
-
-def imported(code: str) -> set[str]:
-    """Run code in a fresh interpreter and return the names of the packages that it has imported by then."""
-    done = python("-c", f"{code}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))")
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines()[-1].split())
-
-
-def test_a_recipe_is_read_and_checked_before_torch_is_imported(plain):
-    packages = imported(f"from hftune import Recipe; Recipe.from_argv(['recipe={plain}', 'train.lr=1']).validate()")
-    assert "omegaconf" in packages
-    assert not packages & set(HEAVY)
-
-
-@pytest.mark.parametrize("word", ["train.lr=abc", "train.batch_size=0", "eval.metric=acuracy", "task.model=./nowhere"])
-def test_a_recipe_is_refused_before_torch_is_imported(plain, word):
-    packages = imported(f"from hftune.run import main; assert main(['recipe={plain}', '{word}']) == 2")
-    assert "omegaconf" in packages
-    assert not packages & set(HEAVY)
-
-
-def test_importing_hftune_imports_nothing_heavy():
-    packages = imported("import hftune")
-    assert "hftune" in packages
-    assert not packages & {"omegaconf", "numpy", *HEAVY}
-
-
-def test_help_imports_nothing_heavy():
-    done = python("-X", "importtime", "-m", "hftune.run", "--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith("hftune ")
-    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "hftune" in packages
-    assert not packages & {"omegaconf", "numpy", *HEAVY}
 
 
 @pytest.mark.parametrize("name", ["hftune.launchers.quietly:main", "hftune.cli:main", "hftune.databases:x"])

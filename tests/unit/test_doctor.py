@@ -1,8 +1,6 @@
 """What the doctor finds on one machine."""
 
 import socket
-import subprocess
-import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -12,7 +10,6 @@ import torch
 from hftune import doctor
 from hftune.distributed.progress import Progress
 from hftune.doctor import FAULT, NOTICE, OK, Finding, main
-from tests.support.runs import environment
 
 
 def found(*names, output_dir="outputs"):
@@ -115,14 +112,6 @@ def test_faults_make_the_exit_code(monkeypatch, capsys):
         "  ok     a               b",
         "This machine has 1 fault.",
     ]
-
-
-def test_under_torchrun_the_group_is_examined():
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hftune.doctor")
-    done = subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "the same code, versions on all 2 processes" in done.stdout
-    assert done.stdout.endswith("This group is fit to train.\n")
 
 
 @pytest.mark.parametrize("word", ("--help", "-h"))

@@ -1,8 +1,6 @@
 """Names on the Hub, files of one's own instead, and commits: what can be told without a network."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +10,6 @@ from hftune.data.files import file_format
 from hftune.data.hub import FULL_NAMES, name_problems
 from hftune.data.text import load_split
 from hftune.tasks import SequenceClassification, TitleGeneration
-from tests.support.runs import environment
 
 
 def problems(*words):
@@ -42,15 +39,6 @@ def problems(*words):
 def test_a_name_without_its_owner_is_refused_and_the_full_one_said(word, message):
     (said,) = problems(word)
     assert said in (f"{word} {message}", f"{word}{message}")
-
-
-def test_a_name_without_its_owner_is_refused_before_torch_is_imported():
-    code = (
-        "import sys; from hftune.run import main; "
-        "print(main(['recipe=yelp', 'task.model=bert-base-cased']), 'torch' in sys.modules, 'huggingface_hub' in sys.modules)"
-    )
-    said = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
-    assert said.stdout.split() == ["2", "False", "False"], said.stderr
 
 
 def test_a_folder_may_be_called_like_a_repository(tmp_path, monkeypatch):

@@ -2,15 +2,12 @@
 """The jieba tokenizer gives the ids of Lowin's class under transformers 4, everywhere, and refuses to be another tokenizer."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import random
 import re
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +22,6 @@ from hftune import ConfigError
 from hftune.data import jieba_tokenizer, text
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment
 from hftune.data.vocabulary import train_vocabulary
-from tests.support.runs import environment
 
 SUBJECTS = ["我们", "研究人员", "北京大学", "Linux 内核", "GitHub 的开发者", "這個公司", "卡拉OK 厅", "iPhone4 用户", "他"]
 VERBS = ["发布了", "讨论", "使用", "安装并测试", "不喜欢", "分析", "發現", "upgraded to"]
@@ -286,27 +282,6 @@ def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
     assert saved == again
 
 
-REFUSED = """
-import sys
-from transformers import AutoTokenizer
-for folder in sys.argv[1:]:
-    try:
-        print("not refused:", type(AutoTokenizer.from_pretrained(folder)))
-    except ValueError as error:
-        print(str(error).splitlines()[0])
-"""
-
-
-def test_without_this_module_transformers_refuses_a_saved_tokenizer(tokenizer, tmp_path):
-    for kind in ("alone", "bert", "big_bird"):
-        tokenizer.save_pretrained(tmp_path / kind)
-        if kind != "alone":
-            (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
-    command = [sys.executable, "-c", REFUSED, *(str(tmp_path / kind) for kind in ("alone", "bert", "big_bird"))]
-    said = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == ["Couldn't instantiate the backend tokenizer from one of: "] * 3
-
-
 def published(tmp_path):
     """Write the layout of Lowin's checkpoints: a vocab.txt, and a config that names another class."""
     write(vocabulary(), tmp_path)
@@ -385,11 +360,6 @@ def test_two_processes_of_a_map_give_the_same_ids(tokenizer):
     assert mapped["input_ids"][:] == tokenizer(sentences(100), truncation=True, max_length=64)["input_ids"]
 
 
-def test_a_spawned_process_gives_the_same_ids(tokenizer):
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert list(pool.map(tokenizer.encode, sentences(4), chunksize=2)) == [tokenizer.encode(text) for text in sentences(4)]
-
-
 def test_pieces_in_memory_have_a_bound(tokenizer, monkeypatch):
     monkeypatch.setattr(jieba_tokenizer, "MAX_CACHED", 10)
     expected = [tokenizer.tokenize(f"word{number}") for number in range(100)]
@@ -418,19 +388,3 @@ def test_vocabulary_too_small_for_words_is_refused():
     with pytest.raises(ConfigError) as caught:
         train_vocabulary(["北京"], 12)
     assert str(caught.value) == "A vocabulary of 12 tokens has no room for words; use thousands."
-
-
-def test_trained_vocabulary_is_the_same_in_every_process():
-    code = (
-        "import json, sys; from hftune.data.vocabulary import train_vocabulary;"
-        "print(json.dumps(train_vocabulary(json.load(sys.stdin), 500)))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(PYTHONHASHSEED="1"),
-        input=json.dumps(sentences(200)),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(run.stdout) == vocabulary()

@@ -1,9 +1,6 @@
 """Text data from every source that a recipe can name; tokenised once, checked, padded."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -13,7 +10,6 @@ import pytest
 from hftune import DataError
 from hftune.data import text
 from hftune.tasks import SequenceClassification
-from tests.support.runs import environment
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 ROWS = [{"text": f"the food was {word} on day {day}", "label": label} for day in range(8) for label, word in enumerate("abc")]
@@ -92,55 +88,6 @@ def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
 def test_padding_is_on_the_right_and_masked():
     ids, mask = text.pad([np.array([5, 6, 7]), np.array([8])], value=0)
     assert ids.tolist() == [[5, 6, 7], [8, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
-def test_trained_tokenizer_is_the_same_in_every_process():
-    code = (
-        "from hftune.tasks import SequenceClassification as S; import hashlib, json;"
-        "t = S(model=None, dataset='hftune.data.demo:reviews', max_train_samples=500, vocab_size=400);"
-        "print(hashlib.sha256(json.dumps(sorted(t.text_tokenizer.get_vocab().items())).encode()).hexdigest())"
-    )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", code], env=environment(PYTHONHASHSEED=seed), check=True, capture_output=True
-        ).stdout
-        for seed in ("0", "1", "2")
-    }
-    assert len(said) == 1
-
-
-PREPARE = """
-import json, sys, time
-from datasets import Dataset
-from hftune.data import text
-from hftune.data.cache import one_at_a_time
-from hftune.tasks import SequenceClassification
-
-calls, tokenize = [], text.tokenize
-def counting(*args, **kwargs):
-    calls.append(1)
-    return tokenize(*args, **kwargs)
-counting.__module__, counting.__qualname__ = tokenize.__module__, tokenize.__qualname__
-text.tokenize = counting
-task = SequenceClassification(model=None, vocab_size=200, max_train_samples=300, dataset=sys.argv[1],
-    data_files=json.loads(sys.argv[2]))
-with one_at_a_time("test"):
-    train = task.datasets()["train"]
-print(json.dumps([len(calls), len(train.cache_files), train[0]["input_ids"].tolist()]))
-"""
-
-
-@pytest.mark.parametrize("kind", ["json", "function"])
-def test_two_processes_that_start_together_tokenise_once(tmp_path, kind):
-    files = {part: write(ROWS, tmp_path / f"{part}.json") for part in ("train", "eval")} if kind == "json" else None
-    name = "json" if kind == "json" else "hftune.data.demo:reviews"
-    env = environment(HF_DATASETS_CACHE=str(tmp_path / "cache"))
-    command = [sys.executable, "-c", PREPARE, name, json.dumps(files)]
-    pair = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in pair]
-    assert sorted(calls for calls, _, _ in said) == [0, 2]  # one process tokenised both parts, the other none
-    assert all(cached for _, cached, _ in said)
-    assert said[0][2] == said[1][2]
 
 
 def test_shared_yelp_reviews_load(request):

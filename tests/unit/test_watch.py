@@ -232,11 +232,12 @@ def test_a_process_without_a_launchers_store_says_that_it_waits_and_where(capfd,
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     own = Heartbeat(Progress(), 60, None)
+    message, until = "", time.monotonic() + 30
     with own.waiting():
-        time.sleep(0.15)
-    assert capfd.readouterr().err.endswith(
-        "for the other processes: all 2 must be started with the same command, and reach 10.0.0.1:29500.\n"
-    )
+        while not message and time.monotonic() < until:
+            time.sleep(0.02)
+            message = capfd.readouterr().err
+    assert message.endswith("for the other processes: all 2 must be started with the same command, and reach 10.0.0.1:29500.\n")
 
 
 def test_processes_that_end_at_different_times_are_not_missed(watch):

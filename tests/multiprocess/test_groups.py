@@ -1,0 +1,40 @@
+"""What small groups of processes do together: examine themselves, and gather rows."""
+
+import json
+import multiprocessing
+
+import torch
+
+from hftune.distributed.collectives import gather_in_slices, host_group
+from hftune.distributed.progress import Progress
+from tests.support.runs import Command
+
+
+def test_a_group_is_examined():
+    """That the doctor joins what a launcher has started is seen on two machines."""
+    command = Command(2, module="hftune.doctor")
+    out, err = command.communicate()
+    assert command.returncode == 0, err
+    assert "the same code, versions on all 2 processes" in out
+    assert out.endswith("This group is fit to train.\n")
+
+
+def gather(rank, rows, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(rows))
+    progress = Progress()
+    found = [gather_in_slices(rows[rank], host_group(), at_once, progress) for at_once in (3, 100)]
+    found.append(gather_in_slices([], None, 3, progress))
+    (folder / f"{rank}.json").write_text(json.dumps([found, progress.marks]))
+    torch.distributed.destroy_process_group()
+
+
+def test_rows_arrive_in_process_order_in_slices_of_unequal_lists(tmp_path):
+    rows = [["a", "b", "c", "d", "e", "f", "g"], ["h", "i"]]
+    workers = [multiprocessing.get_context("fork").Process(target=gather, args=(rank, rows, tmp_path)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    whole = [*rows[0], *rows[1]]
+    assert json.loads((tmp_path / "0.json").read_text()) == [[whole, whole, []], 4]  # three slices, one, none
+    assert json.loads((tmp_path / "1.json").read_text()) == [[None, None, None], 4]
