@@ -20,13 +20,17 @@ def trained(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     monkeypatch.chdir(tmp_path / "examples" / "extending")
     monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
     monkeypatch.delitem(sys.modules, "moons", raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def run(name: str, *overrides: str) -> Run:
         return Run(train(Recipe.load(f"{name}.yaml", *SHORT, *overrides)).output_dir)
 
-    return run
+    yield run
+    for name in {*sys.modules} - before:  # the same modules lie in other folders in other tests
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def test_an_optimizer_of_ones_own_steps_by_the_sign_of_its_momentum(trained):
