@@ -126,7 +126,8 @@ class Sharding(ABC):
                 if key not in copies:
                     copies[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
                 copies[key].copy_(whole)
-        plain, values = self.plain_state(), {}
+        plain = self.plain_state()
+        values: dict[str, Any] = {}
         if not self.group.is_main:
             return None
         if plain:

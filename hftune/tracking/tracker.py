@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class Tracker:
         """Return what finds the trackers' runs again."""
         found: dict[str, str] = {}
         for name, tracker in self._trackers.items():
-            self._guarded(name, lambda name=name, tracker=tracker: found.update({name: tracker.run_id}))
+            self._guarded(name, partial(lambda name, tracker: found.update({name: tracker.run_id}), name, tracker))
         return {name: run_id for name, run_id in found.items() if run_id is not None}
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class Tracker:
     def _each(self, call: Callable[[TrackerBackend], None]) -> None:
         for name, tracker in self._trackers.items():
             if name not in self._failed:
-                self._guarded(name, lambda tracker=tracker: call(tracker))
+                self._guarded(name, partial(call, tracker))
 
     def _guarded(self, name: str, call: Callable[[], None]) -> None:
         """Call a tracker. If it fails, warn once and leave it alone from then on: training is worth more than its dashboard."""

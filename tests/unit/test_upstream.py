@@ -4,7 +4,6 @@ An upgrade that breaks one of them fails here, with the reason, instead of on a 
 TABLE; a row whose name is no longer used must be removed.
 """
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -267,13 +266,6 @@ def threads_show_their_frames():
     assert threading.get_ident() in sys._current_frames()
 
 
-def a_parser_lists_its_commands():
-    parser = argparse.ArgumentParser()
-    parser.add_subparsers().add_parser("train")
-    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    assert [*action.choices] == ["train"]
-
-
 NO_ISSUE = "no public name yet, no upstream issue known"
 TABLE = [
     Upstream(
@@ -440,12 +432,6 @@ TABLE = [
     Upstream("wandb.errors", "tracking", "a wrong key is refused before training", NO_ISSUE, wandb_refuses_a_wrong_key),
     Upstream("_exit", "run distributed", "documented despite its name", "nothing to wait for", exists("os._exit")),
     Upstream("_current_frames", "distributed", "documented despite its name", "nothing to wait for", threads_show_their_frames),
-    *(
-        Upstream(
-            name, "cli", "the nearest command to a mistyped one", "Python 3.14 suggests by itself", a_parser_lists_its_commands
-        )
-        for name in ("_actions", "_SubParsersAction")
-    ),
 ]
 
 
