@@ -68,8 +68,8 @@ class Step(ABC):
 
     Invariant: a global batch gives the same loss and the same gradient however it is spread.
 
-    The first group of methods is called by the loop, the second by ``Strategy`` itself. Every method is collective (all
-    processes must call it, in the same order) unless it says otherwise.
+    Training and its loop call the methods up to ``notices``; ``Strategy`` itself calls those from ``assign`` on. Every method
+    is collective (all processes must call it, in the same order) unless it says otherwise.
     """
 
     @abstractmethod
