@@ -1,4 +1,4 @@
-"""A finished run as an MLflow model, which answers raw inputs through ``mlflow.pyfunc``. Needs mlflow; independent of training."""
+"""A finished run as an MLflow model, which answers raw inputs through ``mlflow.pyfunc``. Needs mlflow, not training."""
 
 from __future__ import annotations
 
