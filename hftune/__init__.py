@@ -58,7 +58,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562): ``import hftune`` itself costs no torch."""
+    """Import a public name when it is first asked for (PEP 562): ``import hftune`` alone does not import torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'hftune' has no attribute {name!r}")
     from importlib import import_module

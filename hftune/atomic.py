@@ -1,6 +1,6 @@
-"""Replaces a file or a folder so that a kill leaves the old one or the new one, never a part. Independent of its contents.
+"""Replaces a file or a folder atomically: a kill leaves the old one or the new one, never a part. Independent of contents.
 
-Both checkpoints and the data cache need it, and neither may import the other: so it is at the bottom, beside errors.
+Checkpoints and the data cache both need it, and neither may import the other, so it is in the lowest layer, next to errors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def restore(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it is there, as far as possible."""
+    """Remove a file or a folder if it exists, as far as possible."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

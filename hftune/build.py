@@ -1,6 +1,6 @@
-"""From a recipe to what is trained: data, batch plan, model, strategy. Every process builds the same.
+"""Builds what a recipe trains: data, batch plan, model and strategy, the same on every process.
 
-None talks to another here, except to find the micro-batch size that fits into the memory of all.
+Processes do not communicate here, except to find the micro-batch size that fits into the memory of all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hftune.strategies.pipeline_stages import check_stages
 
 @dataclass
 class Parts:
-    """What a recipe is made of, before any process has joined another."""
+    """What is built from a recipe, before the processes have joined."""
 
     datasets: Mapping[str, Any]
     """"train", "eval" and, if the recipe has one, "test"."""
@@ -45,7 +45,7 @@ class Parts:
 
 
 def build(recipe: Recipe, progress: Progress) -> Parts:
-    """Load the data, plan the batches and build the model. Not collective: a slow download times out no collective.
+    """Load the data, plan the batches and build the model. Not collective, so a slow download cannot time one out.
 
     Raises:
         ConfigError: an optimizer, schedule or metric of the recipe cannot be used; the model cannot be cut into pipeline
@@ -146,7 +146,7 @@ def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress
 
         return Pipeline(accelerator, recipe.task, recipe.parallel, progress)
     if accelerator.distributed_type == DistributedType.FSDP:
-        from hftune.strategies.fully_sharded import FullySharded  # its imports take a second that others need not wait
+        from hftune.strategies.fully_sharded import FullySharded  # importing it takes a second; others need not wait
 
         return FullySharded(accelerator, recipe.task, progress)
     return DataParallel(accelerator, recipe.task, progress)
@@ -209,8 +209,8 @@ def settle_micro_batch_size(recipe: Recipe, strategy: Strategy, parts: Parts, ea
     """Put the micro-batch size that fits into the plan, if ``train.micro_batch_size=auto``. Collective.
 
     Args:
-        earlier: what this function returned when the run that is resumed began; its size is taken over under the same
-            conditions, because another size may change the last bits of a result.
+        earlier: what this function returned when the run that is resumed began; its size is reused under the same conditions,
+            because a different size may change the last bits of a result.
 
     Returns:
         The size, and the conditions it was found under, for the checkpoints.

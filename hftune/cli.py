@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments. Options may stand between the words of a recipe, which argparse alone refuses.
+    """Parse the arguments. Options may come between the recipe's words, which argparse alone does not allow.
 
     Raises:
         ConfigError: there is no such command.

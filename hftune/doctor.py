@@ -46,12 +46,12 @@ GIB = 2**30
 OK, NOTICE, FAULT = "ok", "note", "FAULT"
 HUB_TIMEOUT_S = 3.0
 SKEW_S = 5.0
-"""Clocks that differ by more mislead whoever compares logs and file times."""
+"""Clocks that differ by more than this mislead anyone who compares logs and file times."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     found: str
@@ -67,7 +67,7 @@ class Finding:
 
 
 def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
-    """Look at everything that training needs of this machine. An examination that fails is itself a fault."""
+    """Check everything that training needs from this machine. A check that raises an error is itself a fault."""
     examinations: dict[str, Callable[[], Finding | Iterable[Finding]]] = {
         "machine": _machine,
         "Python": lambda: Finding("Python", f"{platform.python_version()}, hftune {__version__}"),
@@ -89,7 +89,7 @@ def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
         try:
             found = examine()
             yield from [found] if isinstance(found, Finding) else list(found)
-        except Exception as error:  # the doctor is asked when something is wrong, and has to answer
+        except Exception as error:  # the doctor runs because something is wrong, so it has to give an answer
             yield Finding(what, f"cannot be examined: {type(error).__name__}: {error}", FAULT)
 
 
@@ -330,12 +330,12 @@ def measure_all_reduce(device: torch.device, num_rounds: int = 20) -> tuple[floa
 
 
 def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
-    """Return how far this process's clock is ahead of the main one's, give or take half a message's way. Collective.
+    """Return how far this process's clock is ahead of the main one's, to within half a round trip. Collective.
 
     Measured by the first process of each machine, one after the other; 0 for the others. Under NCCL each pair makes a
     communicator of its own, which takes a moment.
 
-    Source: Cristian (1989), "Probabilistic clock synchronization": the round with the shortest way counts.
+    Source: Cristian (1989), "Probabilistic clock synchronization": the fastest round trip counts.
     """
     best = (float("inf"), 0.0)
     first = [strategy.process_index] if ProcessInfo.from_environment().local_rank == 0 else []

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, whatever the batch size and the number of processes. Knows no step and no file."""
+"""Evaluation: every sample once, whatever the batch size and the number of processes. Independent of steps and files."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def evaluate(
     num_pictures: int = 0,
     metrics: Sequence[str] = (),
 ) -> Evaluation | None:
-    """Score the whole data set. Collective. Return None if ``should_stop`` became true on any process meanwhile.
+    """Score the whole data set. Collective. Return None if ``should_stop`` has become true on any process.
 
     The evaluation is one step whose global batch is the data set: sorted by length, cut into micro-batches, assigned by cost.
     The loss is the sum of all item losses over the number of all items, added up in the plan's order on the main process,
     and so the same for any number of processes.
 
     Args:
-        metrics: names of ``eval.metrics``, to compute beside the task's.
+        metrics: names of ``eval.metrics``, to compute in addition to the task's.
 
     Raises:
         RuntimeError: a sample came back twice or not at all.

@@ -1,4 +1,4 @@
-"""The loop: global batches in, optimizer steps out. Knows neither how a step is spread nor what is learned."""
+"""The loop: global batches in, optimizer steps out. Independent of how a step is spread and of what is learned."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def checkpoint_is_due(run: Run) -> bool:
 def save_checkpoint(run: Run) -> None:
     """Copy the state to the host and leave the writing to another thread. Collective.
 
-    A checkpoint that cannot be written ends nothing: the earlier ones are intact, and the next one is tried when it is due.
+    A checkpoint that cannot be written does not end the run: earlier ones are intact, and the next one is tried when it is due.
     """
     state, began = run.state, time.monotonic()
     with run.throughput.paused():
@@ -142,7 +142,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def say_failed_checkpoint(run: Run) -> None:
-    """Say that the last checkpoint could not be written, if so. Main process only."""
+    """Print a warning if the last checkpoint could not be written. Main process only."""
     failure, last = run.checkpointer.failure, run.checkpointer.last
     if failure is not None:
         left = f"The last intact one is of step {last}." if last else "This run has no intact one yet."
@@ -155,7 +155,7 @@ def evaluate_and_keep(run: Run) -> None:
 
     Raises:
         Interrupted: a process was asked to stop; a resumed run starts with this evaluation.
-        TrainingError: the task did not compute ``eval.metric``, or it is no number, or not finite.
+        TrainingError: the task did not compute ``eval.metric``, or it is not a finite number.
     """
     config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
     with run.throughput.paused():

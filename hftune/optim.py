@@ -109,7 +109,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
-    """Return in how many steps the learning rate rises; the next one, which there always is, is the first at its peak."""
+    """Return the number of warmup steps. At least one step follows them, and the first of these has the peak learning rate."""
     return min(math.ceil(config.warmup_ratio * num_steps), num_steps - 1)  # a run of one step would have rate 0
 
 
@@ -153,13 +153,13 @@ def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) 
     """Return the learning rate of optimizer step ``step`` (0-based) out of ``num_steps``.
 
     A function, not an object: nothing to save, nothing that can be stepped once too often. The warmup comes first, whatever the
-    schedule; a function of the user's, too, gets steps counted from the first one of the run.
+    schedule; a user's function also gets steps counted from the start of the run.
     Source: transformers.optimization.get_{linear,cosine,constant}_schedule_with_warmup, to which tests compare it; with
     ``train.min_lr``, torch.optim.lr_scheduler.CosineAnnealingLR's ``eta_min``; torch.optim.lr_scheduler.StepLR, stepped after
     each epoch, for step.
 
     Raises:
-        TrainingError: a function of the user's returned something else than a finite number of at least 0.
+        TrainingError: a user's function returned something other than a finite number of at least 0.
     """
     num_warmup = num_warmup_steps(num_steps, config)
     if step < num_warmup:
@@ -173,10 +173,10 @@ def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) 
 
 
 def check_schedule(config: TrainConfig, num_steps: int, steps_per_epoch: int) -> None:
-    """Call a schedule of the user's for the first, a middle and the last step.
+    """Try a user's schedule on the first, a middle and the last step.
 
     Raises:
-        ConfigError: it cannot be imported, fails, or returns something else than a finite number of at least 0.
+        ConfigError: it cannot be imported, fails, or returns something other than a finite number of at least 0.
     """
     if not is_dotted(config.schedule):
         return
@@ -205,7 +205,7 @@ def _user_schedule(config: TrainConfig) -> Callable[[int, int, int], float]:
 
 
 def _factor_problem(factor: Any) -> str | None:
-    """Spell a factor that is not a finite number of at least 0; None if it is one."""
+    """Format a factor that is not a finite number of at least 0; return None if it is one."""
     try:
         is_fine = not isinstance(factor, (bool, str)) and math.isfinite(number := float(factor)) and number >= 0
     except (TypeError, ValueError):

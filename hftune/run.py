@@ -97,7 +97,7 @@ class _OptionalOutput(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let this run continue if the reader of its output goes, as in ``hftune train ... | head``.
+    """Let this run continue if the reader of its output exits, as in ``hftune train ... | head``.
 
     Hours of training are worth more than their log, which is in metrics.jsonl, too.
     """
@@ -139,7 +139,7 @@ def fail(error: BaseException) -> int:
         report = Report(text, exit_code(error), is_printed_here=is_first or not is_known(error), kind=kind)
     if report.is_printed_here:
         say_last(report.text, report.kind)
-    elif report.code not in (INTERRUPTED, STOPPED):  # then every process ends without help
+    elif report.code not in (INTERRUPTED, STOPPED):  # after these, every process ends by itself
         time.sleep(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
     return report.code
 

@@ -50,7 +50,7 @@ class Task(ABC):
     """Fields that may name code to import: package.module.Class or module:function."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods with names from before hftune 0.3: they would silently be called for something else.
+        """Refuse methods with names from before hftune 0.3, some of which now mean something different.
 
         Raises:
             TypeError: a method has an old name; the message gives the new one.
@@ -89,8 +89,8 @@ class Task(ABC):
         """Return the optimizer's parameter groups, as torch.optim takes them: every trainable parameter in exactly one.
 
         By default matrices and embeddings have ``config.weight_decay``, biases and norm parameters (under 2 dimensions) none.
-        Override it for a learning rate of its own for each layer: ``{"params": [...], "lr": 0.1 * config.lr}``. The schedule
-        scales all learning rates alike. A key that a group lacks is the recipe's.
+        Override it to give each layer its own learning rate: ``{"params": [...], "lr": 0.1 * config.lr}``. The schedule
+        scales all learning rates alike. Keys that a group lacks are taken from the recipe.
 
         Args:
             config: the recipe's ``train`` section, a TrainConfig.
@@ -144,7 +144,7 @@ class Task(ABC):
         return default_collate(examples)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the model's keyword arguments: by default the whole batch except ``labels``."""
+        """Return the model's keyword arguments: by default the batch without ``labels``."""
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def target(self, batch: Batch) -> Tensor:
@@ -160,7 +160,7 @@ class Task(ABC):
         return len(target)
 
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Return a JSON-serializable row for each sample, with all that ``metrics`` needs, including the reference.
+        """Return a JSON-serializable row for each sample, with everything that ``metrics`` needs, including the reference.
 
         ``outputs`` is what the model returned for this batch, without gradients. Tasks that generate text call ``model``
         instead. The rows are written to predictions.jsonl.
@@ -205,7 +205,7 @@ class Task(ABC):
             (directory / DERIVED).write_text(json.dumps(derived), encoding="utf-8")
 
     def load(self, directory: Path) -> nn.Module:
-        """Return the model that ``save`` wrote, on the CPU, and restore what else ``predict`` needs."""
+        """Return the model that ``save`` wrote, on the CPU, and restore whatever else ``predict`` needs."""
         from safetensors.torch import load_model
 
         if (path := directory / DERIVED).is_file():

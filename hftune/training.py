@@ -1,4 +1,4 @@
-"""``train(recipe)``: the one door for command line, Spark and notebook alike. Joins, builds, restores, fits, saves.
+"""``train(recipe)``: the single entry point for command line, Spark and notebooks. Joins, builds, restores, trains, saves.
 
 Not ``train.py``: a module and a function cannot share the name ``hftune.train``; whichever is imported last would win.
 """
@@ -46,7 +46,7 @@ def train(recipe: Recipe) -> TrainResult:
         Interrupted: a signal asked to stop; the step was finished and a checkpoint written.
     """
     recipe.validate()
-    # The folder is released last: trackers may upload from it for hours after the processes have parted.
+    # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with OutputDir(recipe) as output, Session(recipe) as session:
         claim(output, session)
         parts = build(recipe, session.progress)
@@ -64,7 +64,7 @@ def train(recipe: Recipe) -> TrainResult:
 
 
 def claim(output: OutputDir, session: Session) -> None:
-    """Hold the output folder, and refuse trackers that cannot be reached, before anything is loaded.
+    """Lock the output folder, and refuse trackers that cannot be reached, before anything is loaded.
 
     Raises:
         ConfigError: see ``OutputDir.claim`` and ``check_trackers``.
@@ -185,8 +185,8 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
 
 
 def warm_up(run: Run) -> None:
-    """Let the strategy do once whatever only a first step does. Collective."""
-    hide_progress_bars()  # downloads are over; there would be one for each export
+    """Let the strategy do the one-time work of a first step. Collective."""
+    hide_progress_bars()  # from here on there would be one for each export; downloads are over
     run.strategy.progress.stage("the warm-up backward pass")
     recipe = run.recipe
     dataset, (first, *_) = first_epoch(recipe, run.datasets), run.plan.epoch(0)[0]

@@ -1,4 +1,4 @@
-"""Writes output files in one go, reports write errors, and locks a folder against other runs. Independent of training."""
+"""Writes output files atomically, reports write errors, and locks a folder against other runs. Independent of training."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def named_where_it_fails(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the text of a file in one go."""
+    """Replace the text of a file atomically."""
     write_lines(path, [text])
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the text of a file in one go by lines that are produced one at a time."""
+    """Replace the text of a file atomically with lines that are produced one at a time."""
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(lines)
 

@@ -1,4 +1,4 @@
-"""The output folder of one run: held against other runs, where training starts, and what came out of it."""
+"""The output folder of one run: its lock, where training starts from, and the results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TrainResult:
 
 
 class OutputDir:
-    """A context that holds ``output_dir`` against other runs, from ``claim`` until everything that needs it is done.
+    """A context that locks ``output_dir`` against other runs, from ``claim`` until everything that needs it is done.
 
     Only the main process reads or writes the folder. ``confirm`` and ``restore`` are collective; what the main process
     finds reaches the others through them.
@@ -117,8 +117,8 @@ class OutputDir:
         """Load model, optimizer and state from the checkpoint that training starts from, if any. Collective.
 
         Raises:
-            ConfigError: the checkpoint belongs to other commits of the Hub, other data or another model; or it lies beyond
-                the last step.
+            ConfigError: the checkpoint belongs to other commits of the Hub, different data or a different model; or it is
+                beyond the last step.
         """
         checkpoint = self.start.checkpoint
         progress, path, changed = strategy.broadcast(

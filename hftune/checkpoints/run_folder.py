@@ -43,7 +43,7 @@ def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, P
 
 
 def check_answers(task: Task) -> None:
-    """Refuse a task that answers no inputs, or raise ConfigError."""
+    """Refuse a task that cannot predict from raw inputs, or raise ConfigError."""
     if type(task).predict is Task.predict:
         raise ConfigError(f"{type_name(type(task))} cannot predict from raw inputs. Give it a method predict(model, inputs).")
 

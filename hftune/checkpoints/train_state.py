@@ -1,4 +1,4 @@
-"""What changes in training beside model and optimizer, and what a checkpoint records about where a run came from."""
+"""What changes in training besides model and optimizer, and what a checkpoint records about where a run came from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """All that changes in training beside model and optimizer. ``(epoch, step_in_epoch)`` is the whole data order."""
+    """Everything that changes in training besides model and optimizer. ``(epoch, step_in_epoch)`` is the whole data order."""
 
     step: int = 0
     """Optimizer steps taken."""
@@ -49,7 +49,7 @@ class TrainState:
 
 @dataclass
 class Provenance:
-    """What a checkpoint records beside the state: enough to refuse a resume that would be a different training."""
+    """What a checkpoint records in addition to the state: enough to refuse a resume that would be a different training."""
 
     digests: dict[str, str]
     """Of each split, such as "train data"."""

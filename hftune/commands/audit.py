@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the ledger proves. Exit code 1 if it does not prove the promise."""
+    """Print what the ledger proves. Exit code 1 if the proof fails."""
     from hftune.tracking.ledger import audit
 
     result = audit(options.folder)

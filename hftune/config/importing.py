@@ -71,6 +71,6 @@ def _reason(error: BaseException, module: str) -> str:
     else:
         what = f"{type(error).__name__}: {error}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    # wandb replaces sys.exit by a function of its own.
+    # wandb replaces sys.exit with its own function.
     users = [frame for frame in frames if "importlib" not in frame.filename and "wandb" not in Path(frame.filename).parts]
     return f"{what} ({users[-1].filename}, line {users[-1].lineno})" if users else what

@@ -161,7 +161,7 @@ class Recipe(RunConfig):
         del plain["source"]
         for key, (written, value) in self.source.as_written.items():
             section, _, name = key.rpartition(".")
-            if getattr(getattr(self, section) if section else self, name) == value:  # else it was replaced since
+            if getattr(getattr(self, section) if section else self, name) == value:  # otherwise it has been replaced since
                 (plain[section] if section else plain)[name] = copy.deepcopy(written)
         plain["task"] = {"type": type_name(type(self.task)), **plain["task"]}
         return {

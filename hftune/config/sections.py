@@ -208,9 +208,9 @@ class TrainConfig(Section):
 
 
 SCHEDULE_KEYS = {"gamma": ("step",), "step_size": ("step",), "min_lr": ("linear", "cosine")}
-"""Keys of ``train`` that mean something to these schedules only."""
+"""Keys of ``train`` that only these schedules use."""
 OPTIMIZER_KEYS = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentum": ("sgd",)}
-"""Keys of ``train`` that mean something to these optimizers only."""
+"""Keys of ``train`` that only these optimizers use."""
 
 
 @dataclass
@@ -320,7 +320,7 @@ class ParallelConfig(Section):
         return self.pipeline_stages * (several if self.pipeline_stages > 1 else 1)
 
     def fill_up(self, num_micro_batches: int) -> int:
-        """Return the number of micro-batches, at least so many, that the schedule takes in one step of one pipeline."""
+        """Return the smallest number of micro-batches, from this one up, that the schedule can run in a pipeline's step."""
         if self.schedule == "gpipe":
             return max(1, num_micro_batches)
         count = max(self.pipeline_stages, num_micro_batches)

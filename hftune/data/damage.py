@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 
 def draw_mask(height: int, width: int, rng: np.random.RandomState) -> np.ndarray:
-    """Return a mask (H, W) bool of damaged pixels: 2 to 20 percent of the image (8 on average), never none.
+    """Return a mask (H, W) bool of damaged pixels: 2 to 20 percent of the image (8 on average), never 0.
 
     Has one or two kinds of damage, sized relative to the image's shorter side. All randomness comes from ``rng``.
     """

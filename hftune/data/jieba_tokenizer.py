@@ -105,7 +105,7 @@ class JiebaTokenizer(BertTokenizerLegacy):
         """Load from a folder or the Hub what ``save_pretrained`` wrote, or a vocab.txt beside any config.
 
         Raises:
-            ConfigError: there is no vocab.txt, or it has no words of jieba's.
+            ConfigError: there is no vocab.txt, or it has none of jieba's words.
         """
         tokenizer = super().from_pretrained(pretrained_model_name_or_path, *inputs, **kwargs)
         check_tokenizer(tokenizer, str(pretrained_model_name_or_path))
@@ -189,7 +189,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, texts: Iterab
         texts: the first 100 are checked; without them, the single characters of the vocabulary's words.
 
     Raises:
-        ConfigError: the vocabulary has no words of jieba's, the tokenizer splits them, or more than MAX_UNKNOWN of the tokens
+        ConfigError: the vocabulary has none of jieba's words, the tokenizer splits them, or more than MAX_UNKNOWN of the tokens
             are [UNK].
     """
     vocabulary = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""Compares what all processes of a job must have in common: code, packages, recipe, data. Knows no training.
+"""Compares what all processes of a job must have in common: code, packages, recipe, data. Independent of training.
 
 A fingerprint is plain values by name, most of them mappings (``code`` by file, ``packages`` by name, ``recipe`` by key), so
 that a message can say exactly what differs.

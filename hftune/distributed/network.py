@@ -133,7 +133,8 @@ def choose_interface(main_host: str) -> Route:
     reaches.
 
     Raises:
-        ConfigError: as ``check_interfaces``; or there is no route to the main machine, or no telling which interface it is.
+        ConfigError: as ``check_interfaces``; or there is no route to the main machine, or it is unclear which interface
+            leads there.
     """
     check_interfaces()
     present = interfaces()

@@ -292,7 +292,7 @@ class Meeting(StaticTCPRendezvous):
     # All
 
     def _wait(self, describe: Callable[[], str]) -> None:
-        """Sleep for a moment, printing every REMINDER_S what for.
+        """Sleep for a moment, and print every REMINDER_S what is awaited.
 
         Raises:
             ConfigError: the time is over.

@@ -1,4 +1,4 @@
-"""The ceremony of being one process of a job, once: watched from the start, checked, joined, compared. Knows no model."""
+"""What it takes to be one process of a job: being watched, checked, joined and compared. Independent of models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trains on the executors of a Spark cluster, or on the driver's machine. The door is hftune.spark.
+"""Trains on the executors of a Spark cluster, or on the driver's machine. The entry point is hftune.spark.
 
-pyspark's TorchDistributor starts the processes and knows nothing of training. A folder that the driver and the processes
-share keeps what it loses: who failed and why, and what the main process returned. In pyspark 4.3 a failed run may come back
-as a success, with the value of a different process, and an executor's exception never comes back at all.
+pyspark's TorchDistributor starts the processes and knows nothing about training. A folder that the driver and the processes
+share keeps what TorchDistributor loses: who failed and why, and what the main process returned. In pyspark 4.3 a failed run may
+come back as a success, with the value of a different process, and an executor's exception never comes back at all.
 
 Executors import this module before they have the driver's environment variables, so it must not import torch by itself.
 """
@@ -38,7 +38,7 @@ SLOTS_S = 30.0
 TRAVELS = ("MLFLOW_", "DATABRICKS_", "WANDB_", "HF_", "HFTUNE_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "AWS_", "AZURE_")
 """Prefixes of the driver's environment variables that are passed to the processes: trackers, keys, networks.
 
-They travel as arguments of the Spark tasks, HF_TOKEN and AWS_SECRET_ACCESS_KEY among them: whoever can read the cluster's
+They are sent as arguments of the Spark tasks, HF_TOKEN and AWS_SECRET_ACCESS_KEY among them: anyone who can read the cluster's
 traffic or memory can read these. Remove what training does not need from the driver's environment.
 """
 

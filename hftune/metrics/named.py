@@ -1,4 +1,4 @@
-"""Metrics that a recipe names in ``eval.metrics``: modules of ``evaluate``, and functions of the user's own.
+"""Metrics that a recipe names in ``eval.metrics``: modules of ``evaluate``, and the user's own functions.
 
 They see the rows of a whole split, as ``Task.metrics`` does. Independent of tasks and models.
 """
@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 Metric = Callable[[Rows], Any]
 
 FIELDS = {"predictions": ("prediction", "generated"), "references": ("reference", "label", "title")}
-"""The fields of a row that a module of ``evaluate`` gets as predictions and as references: the first that there is."""
+"""The fields of a row that a module of ``evaluate`` gets as predictions and as references: the first one that exists."""
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
@@ -36,13 +36,13 @@ def is_function(name: str) -> bool:
 
 
 def compute(metrics: Mapping[str, Metric], rows: Rows, taken: Collection[str]) -> dict[str, Any]:
-    """Return what the metrics come to on all rows of a split.
+    """Compute the metrics on all rows of a split.
 
     Args:
         taken: the names of the task's own metrics.
 
     Raises:
-        TrainingError: a metric fails, returns something else than a dict or a number, or uses a name that is taken.
+        TrainingError: a metric fails, returns something other than a dict or a number, or uses a name that is taken.
     """
     found: dict[str, Any] = {}
     for name, metric in metrics.items():

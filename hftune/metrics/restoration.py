@@ -1,6 +1,6 @@
 """How close a restored image is to its target: L1, PSNR and SSIM, also inside and outside the mask. Independent of tasks.
 
-Shape suffixes: H and W height and width; values of images lie in [0, 1].
+Shape suffixes: H and W height and width; values of images are in [0, 1].
 """
 
 from __future__ import annotations

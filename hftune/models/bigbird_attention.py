@@ -38,7 +38,7 @@ class BlockSparseSelfAttention(nn.Module):
       same function. In transformers, every training forward pass calls ``np.random.seed``, and evaluation uses block 0 for all
       of them (huggingface/transformers#20031, closed, unchanged).
     - A row's blocks depend on its own length, not on the padding: its last global block has its own last token, and its random
-      blocks lie within the row. A row of at most 5 + R blocks has full attention. So a row's result depends neither on other
+      blocks are within the row. A row of at most 5 + R blocks has full attention. So a row's result depends neither on other
       rows nor on the micro-batch, and the choice of kernel (full attention if the padded batch has at most 5 + R blocks)
       affects speed only: ranks with batches of different lengths still train the same function. transformers chooses at
       5 + 2R blocks, for the whole batch, and never returns from full attention.

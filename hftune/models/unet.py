@@ -1,6 +1,6 @@
 """A compact U-Net for image restoration, and a wrapper that runs any network on images of any size. Independent of data sets.
 
-Shape suffixes: N images, C channels, H and W height and width; values of images lie in [0, 1].
+Shape suffixes: N images, C channels, H and W height and width; values of images are in [0, 1].
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class PipelineMeter:
         self._given: dict[int, set[nn.Parameter]] = {}
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
-        """Let the stages compute one after the other; whether they return what the model does, values alone could say.
+        """Run the stages one after the other. Only values could show whether they return what the model does.
 
         Raises:
             ConfigError: they cannot.

@@ -1,6 +1,6 @@
 """``make_plan(recipe)``: what a training run would do and need, before it starts. Reads the data, never the weights.
 
-It calls the loop's own functions, so the plan cannot differ from the run; only the counting is its own.
+It calls the loop's own functions, so the plan cannot differ from the run; only the counting is done here.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Memory(StepMemory):
 
     ddp_buckets_bytes: int
     """Part of the peak: DDP's buckets, which keep their size. They hold the gradients of a step's last micro-batch; those of
-    earlier ones take memory of their own."""
+    earlier ones take additional memory."""
     receive_bytes: int
     """Part of the peak: in a pipeline, the receive buffers."""
     device: str

@@ -192,7 +192,7 @@ class Strategy(Collectives, Step):
     """A step spread over processes: what all strategies share."""
 
     model: nn.Module
-    """What ``task.predictions`` may call during an evaluation: whole, and its forward pass waits for no other process."""
+    """What ``task.predictions`` may call during an evaluation: a full model, whose forward pass waits for no other process."""
     sharding: Sharding
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):

@@ -1,4 +1,4 @@
-"""Every process computes whole micro-batches: one process, or DDP through Accelerate. Independent of epochs and files."""
+"""Every process computes complete micro-batches: one process, or DDP through Accelerate. Independent of epochs and files."""
 
 from __future__ import annotations
 

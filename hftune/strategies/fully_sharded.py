@@ -36,12 +36,12 @@ class FullySharded(DataParallel):
     any is gathered as a whole.
 
     - Each forward pass is collective. So all processes get equally many micro-batches of a step, dummies included, and of
-      similar cost. Evaluations, whose passes differ in number and length, run on a whole copy: each process then holds all
+      similar cost. Evaluations, whose passes differ in number and length, run on a full copy: each process then holds all
       weights (float32) in addition to its shards, as under DDP.
     - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. FSDP's own
       MixedPrecisionPolicy would send half as much, but also keep embeddings, norms and sums in bfloat16 (yelp_demo's first
       loss is then off by 8e-5; this way by less than 1e-7).
-    - ``build_model`` still builds a whole model on every process, in host memory.
+    - ``build_model`` still builds the full model on every process, in host memory.
     """
 
     sharding: ShardedWeights
@@ -88,7 +88,7 @@ class ShardedWeights(Replicated):
     """Parameters, gradients and moments are DTensors, of which each process holds a slice; buffers are on every process."""
 
     meta_model: nn.Module
-    """The whole model without values."""
+    """The full model without values."""
     blocks: list[str]
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 

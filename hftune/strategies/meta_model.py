@@ -1,4 +1,4 @@
-"""A whole model without values, and how it is filled with them. Independent of processes."""
+"""A full model without values, and how it is filled with them. Independent of processes."""
 
 from __future__ import annotations
 

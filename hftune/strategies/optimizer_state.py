@@ -1,4 +1,4 @@
-"""What an optimizer keeps, of whatever class it is: whether it can be saved and spread, and what of it is no tensor.
+"""The state of an optimizer of any class: whether it can be saved and spread, and which parts of it are not tensors.
 
 Independent of recipes and processes.
 """
@@ -18,13 +18,13 @@ from hftune.errors import ConfigError
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """Classes that need no trial: their state consists of tensors with the shape of their parameters, and counters of steps."""
 PLAIN = (bool, int, float, str, type(None))
-"""What a checkpoint holds of an optimizer beside tensors."""
+"""What a checkpoint holds of an optimizer besides tensors."""
 GIVEN = ("params", "lr", "lr_scale")
 """Options of a parameter group that are not the optimizer's own to change."""
 
 
 def plain_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """Return what the state holds beside tensors, such as a counter of steps, by parameter and name: "head.weight/step"."""
+    """Return what the state holds besides tensors, such as a counter of steps, by parameter and name: "head.weight/step"."""
     return {
         f"{names[parameter]}/{key}": value
         for parameter, state in optimizer.state.items()
@@ -116,7 +116,7 @@ def _stepped_twin(optimizer: torch.optim.Optimizer, last: float = 1.0) -> tuple[
                 factor = last if parameter is parameters[-1] else 1.0
                 parameter.grad = (parameter.detach() - 0.7) * scale * factor
             twin.step(None)  # as Accelerate does
-    except Exception as error:  # whatever a class of the user's raises
+    except Exception as error:  # whatever the user's class raises
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise ConfigError(
             f"train.optimizer: {type(optimizer).__name__} failed on a few small tensors: {reason}. It is called as "

@@ -93,7 +93,7 @@ class Stage(nn.Module):
         micro_batch = self.micro_batches[int(index)]
         rows, length = micro_batch.shape
         self.seeds.begin(*micro_batch.key, layer=self.first_layer)
-        # Contiguous, as on one process: CUDA's dropout gives other elements the same random numbers if the strides differ.
+        # Contiguous, as on one process: CUDA's dropout assigns its random numbers to different elements if the strides differ.
         hidden = None if self.is_first else received[:rows, :length].contiguous()
         with self._statistics_of(micro_batch), self.accelerator.autocast():
             outputs = self.stage(hidden, **micro_batch.inputs)
@@ -177,7 +177,7 @@ class Pipeline(Strategy):
         raise NotImplementedError("stages differ in what they need; check_parallel refuses auto")
 
     def warm_up(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
-        # Beside what the contract asks for: processes connect, before the first step is timed and watched.
+        # Besides what the contract asks for, this connects the processes before the first step is timed and watched.
         (batch,) = self.batches(dataset, [[micro_batch] * self.dp_size], 0, 0)
         with restored_buffers(self.sharding.model) as changed:
             try:

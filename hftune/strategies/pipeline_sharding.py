@@ -1,4 +1,4 @@
-"""Every process holds some stages of a model: which tensors these are, and how they travel. Independent of steps and files.
+"""Every process holds some stages of a model: which tensors these are, and how they are moved. Independent of steps and files.
 
 The processes form a grid of (dp_rank, pp_rank): the processes of one pipeline are neighbours.
 """
@@ -59,7 +59,7 @@ class StagedWeights(Sharding):
     """Each process holds the parameters, gradients, moments and buffers of its stages, and no others."""
 
     meta_model: nn.Module
-    """The whole model without values."""
+    """The full model without values."""
     modules: dict[int, nn.Module]
     """The stages of this process, by index."""
     stage_sizes: list[int]

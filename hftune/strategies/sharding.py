@@ -1,4 +1,4 @@
-"""What each process holds of weights, gradients and optimizer state, and how a whole comes out of the parts.
+"""What each process holds of weights, gradients and optimizer state, and how the parts are put together.
 
 Independent of steps, epochs and files.
 """
@@ -62,13 +62,13 @@ class Sharding(ABC):
 
     @abstractmethod
     def tensors(self) -> Tensors:
-        """Return all that belongs into a checkpoint and lies on this process: the live tensors, not copies. Local.
+        """Return everything on this process that belongs in a checkpoint: the live tensors, not copies. Local.
 
         Tied parameters have one name, the first.
         """
 
     def plain_state(self) -> dict[str, Any]:
-        """Return, on the main process, what the optimizer's state holds beside tensors, for the whole model. Collective."""
+        """Return, on the main process, what the optimizer's state holds besides tensors, for the whole model. Collective."""
         return plain_state(self.bare_optimizer, {value: name for name, value in self.parameters().items()})
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a tracker has to offer: the base class of W&B, MLflow and TensorBoard here, and of a tracker of your own.
+"""The interface of a tracker: the base class of W&B, MLflow and TensorBoard here, and of your own trackers.
 
 Independent of training: a tracker sees numbers, tables and pictures.
 """
@@ -16,7 +16,7 @@ from hftune.config import Recipe
 
 @dataclass
 class EarlierRun:
-    """What a tracker has to know of a run that it tracks, to continue it after an interruption."""
+    """What a tracker needs to know about a run to continue it after an interruption."""
 
     step: int = 0
     """The optimizer step after which training resumes; 0 if it begins."""
@@ -66,7 +66,7 @@ class TrackerBackend:
 
     @property
     def run_id(self) -> str | None:
-        """Return what ``start`` finds this run again by, which checkpoints keep; None if nothing does."""
+        """Return the id by which ``start`` finds this run again, for checkpoints to keep; None if there is none."""
         return None
 
     def close(self) -> None:

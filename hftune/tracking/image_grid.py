@@ -30,7 +30,7 @@ def grid(pictures: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def write_picture(path: Path, pixels_HWC: np.ndarray) -> None:
-    """Write a PNG in one go, and its folder where there is none.
+    """Write a PNG atomically, and create its folder if there is none.
 
     Raises:
         TrainingError: it cannot be written.

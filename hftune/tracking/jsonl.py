@@ -26,7 +26,7 @@ def finite(value: Any) -> Any:
 
 
 class LineFile:
-    """Appends lines; each is written as a whole before ``append`` returns."""
+    """Appends lines; each is written completely before ``append`` returns."""
 
     def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
         """Replace the contents of the file by ``lines``, and append to them."""

@@ -1,4 +1,4 @@
-"""A finished run as an MLflow model, which answers raw inputs through ``mlflow.pyfunc``. Needs mlflow; knows no training."""
+"""A finished run as an MLflow model, which answers raw inputs through ``mlflow.pyfunc``. Needs mlflow, not training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NAME = "model"
 def log_model(recipe: Recipe, run_id: str, uri: str) -> None:
     """Log the best model of a finished run.
 
-    As a transformers pipeline, which loads without hftune, where the task has one; else as one that answers as
-    ``hftune.load_model`` does; as plain files where the task answers nothing or has no examples of its inputs.
+    As a transformers pipeline, which loads without hftune, if the task has one; otherwise as a model that predicts as
+    ``hftune.load_model`` does; as plain files if the task cannot predict from raw inputs or has no example inputs.
     """
     task, folder = recipe.task, Path(recipe.output_dir) / "model"
     examples = task.example_inputs()
@@ -83,7 +83,7 @@ class Answers(mlflow.pyfunc.PythonModel):
 
 @contextmanager
 def active(run_id: str, uri: str) -> Iterator[None]:
-    """Make a run the one that MLflow's functions log to; what the user had set comes back."""
+    """Make a run the one that MLflow's functions log to; restore what the user had set at the end."""
     was_set = mlflow.is_tracking_uri_set()
     mlflow.set_tracking_uri(uri)
     try:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 STORE = Path("outputs/mlflow.db")
-"""The default store; the files of the runs lie beside it, in mlflow-artifacts."""
+"""The default store; the files of the runs are next to it, in mlflow-artifacts."""
 FILES = ("recipe.yaml", "metrics.jsonl", "result.json", "predictions.jsonl")
 SEND_S = 1.0  # a request takes 25 ms, a step may take less: what one second brought is sent together
 RETRY_S = 60.0  # between two attempts to reach a server that does not answer
-PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds, and how often once more
+PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds, and the number of retries
 MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # in one request, and characters of a parameter: MLflow's own bounds
 
 
@@ -103,7 +103,7 @@ def briefly() -> Iterator[None]:
 
 
 class MlflowRun(TrackerBackend):
-    """A run at MLflow; holds in the end every line of metrics.jsonl, whether the server was there all the time or not."""
+    """A run at MLflow. At its end it has every line of metrics.jsonl, even if the server was down for a while."""
 
     run_id: str | None = None
 

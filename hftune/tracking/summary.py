@@ -1,4 +1,4 @@
-"""The first and the last lines that a run prints. Knows plain values only."""
+"""The first and the last lines that a run prints. Works on plain values only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast training is: samples and tokens a second. Knows batches, and nothing of what is computed."""
+"""How fast training is: samples and tokens a second. Independent of what is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Throughput:
     def __init__(self):
         self.total_samples, self.total_seconds = 0, 0.0
         self.checkpoint_seconds = 0.0
-        """That checkpoints kept the training thread since the last call of ``rates``."""
+        """For which checkpoints held up the training thread since the last call of ``rates``."""
         self._restart()
 
     def _restart(self) -> None:
