@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -84,8 +84,9 @@ def only_writer(folder: Path) -> Iterator[None]:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     finally:
-        owner.unlink(missing_ok=True)
-        if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
-            (folder / ".lock").unlink()  # before the release: filelock tries again if the file it has locked was removed
-            folder.rmdir()
+        with suppress(OSError):  # the folder may be gone, which must not hide why the block failed
+            owner.unlink(missing_ok=True)
+            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()  # before the release: filelock tries again if the file it has locked was removed
+                folder.rmdir()
         lock.release()

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
+from hftune.config.sections import OPTIMIZER_KEYS
 from hftune.distributed.process_info import launcher
 from hftune.errors import ConfigError, did_you_mean, format_value
 
@@ -165,7 +166,9 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     """
     recipes = OmegaConf.load(checkpoint.path / "recipe.yaml"), OmegaConf.create(recipe.to_yaml())
     old, new = (flat(OmegaConf.to_container(either)) for either in recipes)
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in FREE]
+    unread = {f"train.{name}" for name, owners in OPTIMIZER_KEYS.items() if new.get("train.optimizer") not in owners}
+    keys = [key for key in {**old, **new} if key not in FREE and key not in unread]
+    differing = [key for key in keys if not _is_same(old.get(key), new.get(key))]
     texts = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
     pins = {f"{key}_revision" for key in checkpoint.progress.get("commits", {})}  # compared once data and model are loaded
     if fixed := [texts[key] for key in differing if key.startswith(FIXED) and key not in pins]:
@@ -174,6 +177,11 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
             "resume=never, which replaces that run, or with a different output_dir."
         )
     return {key: text for key, text in texts.items() if key not in pins}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two values say the same. A key that an older hftune did not have yet is None, and may now be empty."""
+    return one == other or (one in (None, []) and other in (None, []))
 
 
 def _spell(values: Mapping[str, Any], key: str) -> str:

@@ -65,7 +65,7 @@ def named_code(recipe: Recipe) -> dict[str, str]:
     paths = set()
     for key, name in code_of_sections(recipe.train, recipe.eval, recipe.track):
         if key in ("train.optimizer", "train.schedule"):
-            with suppress(ImportError, ValueError):  # building it says what is wrong
+            with suppress(Exception, SystemExit):  # find_spec imports the package around it; building it says what is wrong
                 paths.add(getattr(find_spec(name.rpartition(".")[0]), "origin", None))
     return {Path(path).name: _hash(Path(path)) for path in paths if path is not None and Path(path).is_file()}
 

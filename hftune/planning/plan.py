@@ -351,12 +351,15 @@ def add_model(
     plan.notices += recipe.task.notices(datasets, model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         as_fake(model, device)
-        optimizer = build_optimizer(model.train(), recipe)
         try:
+            optimizer = build_optimizer(model.train(), recipe)
             make_optimizer_state(optimizer)
-        except NEEDS_VALUES as error:
+        except (ConfigError, *NEEDS_VALUES) as error:
+            cause = error.__cause__ if isinstance(error, ConfigError) else error
+            if not isinstance(cause, NEEDS_VALUES):
+                raise
             plan.notices.append(
-                f"The memory cannot be estimated: train.optimizer={recipe.train.optimizer} {needs_values(error)}"
+                f"The memory cannot be estimated: train.optimizer={recipe.train.optimizer} {needs_values(cause)}"
             )
             return
         tensors = checkpoint_tensors(model, optimizer)

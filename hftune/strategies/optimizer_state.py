@@ -66,6 +66,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, 
     if is_sharded and optimizer.state:
         raise ConfigError(f"{name} makes its state when it is built, before FSDP shards the parameters. Train without FSDP.")
     twin, parameters = _stepped_twin(optimizer)
+    if other := next((key for key in twin.state if not isinstance(key, Tensor)), None):
+        raise ConfigError(f"{name} keeps {other} for no parameter, which checkpoints cannot hold: only state of a parameter.")
     state = [(parameter, key, value) for parameter in parameters for key, value in twin.state[parameter].items()]
     changed = [change for group in changed_options(twin, options_of(optimizer)) for change in group.items()]
     for key, value in [*((key, value) for _, key, value in state if not isinstance(value, Tensor)), *changed]:

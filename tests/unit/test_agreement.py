@@ -1,8 +1,11 @@
 """What a person reads where processes do not fit together."""
 
+import pytest
+
 import hftune
-from hftune import Recipe
-from hftune.distributed.consistency import code, differences, disagreement, fingerprint
+from hftune import ConfigError, Recipe
+from hftune.distributed.consistency import code, differences, disagreement, fingerprint, named_code
+from hftune.optim import optimizer_class
 
 MAIN = {
     "host": "nodeA",
@@ -33,6 +36,18 @@ def test_every_kind_of_difference_is_spelled_out_with_what_to_do():
         "same versions on all machines. Start all processes with the same recipe and the same overrides. Give all machines the same "
         "files, or the same data set of the Hub at the same revision."
     )
+
+
+@pytest.mark.parametrize("line", ["raise RuntimeError('no')", "import sys; sys.exit(0)"])
+def test_code_whose_package_cannot_be_imported_is_left_to_the_message_of_its_key(tmp_path, monkeypatch, line):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(line)
+    (tmp_path / "broken" / "optimizers.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = Recipe.load("yelp_demo", "train.optimizer=broken.optimizers.Mine")
+    assert named_code(recipe) == {}
+    with pytest.raises(ConfigError, match=r"train.optimizer=broken.optimizers.Mine cannot be imported: "):
+        optimizer_class(recipe.train)
 
 
 def test_a_long_list_of_differences_is_cut():

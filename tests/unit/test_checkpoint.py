@@ -88,6 +88,16 @@ def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeyp
     }
 
 
+def test_keys_that_an_older_version_wrote_otherwise_without_effect_are_no_changes(tmp_path):
+    recipe = Recipe.load("mnist_best")
+    text = recipe.to_yaml()
+    older = text.replace("  metrics: []\n", "").replace("  momentum: 0.0\n", "  momentum: 0.5\n")
+    assert len(older.splitlines()) == len(text.splitlines()) - 1
+    assert "momentum: 0.5" in older
+    (tmp_path / "recipe.yaml").write_text(older)
+    assert _changes(Checkpoint(tmp_path, 0, {}, {}), recipe) == {}
+
+
 def test_state_of_another_version_is_refused():
     values = vars(TrainState())
     assert read_state("x", values) == TrainState()

@@ -1,6 +1,7 @@
 """Who may write an output folder, and what is said to the second one."""
 
 import os
+import shutil
 import socket
 
 import pytest
@@ -17,3 +18,10 @@ def test_a_folder_in_use_names_its_user_and_a_way_out_if_that_one_is_lost(tmp_pa
         "output_dir=... to a different folder. If that process no longer exists (its machine was lost, for example), "
         f"remove {tmp_path}/.lock."
     )
+
+
+def test_a_folder_that_is_removed_meanwhile_does_not_hide_why_the_run_failed(tmp_path):
+    folder = tmp_path / "out"
+    with pytest.raises(ConfigError, match="the reason"), only_writer(folder):
+        shutil.rmtree(folder)
+        raise ConfigError("the reason")

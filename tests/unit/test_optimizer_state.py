@@ -21,6 +21,14 @@ class Listed(torch.optim.SGD):
                 self.state[weight]["history"] = [1.0]
 
 
+class Global(torch.optim.SGD):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state["seen"]["count"] = 1
+
+
 class Together(torch.optim.SGD):
     """Normalises by the norm of all gradients."""
 
@@ -56,6 +64,7 @@ def test_torchs_elementwise_optimizers_work_everywhere(name, how):
             {},
             "Listed keeps history, a list, which checkpoints cannot hold: only tensors of a parameter, numbers and texts.",
         ),
+        (Global, {}, "Global keeps seen for no parameter, which checkpoints cannot hold: only state of a parameter."),
         (
             torch.optim.Adafactor,
             SHARDED,

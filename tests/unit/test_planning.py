@@ -81,11 +81,12 @@ def test_the_state_of_an_optimizer_of_ones_own_is_counted(tmp_path, optimizer, c
     assert memory.optimizer_bytes == pytest.approx(copies * memory.weights_bytes, abs=64)  # and counters of steps
 
 
-def test_an_optimizer_whose_step_needs_values_leaves_a_plan_without_memory(tmp_path):
-    plan = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer="torch.optim.Adafactor"))
+@pytest.mark.parametrize("optimizer", ["torch.optim.Adafactor", "tests.support.optimizers.Reads"])
+def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path, optimizer):
+    plan = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer=optimizer))
     assert plan.memory is None and plan.parameters > 0
     assert plan.notices[-1].startswith(
-        "The memory cannot be estimated: train.optimizer=torch.optim.Adafactor needs values, and a plan has none ("
+        f"The memory cannot be estimated: train.optimizer={optimizer} needs values, and a plan has none ("
     )
 
 
