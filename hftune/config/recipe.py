@@ -194,13 +194,19 @@ ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "train.lr"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
     **dict.fromkeys(("train_batch_size", "global_batch_size"), "train.batch_size"),
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "accumulate_grad_batches"), "train.micro_batch_size"
-    ),
+    "per_device_train_batch_size": "train.micro_batch_size",
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "train.batch_size"),  # of all processes
+    **dict.fromkeys(("bf16", "fp16", "precision"), "train.mixed_precision"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "train.betas"),
+    **{"adam_epsilon": "train.eps", "warmup_steps": "train.warmup_ratio", "full_determinism": "train.deterministic"},
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "train.clip_norm"),
     **{"lr_scheduler_type": "train.schedule", "optim": "train.optimizer", "logging_steps": "train.log_every"},
     **{
-        "eval_steps": "eval.every",
+        **dict.fromkeys(("eval_steps", "eval_strategy"), "eval.every"),
+        "per_device_eval_batch_size": "eval.batch_size",
+        "metric_for_best_model": "eval.metric",
+        "save_total_limit": "checkpoint.keep",
+        "resume_from_checkpoint": "resume",
         "save_steps": "checkpoint.every",
         "report_to": "track.with",
         "model_name_or_path": "task.model",

@@ -34,7 +34,7 @@ def test_a_kill_while_writing_leaves_the_earlier_contents_and_the_next_write_suc
     write(tmp_path / "model", kind, "earlier")
     before = contents(tmp_path)
     code = "import os, signal, sys; from pathlib import Path; from hftune.atomic import atomic_path\n"
-    code += "from tests.unit.test_atomic import write\n"
+    code += "from tests.commands.test_atomic import write\n"
     code += "with atomic_path(Path(sys.argv[1])) as temporary:\n"
     code += "    write(temporary, sys.argv[2], 'half'); os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", code, str(tmp_path / "model"), kind]

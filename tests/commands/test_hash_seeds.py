@@ -22,7 +22,7 @@ print(json.dumps({
     "reviews": digest([list(reviews(part)) for part in ("train", "eval")]),
     "articles": digest([list(articles(part)) for part in ("train", "eval")]),
     "vocabulary of words": digest(train_vocabulary([row["title"] for row in articles("train", count=500)], 500)),
-    "tokenizer": digest(sorted(task.tokenizer.get_vocab().items())),
+    "tokenizer": digest(sorted(task.text_tokenizer.get_vocab().items())),
     "order of a set": digest(list({f"word {number}" for number in range(100)})),
 }))
 """

@@ -204,7 +204,7 @@ REFUSED = {
         FSDP,
         ("train.micro_batch_size=auto",),
         "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
-        "waiting for its part of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens.",
+        "waiting for its shard of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens.",
     ),
     "no launcher": (
         FSDP,
@@ -231,4 +231,6 @@ def test_gpus_that_are_not_to_be_used_must_be_hidden(tmp_path, monkeypatch):
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError) as caught:
         train(Recipe.load(SUPPORT / "trapped.yaml", f"output_dir={tmp_path / 'out'}"))
-    assert str(caught.value) == ("FSDP on the CPUs of a machine with GPUs needs the GPUs hidden: set CUDA_VISIBLE_DEVICES=''.")
+    assert str(caught.value) == (
+        "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
+    )

@@ -159,7 +159,7 @@ def test_a_renamed_repository_and_a_connection_that_is_cut_once_are_no_trouble(h
 
 AGAIN = (
     "Check the network and start again: finished downloads are kept. HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; "
-    "HF_HUB_OFFLINE=1 takes what is in the cache. Without the Hub, "
+    "HF_HUB_OFFLINE=1 uses the cache only. Without the Hub, "
 )
 FOLDER = "name a folder: task.model=FOLDER."
 FILES = "name files: task.dataset=json task.data_files.train=... task.data_files.eval=... (json, csv, parquet, arrow, text)."

@@ -121,9 +121,9 @@ def test_the_best_model_is_tested_and_not_the_last_one(tmp_path, monkeypatch):
 def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(tmp_path, monkeypatch, on_processes):
     original = training.evaluate
 
-    def evaluate(*arguments):
+    def evaluate(*arguments, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted) as caught:
         patched.setattr(training, "evaluate", evaluate)

@@ -1283,3 +1283,19 @@ def test_other_toolkits_names_of_a_key_are_understood(word, known):
 
 def test_a_recipe_without_its_key_is_understood():
     assert refusal("yelp_demo") == "Name one recipe, such as recipe=yelp_demo; 0 were given. Did you mean recipe=yelp_demo?"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    {
+        "warmup_steps": "train.warmup_ratio",
+        "gradient_accumulation_steps": "train.batch_size",
+        "bf16": "train.mixed_precision",
+        "save_total_limit": "checkpoint.keep",
+        "metric_for_best_model": "eval.metric",
+        "resume_from_checkpoint": "resume",
+    }.items(),
+)
+def test_a_key_of_trainer_is_answered_with_ours(name, ours):
+    with pytest.raises(ConfigError, match=rf"train\.{name} is not a key of a recipe\. Did you mean '{ours}'\?"):
+        Recipe.load("yelp_demo", f"train.{name}=1")
