@@ -27,6 +27,8 @@ RENAMED = {
     "remarks": "notices",
 }
 """New names of Task methods, by their names before version 0.3."""
+RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
+"""New names of Task's class attributes, likewise."""
 
 DERIVED = "task.json"
 """File beside the weights with the attributes that ``datasets`` set on the task."""
@@ -61,6 +63,8 @@ class Task(ABC):
             raise TypeError(f"{cls.__name__}.predict(outputs, model, batch) is called predictions(outputs, model, batch) now")
         if old := [name for name in methods if name in RENAMED]:
             raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED[old[0]]} now")
+        if old := [name for name in RENAMED_ATTRIBUTES if name in vars(cls)]:
+            raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED_ATTRIBUTES[old[0]]} now")
 
     def validate(self) -> list[str]:
         """Return the problems of the fields and of the files they name, one sentence each. Called before torch is imported."""

@@ -135,7 +135,7 @@ class Tracker:
         except Exception as error:  # whatever a tracker's package raises
             self._failed.add(name)
             print(
-                f"track.with={name} failed: {_reason(error)}. Training continues without it; {self.path} has everything.",
+                f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything.",
                 flush=True,
             )
 

@@ -176,3 +176,9 @@ def test_method_under_its_former_name_is_refused(name, said):
     with pytest.raises(TypeError) as refused:
         type("Old", (Task,), {name: method})
     assert str(refused.value) == said
+
+
+@pytest.mark.parametrize(("name", "now"), [("shown", "sample_fields"), ("metric_names", "metric_directions")])
+def test_class_attribute_under_its_former_name_is_refused(name, now):
+    with pytest.raises(TypeError, match=f"^Old.{name} is called {now} now$"):
+        type("Old", (Task,), {name: ["text"]})
