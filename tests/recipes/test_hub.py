@@ -158,7 +158,7 @@ def test_a_renamed_repository_and_a_connection_that_is_cut_once_are_no_trouble(h
 
 
 AGAIN = (
-    "Check the network and start again: finished downloads are kept. HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; "
+    "Check the network and try again; finished downloads are kept. HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; "
     "HF_HUB_OFFLINE=1 uses the cache only. Without the Hub, "
 )
 FOLDER = "name a folder: task.model=FOLDER."

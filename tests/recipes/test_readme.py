@@ -83,6 +83,7 @@ def check_own_model(run, folder, monkeypatch, capsys):
     """What the own task's run has written is loaded and evaluated again, once its code is trusted."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "moons", raising=False)  # the example of that name may have been imported here
     assert cli.main(["evaluate", "recipe=out0/recipe.yaml"]) == 2
     assert "task.type=moons.Moons (out0/recipe.yaml) is not hftune's own code" in capsys.readouterr().err
     assert cli.main(["evaluate", "recipe=out0/recipe.yaml", "--trust-code", "--output", "again.json"]) == 0
