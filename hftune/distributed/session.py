@@ -53,8 +53,6 @@ class Session:
             self.train.dead_after_s if dead_after_s is None else dead_after_s,
             self.train.stall_after_s if stall_after_s is None else stall_after_s,
         )
-        self.accelerator: Accelerator | None = None
-        """Set by ``join``."""
         self._compares_early = compares_early
         self._stack = ExitStack()
 
@@ -84,10 +82,10 @@ class Session:
         """
         self.progress.stage("joining the other processes")
         with self.heartbeat.waiting():
-            self.accelerator = start_accelerator(self.train)
+            accelerator = start_accelerator(self.train)
         self.heartbeat.join()
         atexit.register(leave_group)
-        return self.accelerator
+        return accelerator
 
     def compare(self, collectives: Any, datasets: Mapping[str, Any], commits: Mapping[str, str]) -> dict[str, str]:
         """Make sure that all processes run the same code and recipe on the same data. Collective.
