@@ -11,7 +11,7 @@ import os
 import sys
 
 from hftune import __version__
-from hftune.commands import audit, configs, doctor, evaluate_output, plan, predict, recipes, show, slurm, train, vocab
+from hftune.commands import audit, configs, doctor, evaluate_output, plan, predict, recipes, schema, show, slurm, train, vocab
 from hftune.config.shipped_files import recipe_names
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.tracking.console import print_any_character
@@ -20,6 +20,10 @@ COMMANDS = {
     "train": (train, "train a recipe; the same as python -m hftune.run"),
     "recipes": (recipes, "list the shipped recipes"),
     "show": (show, "print a recipe with all its keys as YAML, with bases and overrides applied"),
+    "schema": (
+        schema,
+        "print the JSON schema of recipes, with which editors complete keys and mark errors, or write it to a file",
+    ),
     "plan": (plan, "show the steps, memory and disk space that a run would need, without training"),
     "predict": (predict, "run a finished model on texts or images, such as titles for articles"),
     "evaluate": (
