@@ -68,6 +68,11 @@ def recipes_by_task() -> dict[str, list[str]]:
     return found
 
 
+def metrics(type_: type) -> list[str]:
+    """Return what ``eval.metric`` can be with a shipped task and its defaults."""
+    return ["loss", *type_().metric_directions]
+
+
 def _task_of(recipe: str) -> str:
     values = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))
     return values["task"].get("type") or _task_of(values["base"])
@@ -112,8 +117,8 @@ def _each_task() -> list[dict[str, Any]]:
         is_typed = {"properties": {"task": typed}, "required": ["task"]}
         inherits = {"properties": {"task": no_type, "base": {"enum": recipes}}, "required": ["base"]}
         type_ = task_types()[name]
-        metrics = {"properties": {"metric": {"examples": ["loss", *type_().metric_directions]}}}
-        then = {"properties": {"task": {"$ref": f"#/definitions/{name}"}, "eval": metrics}}
+        eval_ = {"properties": {"metric": {"examples": metrics(type_)}}}
+        then = {"properties": {"task": {"$ref": f"#/definitions/{name}"}, "eval": eval_}}
         rules.append({"if": {"anyOf": [is_typed, inherits]}, "then": then})
         for key, value in _properties(type_).items():
             known.setdefault(key, {"description": value["description"]})
