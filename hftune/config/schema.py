@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from hftune.config.reference import SECTIONS, fields, task_types
-from hftune.config.sections import OPTIMIZERS, PIPELINE_SCHEDULES, SCHEDULES, TRACKERS, key_of
+from hftune.config.sections import OPTIMIZERS, PIPELINE_SCHEDULES, SCHEDULES, TRACKERS, UPLOADS, key_of
 from hftune.config.shipped_files import recipe_names, recipe_path
 
 REFERENCE = r"\$\{"
@@ -41,6 +41,7 @@ SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
     "eval.every": (("epoch",), r"^[1-9]\d* epochs?$"),
     "parallel.schedule": (PIPELINE_SCHEDULES, None),
     "track.with": (TRACKERS, DOTTED),
+    "track.upload": (UPLOADS, None),
     "resume": (("auto", "never"), ""),
 }
 """Texts that a key can have: these names, or what matches the pattern; "" is any text, None no other."""
