@@ -108,7 +108,7 @@ def type_in(terminal, text, until):
 
 
 def test_bash_is_told_only_what_follows_the_equals_sign(capsys, folder):
-    """Of task.schedule=li, bash takes li to be the word unless COMP_WORDBREAKS has been changed."""
+    """Of train.schedule=li, bash takes li to be the word unless COMP_WORDBREAKS has been changed."""
     ask = 'COMP_LINE="hftune show train.schedule=li"; COMP_POINT=${#COMP_LINE}; _hftune; echo "${COMPREPLY[@]}"'
     (folder / "script").write_text(script("bash", capsys))
     done = subprocess.run(["bash", "--norc", "-c", f"source ./script; {ask}; COMP_WORDBREAKS=:; {ask}"], capture_output=True)
