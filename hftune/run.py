@@ -42,7 +42,7 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
   train.*       epochs, global batch_size, lr, schedule, ...    train.lr=3e-5 train.micro_batch_size=4
   eval.*        when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
   track.*       trackers: wandb, mlflow, tensorboard            track.with=[wandb]
-  checkpoint.*  how often to save a checkpoint, how many stay   checkpoint.every=200
+  checkpoint.*  how often to save a checkpoint, how many to keep   checkpoint.every=200
   parallel.*    pipeline stages                                 parallel.pipeline_stages=2
   seed, output_dir, resume                                      output_dir=outputs/mine resume=never
 
@@ -92,7 +92,7 @@ class _OptionalOutput(io.FileIO):
                 os.dup2(nowhere.fileno(), self.fileno())
             if self.fileno() == 1:
                 with suppress(OSError):
-                    print("hftune: nobody reads the output any more; the run continues.", file=sys.stderr, flush=True)
+                    print("hftune: the reader of the output has exited; the run continues.", file=sys.stderr, flush=True)
             return len(data)
 
 

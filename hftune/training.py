@@ -104,7 +104,7 @@ def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> Tra
     if strategy.is_main:
         print(
             f"{recipe.output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
-            f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or another output_dir.",
+            f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or a different output_dir.",
             flush=True,
         )
     return result
@@ -261,7 +261,7 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
     evaluation = evaluate(strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics)
     if evaluation is None:
-        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped in the test of the best model.")
+        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")
     log(run, {f"test/{name}": value for name, value in evaluation.metrics.items()})
     return evaluation.metrics
 

@@ -84,7 +84,7 @@ def count_processes(asked: int | None) -> int:
         raise ConfigError(f"num_processes={asked} must be at least 1.")
     if 0 < num_gpus < asked:
         raise ConfigError(
-            f"num_processes={asked} is more than the GPUs of this machine, {num_gpus}: each process takes one. Lower it; "
+            f"num_processes={asked} exceeds the number of this machine's GPUs, {num_gpus}: each process takes one. Lower it; "
             "train.batch_size and the result stay the same."
         )
     return asked

@@ -64,22 +64,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, 
         return
     name = f"train.optimizer: {type(optimizer).__name__}"
     if is_sharded and optimizer.state:
-        raise ConfigError(f"{name} makes its state when it is built, before FSDP shards the parameters. Train without FSDP.")
+        raise ConfigError(f"{name} creates its state when it is built, before FSDP shards the parameters. Train without FSDP.")
     twin, parameters = _stepped_twin(optimizer)
     if other := next((key for key in twin.state if not isinstance(key, Tensor)), None):
-        raise ConfigError(f"{name} keeps {other} for no parameter, which checkpoints cannot hold: only state of a parameter.")
+        raise ConfigError(
+            f"{name} keeps {other}, which belongs to no parameter. Checkpoints hold only the state of parameters."
+        )
     state = [(parameter, key, value) for parameter in parameters for key, value in twin.state[parameter].items()]
     changed = [change for group in changed_options(twin, options_of(optimizer)) for change in group.items()]
     for key, value in [*((key, value) for _, key, value in state if not isinstance(value, Tensor)), *changed]:
         if not isinstance(value, PLAIN):
             raise ConfigError(
-                f"{name} keeps {key}, a {type(value).__name__}, which checkpoints cannot hold: only tensors of a parameter, "
-                "numbers and texts."
+                f"{name} keeps {key}, a {type(value).__name__}, which checkpoints cannot hold: only a parameter's "
+                "tensors, numbers and strings."
             )
     odd = [key for one, key, value in state if isinstance(value, Tensor) and value.ndim and value.shape != one.shape]
     if is_sharded and odd:
         raise ConfigError(
-            f"{name} keeps {odd[0]} in a different shape than its parameter's, which FSDP cannot shard. Train without FSDP."
+            f"{name} keeps {odd[0]} in a shape that differs from its parameter's, which FSDP cannot shard. Train without FSDP."
         )
     if is_staged and (changed or not _is_independent(optimizer, parameters)):
         raise ConfigError(

@@ -87,7 +87,7 @@ def test_what_cannot_be_launched_is_refused_at_once(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     assert refused(recipe, 3) == (
-        "num_processes=3 is more than the GPUs of this machine, 2: each process takes one. Lower it; train.batch_size and the "
+        "num_processes=3 exceeds the number of this machine's GPUs, 2: each process takes one. Lower it; train.batch_size and the "
         "result stay the same."
     )
     monkeypatch.setenv("WORLD_SIZE", "2")

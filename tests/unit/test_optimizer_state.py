@@ -62,18 +62,18 @@ def test_torchs_elementwise_optimizers_work_everywhere(name, how):
         (
             Listed,
             {},
-            "Listed keeps history, a list, which checkpoints cannot hold: only tensors of a parameter, numbers and texts.",
+            "Listed keeps history, a list, which checkpoints cannot hold: only a parameter's tensors, numbers and strings.",
         ),
-        (Global, {}, "Global keeps seen for no parameter, which checkpoints cannot hold: only state of a parameter."),
+        (Global, {}, "Global keeps seen, which belongs to no parameter. Checkpoints hold only the state of parameters."),
         (
             torch.optim.Adafactor,
             SHARDED,
-            "Adafactor keeps row_var in a different shape than its parameter's, which FSDP cannot shard. Train without FSDP.",
+            "Adafactor keeps row_var in a shape that differs from its parameter's, which FSDP cannot shard. Train without FSDP.",
         ),
         (
             torch.optim.Adagrad,
             SHARDED,
-            "Adagrad makes its state when it is built, before FSDP shards the parameters. Train without FSDP.",
+            "Adagrad creates its state when it is built, before FSDP shards the parameters. Train without FSDP.",
         ),
         (
             Together,
