@@ -139,7 +139,8 @@ def fail(error: BaseException) -> int:
         report = Report(text, exit_code(error), is_printed_here=is_first or not is_known(error), kind=kind)
     if report.is_printed_here:
         say_last(report.text, report.kind)
-    elif report.code not in (INTERRUPTED, STOPPED):  # after these, every process ends by itself
+    elif report.code not in (INTERRUPTED, STOPPED) and ProcessInfo.from_environment().world_size > 1:
+        # After these two every process ends by itself, and `hftune train --processes` has waited for the one that reports.
         time.sleep(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
     return report.code
 

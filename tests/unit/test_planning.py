@@ -291,7 +291,7 @@ def test_what_cannot_be_planned_is_refused(capsys):
     )
     assert refused(capsys, recipe, "--processes", "1", "--gpus-per-machine", "2") == (
         "--processes 1 is not a multiple of --gpus-per-machine 2: each machine runs one process on each of its GPUs. "
-        "Say --processes 2."
+        "Use --processes 2."
     )
     assert refused(capsys, recipe, FEW, "task.model_config.num_attention_heads=3") == (
         "task.model_config cannot be built: The hidden size (128) is not a multiple of the number of attention heads (3)."
