@@ -37,7 +37,7 @@ from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.rendezvous_backend import PORT, owner_of
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError
-from hftune.run import fail, leave
+from hftune.run import fail, leave, outlive_readers
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tracking.console import hide_progress_bars, print_any_character
 from hftune.tracking.tracker import check_trackers
@@ -365,6 +365,7 @@ def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Examine, print, and return the exit code. Under a launcher every process calls it."""
     print_any_character()
+    outlive_readers()
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h"):
         print(__doc__)

@@ -1,6 +1,8 @@
 """What the doctor finds on one machine."""
 
+import os
 import socket
+import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -130,3 +132,13 @@ def test_clocks_are_compared_once_a_machine_and_each_comparison_is_a_sign_of_pro
     monkeypatch.setattr(doctor.dist, "send", lambda stamp, rank: None)
     assert doctor.clock_skew_s(strategy, num_rounds=1) == 0.0
     assert heard == [(8, 1), (16, 2)]
+
+
+def test_an_examination_outlives_the_reader_of_its_output(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "__stdout__", stream)
+        assert main(["--help"]) == 0
+        sys.stdout.flush()
