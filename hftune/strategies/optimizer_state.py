@@ -50,10 +50,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, is_staged: bool = False) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, is_sharded: bool = False, is_staged: bool = False
+) -> None:
     """Try an optimizer on a few small tensors, and refuse one that cannot be saved or spread over the processes.
 
     Args:
+        device: where this process trains; some optimizers work on GPUs only.
         is_sharded: each process keeps a part of every parameter (FSDP).
         is_staged: each process keeps some of the parameters (pipelines).
 
@@ -65,7 +68,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, 
     name = f"train.optimizer: {type(optimizer).__name__}"
     if is_sharded and optimizer.state:
         raise ConfigError(f"{name} creates its state when it is built, before FSDP shards the parameters. Train without FSDP.")
-    twin, parameters = _stepped_twin(optimizer)
+    twin, parameters = _stepped_twin(optimizer, device)
     if other := next((key for key in twin.state if not isinstance(key, Tensor)), None):
         raise ConfigError(
             f"{name} keeps {other}, which belongs to no parameter. Checkpoints hold only the state of parameters."
@@ -92,11 +95,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, 
 
 def _is_independent(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
     """Say whether a parameter's steps depend on its own gradient only: those of the last one are changed to find out."""
-    _, others = _stepped_twin(optimizer, last=-3.0)
+    _, others = _stepped_twin(optimizer, parameters[0].device, last=-3.0)
     return all(torch.equal(one, other) for one, other in zip(parameters[:-1], others[:-1], strict=True))
 
 
-def _stepped_twin(optimizer: torch.optim.Optimizer, last: float = 1.0) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+def _stepped_twin(
+    optimizer: torch.optim.Optimizer, device: torch.device, last: float = 1.0
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """Build an optimizer of the same kind for small tensors, two for each number of dimensions in each group; take two steps.
 
     Args:
@@ -105,7 +110,6 @@ def _stepped_twin(optimizer: torch.optim.Optimizer, last: float = 1.0) -> tuple[
     Raises:
         ConfigError: it cannot be built, or its step fails.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     taken = inspect.signature(type(optimizer)).parameters
     arguments = {key: value for key, value in optimizer.defaults.items() if key in taken}
     groups = []
