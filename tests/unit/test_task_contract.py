@@ -122,9 +122,32 @@ def test_forgotten_num_items_is_refused_for_labels_and_said_for_numbers():
     )
 
 
-@pytest.mark.parametrize("task", [Random(), OnlyOnGPUs()])
-def test_what_cannot_be_compared_is_let_through(task):
-    assert check(task) == []
+class NotFinite(MeanOfPairs):
+    def loss(self, outputs, target):
+        return super().loss(outputs, target) * float("inf")
+
+
+class Single(MeanOfPairs):
+    def datasets(self):
+        return {split: samples[:1] for split, samples in super().datasets().items()}
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        (Random(), "it differs between two passes over the same samples in evaluation mode"),
+        (
+            OnlyOnGPUs(),
+            "one or two samples cannot be computed on the CPU in evaluation mode (RuntimeError: this kernel has no CPU version)",
+        ),
+        (NotFinite(), "it is not finite for samples 12 and 13"),
+        (Single(), "there is only one training sample"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_compared_is_let_through_with_a_notice(task, why):
+    name = type(task).__name__
+    assert check(task) == [f"{name}.loss was not checked, because {why}. Make sure that it returns a sum over the items."]
 
 
 def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
@@ -155,10 +178,9 @@ def test_a_model_that_a_single_sample_breaks_is_left_to_training():
             return nn.functional.log_softmax(input.squeeze(), dim=1)
 
     task = Pairs()
-    assert (
-        check_sums(task, Squeezed(), [{"input": torch.randn(4), "labels": 0}, {"input": torch.randn(4), "labels": 1}], None)
-        == []
-    )
+    samples = [{"input": torch.randn(4), "labels": 0}, {"input": torch.randn(4), "labels": 1}]
+    (notice,) = check_sums(task, Squeezed(), samples, None)
+    assert notice.startswith("Pairs.loss was not checked, because one or two samples cannot be computed on the CPU ")
 
 
 @pytest.mark.parametrize(
