@@ -14,7 +14,7 @@ import torch
 
 from hftune import __version__
 from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batch_size
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
+from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OutputDir, TrainResult
@@ -232,7 +232,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     def save() -> None:
         run.checkpointer.wait()
         run.ledger.close()
-        with named_where_it_fails(output.path / "result.json"):
+        with explain_write_errors(output.path / "result.json"):
             write_text(output.path / "result.json", strict_json(result.to_json(), indent=2) + "\n")
         if run.checkpointer.failure is not None:
             raise TrainingError(f"Everything is saved except the last checkpoint: {run.checkpointer.failure}.")

@@ -17,7 +17,7 @@ from hftune.errors import ConfigError, TrainingError
 
 
 @contextmanager
-def named_where_it_fails(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn a write error into one that names the path and says what is safe.
 
     Raises:
