@@ -183,21 +183,57 @@ def test_a_model_that_a_single_sample_breaks_is_left_to_training():
     assert notice.startswith("Pairs.loss was not checked, because one or two samples cannot be computed on the CPU ")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    {
-        "answer": "Old.answer is called predict now",
-        "remarks": "Old.remarks is called notices now",
-        "predict": "Old.predict(outputs, model, batch) is called predictions(outputs, model, batch) now",
-    }.items(),
-)
-def test_method_under_its_former_name_is_refused(name, said):
-    def method(self, outputs, model, batch):
+class Former:
+    """Methods as tasks had them before 0.3."""
+
+    def answer(self, model, texts):
         return []
 
+    def problems(self):
+        return []
+
+    def pictures(self, outputs, model, batch, places):
+        return []
+
+    def remarks(self, *facts):
+        return []
+
+    def predict(self, outputs, model, batch):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    {
+        "answer": "predict now; if it is a helper of your own, rename it",
+        "problems": "validate now; if it is a helper of your own, rename it",
+        "pictures": "sample_images now; if it is a helper of your own, rename it",
+        "remarks": "notices now; if it is a helper of your own, rename it",
+        "predict(outputs, model, batch)": "predictions(outputs, model, batch) now",
+    }.items(),
+)
+def test_method_under_its_former_name_is_refused(name, now):
+    attribute = name.partition("(")[0]
     with pytest.raises(TypeError) as refused:
-        type("Old", (Task,), {name: method})
-    assert str(refused.value) == said
+        type("Old", (Task,), {attribute: vars(Former)[attribute]})
+    assert str(refused.value) == f"Old.{name} is called {now}"
+
+
+def test_a_helper_that_cannot_be_called_as_the_former_method_keeps_its_name():
+    class Quiz(Task):
+        def answer(self, question):
+            return question
+
+        def pictures(self):
+            return []
+
+        def problems(self, split):
+            return split
+
+        def remarks(self, row, *, limit):
+            return limit
+
+    assert Quiz.answer(None, "why") == "why"
 
 
 @pytest.mark.parametrize(("name", "now"), [("shown", "sample_fields"), ("metric_names", "metric_directions")])
