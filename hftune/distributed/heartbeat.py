@@ -109,7 +109,8 @@ class Heartbeat:
         if self.here.rank != self.here.node_ranks[0]:
             return None
         who = "process 0, which has not started" if self._watch is not None else "the other processes"
-        return f"{who}: all {self.here.world_size} must be started with the same command, and reach {self.here.store_address}"
+        where = self.here.store_address
+        return f"{who}: all {self.here.world_size} must be started with the same command, and be able to reach {where}"
 
     def _start_watchdog(self, look: Callable[[], Any | None], has_group: bool, secret: str = "") -> Watchdog:
         return Watchdog(self.here, self.progress, self.limits, self.close_all, look, has_group, secret)

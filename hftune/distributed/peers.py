@@ -27,7 +27,7 @@ FRESH_S = 3.0
 SHOWN = 8
 """Processes to list; the rest are counted."""
 
-HELD_UP = "C code holds Python's lock there, or it is stopped or swapping"
+HELD_UP = "C code in it may hold Python's lock, or it may be stopped or swapping"
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,13 @@ class Peers:
         if beat is None or not self._lives(rank, beat["machine"], passed_s):
             why = "It was killed, or its machine is down or cut off."
             if not is_hurt:
-                why += f" If it may be in C code that holds Python's lock for so long, raise {key}."
+                why += f" If C code in it may hold Python's lock for that long, raise {key}."
             return self._missing_report(rank, f"has given no sign of life for {silent_s:.0f} s", why, seen)
         what = f"is alive but has not answered for {silent_s:.0f} s"
         limit_s, name = (dead_after_s, key) if is_hurt else (self.stall_after_s, f"train.stall_after_s={self.stall_after_s}")
         if limit_s is not None and silent_s > limit_s:
-            broke = ", because a connection broke meanwhile" if is_hurt else ""
-            return self._missing_report(rank, what, f"{HELD_UP}. {name} is the limit{broke}.", seen)
+            broke = ", because a connection broke in the meantime" if is_hurt else ""
+            return self._missing_report(rank, what, f"{HELD_UP}. The limit is {name}{broke}.", seen)
         if silent_s > dead_after_s and rank not in self.waited_for and self.here.rank == (1 if rank == 0 else 0):
             self.waited_for.add(rank)
             limit = "without a limit" if self.stall_after_s is None else f"for up to {self.stall_after_s:g} s"

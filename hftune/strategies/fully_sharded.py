@@ -93,7 +93,7 @@ class ShardedWeights(Replicated):
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        check_optimizer(optimizer, is_sharded=True)
+        check_optimizer(optimizer, self.accelerator.device, is_sharded=True)
         start_equal(model, self.group)
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
         self.meta_model = meta_copy(model)

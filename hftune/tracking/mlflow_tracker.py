@@ -86,7 +86,7 @@ def named_where_it_refuses(uri: str) -> Iterator[None]:
     except (MlflowException, OSError) as error:
         raise ConfigError(
             f"track.with=mlflow: {_without_password(uri)} cannot be used: {_reason(error)}. Start that server, or set "
-            f"MLFLOW_TRACKING_URI to another; without it, runs are kept in {STORE}."
+            f"MLFLOW_TRACKING_URI to a different one; without it, runs are kept in {STORE}."
         ) from error
 
 
@@ -237,11 +237,11 @@ class MlflowRun(TrackerBackend):
         if not self._is_lost:
             with self._forgiven():
                 self.client.set_terminated(self.run_id, "FINISHED")
-                shown_by = f" `mlflow ui --backend-store-uri {self.uri}` shows it." if self.uri.startswith("sqlite") else ""
-                print(f"MLflow has it as run {self.run_id}.{shown_by}", flush=True)
+                shown_by = f" View it with `mlflow ui --backend-store-uri {self.uri}`." if self.uri.startswith("sqlite") else ""
+                print(f"MLflow has recorded this run as {self.run_id}.{shown_by}", flush=True)
         if self._is_lost:
             print(
-                f"MLflow lacks {len(self._unsent)} values of run {self.run_id} and perhaps files; all of them are in "
+                f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow. They are all in "
                 f"{self.recipe.output_dir}.",
                 flush=True,
             )
@@ -256,7 +256,10 @@ class MlflowRun(TrackerBackend):
         except Exception as error:  # of transformers, of MLflow's flavors, or of the task's own examples and answers
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
             where = self._path("model")
-            print(f"MLflow gets no model of run {self.run_id}: {reason}. The model itself is whole, in {where}.", flush=True)
+            print(
+                f"The model of run {self.run_id} was not logged to MLflow: {reason}. The model itself is intact, in {where}.",
+                flush=True,
+            )
 
     def abandon(self) -> None:
         """Close a run that failed."""
@@ -274,7 +277,7 @@ class MlflowRun(TrackerBackend):
                 self.client.log_batch(self.run_id, metrics=self._unsent[:MAX_METRICS])
                 del self._unsent[:MAX_METRICS]
             if was_lost:
-                print("MLflow answers again, and has got what it missed.", flush=True)
+                print("MLflow answers again and has received everything that it missed.", flush=True)
         self._send_at = time.monotonic() + (RETRY_S if self._is_lost else SEND_S)
 
     @contextmanager
@@ -291,8 +294,8 @@ class MlflowRun(TrackerBackend):
         except (MlflowException, OSError) as error:
             self._is_lost = True
             if not is_known:
-                where = f"MLflow at {_without_password(self.uri)} does not take what is logged: {_reason(error)}."
-                print(f"{where} Training goes on, and tries again.", flush=True)
+                what = f"Logging to MLflow at {_without_password(self.uri)} failed: {_reason(error)}."
+                print(f"{what} Training continues and will retry.", flush=True)
 
     def _path(self, name: str) -> Path:
         return Path(self.recipe.output_dir) / name

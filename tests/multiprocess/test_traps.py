@@ -82,8 +82,8 @@ def test_other_data_on_one_process_are_noticed_in_the_evaluation_set_too(tmp_pat
     assert code == 2
     host = socket.gethostname()
     assert said == [
-        f"hftune: Process 1 on {host} has different data: eval data. Compared with process 0 on {host}. "
-        "Give all machines the same files, or the same data set of the Hub at the same revision."
+        f"hftune: Compared with process 0 on {host}, process 1 on {host} has different data: eval data. "
+        "Use the same files on all machines, or the same revision of the data set on the Hub."
     ]
 
 

@@ -170,7 +170,7 @@ def test_a_machine_that_does_not_come_is_named_before_a_process_is_started(machi
     assert code == 1 and out == ""
     assert err == (
         f"hftune: 1 of 2 machines is here: machineA (10.77.0.1 on {machines[0].interface}). Missing: machineB. 1 more must be "
-        "started with the same command, and reach 10.77.0.1:29500 (firewall, address, port). Waited 1 s; "
+        "started with the same command, and be able to reach 10.77.0.1:29500 (firewall, address, port). Waited 1 s; "
         "HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
     )
     code, out, err = finish(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
@@ -232,9 +232,9 @@ def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_a
         for machine, name, lr in zip(machines, "AB", ("0.1", "0.2"), strict=True)
     ]
     expected = (
-        "hftune: Process 1 on machineB has different code: mine.py; a different recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Compared with "
-        "process 0 on machineA. Install the same hftune, and put the same task file, on all machines. Start all "
-        "processes with the same recipe and the same overrides."
+        "hftune: Compared with process 0 on machineA, process 1 on machineB has different code: mine.py; a different "
+        "recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Install the same version of hftune on all machines, "
+        "and use the same task file. Start all processes with the same recipe and the same overrides."
     )
     for code, out, err in finish(*jobs):
         assert code == 1 and len(out.splitlines()) <= 1, out  # the main process has greeted
