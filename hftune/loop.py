@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,6 +46,8 @@ class Run:
     ledger: Ledger
     checkpointer: Checkpointer
     stop: StopRequest
+    usage: Callable[[], dict[str, float]]
+    """Returns what training uses of all machines, on the main process."""
     throughput: Throughput = field(default_factory=Throughput)
     began: float = field(default_factory=time.monotonic)
 
@@ -84,7 +86,7 @@ def fit(run: Run) -> None:
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.throughput.rates()})
+                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **performance(run)})
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -220,6 +222,11 @@ def log(run: Run, values: dict[str, Any]) -> None:
     epoch = run.state.progress(run.plan.num_steps)
     run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
     run.console.logged(run.state.step, epoch, values)
+
+
+def performance(run: Run) -> dict[str, float]:
+    """Return how fast training was since the last call, how even the work, and how busy the machines are."""
+    return run.throughput.rates() | run.strategy.times.take() | run.usage()
 
 
 def show_evaluation(run: Run, evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:

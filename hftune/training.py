@@ -134,6 +134,7 @@ def open_run(
         ledger=Ledger(output.path / "ledger.jsonl"),
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
         stop=session.accept_stop_requests(),
+        usage=session.sample_usage(strategy.device, output.path),
     )
     if strategy.is_main:
         session.at_failure(run.tracker.end_early)

@@ -19,11 +19,12 @@ import psutil
 from hftune.distributed.failure_report import Report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
+from hftune.distributed.usage import Sample, by_host
 
 HURT_S = 10.0
 """Limit of silence if a connection is broken, too: the process is gone, and there is no need to wait for dead_after_s."""
 FRESH_S = 3.0
-"""Age up to which a sign of life can vouch for a process on the same machine."""
+"""Age up to which a sign of life can vouch for a process on the same machine, and its numbers are shown."""
 SHOWN = 8
 """Processes to list; the rest are counted."""
 
@@ -110,6 +111,17 @@ class Peers:
         awaited = [*absent, *behind]
         more = [f"{len(awaited) - SHOWN} more"] if len(awaited) > SHOWN else []
         return "; ".join(awaited[:SHOWN] + more) or None
+
+    def usage_by_host(self, own: Sample) -> dict[str, float]:
+        """On process 0: return what is logged of all machines. Only this one while others have not been heard of.
+
+        Called by another thread than the methods above.
+        """
+        samples, first_ranks, beats = {0: own}, {0: 0}, self.beats.copy()
+        if len(beats) == self.here.world_size - 1:  # else machines would be numbered differently later
+            first_ranks |= {rank: beat["machine"][0] for rank, beat in beats.items()}
+            samples |= {rank: beat["usage"] for rank, beat in beats.items() if self.silent_s.get(rank, 0.0) <= FRESH_S}
+        return by_host(samples, first_ranks)
 
     def _neighbours(self) -> set[int]:
         """Return the other processes of this machine, if their process ids mean the same here."""

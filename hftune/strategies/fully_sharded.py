@@ -44,6 +44,8 @@ class FullySharded(DataParallel):
     - ``build_model`` still builds the full model on every process, in host memory.
     """
 
+    computes_alone = False  # it waits for the others at each block
+
     sharding: ShardedWeights
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -118,9 +119,13 @@ def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_o
 
 def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_from_there(machines, tmp_path):
     out = tmp_path / "out"
-    words = ("hftune.run", "recipe=yelp_demo", *WORDS, f"output_dir={out}", "train.epochs=30", "checkpoint.every=5")
+    words = ("hftune.run", "recipe=yelp_demo", *WORDS, f"output_dir={out}", "train.epochs=300", "checkpoint.every=5")
     jobs = [start(machine, *words, "train.dead_after_s=4", launcher=("--num_processes", "2")) for machine in machines]
-    wait_for(lambda: len(list((out / "checkpoints").glob("step_*"))) >= 2, *jobs)
+    log = out / "metrics.jsonl"
+    wait_for(lambda: len(list((out / "checkpoints").glob("step_*"))) >= 2 and "perf/host1/" in log.read_text(), *jobs)
+    line = next(line for line in map(json.loads, log.read_text().splitlines()) if "perf/host1/memory_gib" in line)
+    assert {"perf/host0/cpu_percent", "perf/host0/disk_free_gib", "perf/host1/cpu_percent", "perf/slowest_rank"} <= set(line)
+    assert "perf/host1/disk_free_gib" not in line and "perf/host2/memory_gib" not in line
     machines[1].cut()
     try:
         here, there = finish(*jobs, timeout_s=60.0)
