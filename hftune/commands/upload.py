@@ -18,8 +18,9 @@ from hftune.checkpoints.export import read, read_about
 from hftune.config import Recipe
 from hftune.data.hub import causes_of, first_line, network_reason
 from hftune.errors import ConfigError
-from hftune.reporting.card import CARD, METRICS, RECIPE, RESULT, RUN, card, for_repository, read_facts
+from hftune.reporting.card import CARD, METRICS, RECIPE, RESULT, card, for_repository, read_facts
 from hftune.tracking.console import data_size, short
+from hftune.tracking.facts import NAME as RUN
 
 
 def check_token() -> None:

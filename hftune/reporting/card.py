@@ -18,11 +18,12 @@ from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError
 from hftune.task import Task
 from hftune.tracking.console import is_number, short
+from hftune.tracking.facts import NAME as RUN
 from hftune.tracking.jsonl import read_lines
 
 CARD = "README.md"
 """The card's file in the folder of a model, and in its repository on the Hub, which shows it as the start page."""
-RECIPE, RESULT, RUN, METRICS = "recipe.yaml", "result.json", "run.json", "metrics.jsonl"
+RECIPE, RESULT, METRICS = "recipe.yaml", "result.json", "metrics.jsonl"
 """Files of a run's output folder."""
 PIPELINE_TAGS = {
     "ImageClassification": "image-classification",
@@ -38,7 +39,7 @@ MAX_LABELS = 50
 
 
 @dataclass(frozen=True)
-class Facts:
+class CardFacts:
     """What a card says about a run."""
 
     recipe: Recipe
@@ -80,7 +81,7 @@ def add_card(folder: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
         print(f"{folder / 'model' / CARD} could not be written: {reason}. Everything else is saved.", flush=True)
 
 
-def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = None) -> Facts:
+def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = None) -> CardFacts:
     """Read what a card says from a run's output folder, also of a run that is not finished.
 
     Args:
@@ -91,7 +92,7 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
     known = {"best": best, "commits": run.get("commits", {}), "versions": run.get("versions", {})}
     found = {**known, **(result or read_json(folder / RESULT))}
     lines = read_lines(folder / METRICS)
-    return Facts(
+    return CardFacts(
         recipe,
         recipe.to_dict(),
         found,
@@ -133,7 +134,7 @@ def needs_trust(recipe: Path) -> bool:
 # The card
 
 
-def card(facts: Facts, repository: str | None = None) -> str:
+def card(facts: CardFacts, repository: str | None = None) -> str:
     """Return the card as Markdown below YAML metadata. What is not known is left out.
 
     Args:
@@ -150,14 +151,14 @@ def card(facts: Facts, repository: str | None = None) -> str:
     return f"---\n{metadata(facts)}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
 
 
-def for_repository(text: str, facts: Facts, repository: str) -> str:
+def for_repository(text: str, facts: CardFacts, repository: str) -> str:
     """Return a card, which its author may have edited, with the Hub's name of the model in place of the local folder."""
     for section in (usage, again):
         text = text.replace(section(facts, None), section(facts, repository))
     return text
 
 
-def metadata(facts: Facts) -> str:
+def metadata(facts: CardFacts) -> str:
     """Return the YAML by which the Hub sorts and finds models."""
     from huggingface_hub import ModelCardData
 
@@ -174,7 +175,7 @@ def metadata(facts: Facts) -> str:
     return data.to_yaml()
 
 
-def eval_results(facts: Facts) -> list[Any]:
+def eval_results(facts: CardFacts) -> list[Any]:
     """Return the metrics of the best model as the Hub's model index has them; none for a task that the Hub has no name for."""
     from huggingface_hub import EvalResult
 
@@ -198,7 +199,7 @@ def eval_results(facts: Facts) -> list[Any]:
     ]
 
 
-def pipeline_tag(facts: Facts) -> str | None:
+def pipeline_tag(facts: CardFacts) -> str | None:
     """Return the Hub's name of the task; None for a task of the user's own."""
     if options := facts.recipe.task.transformers_pipeline():
         return options["task"]
@@ -207,7 +208,7 @@ def pipeline_tag(facts: Facts) -> str | None:
     )
 
 
-def is_of_transformers(facts: Facts) -> bool:
+def is_of_transformers(facts: CardFacts) -> bool:
     """Return whether ``from_pretrained`` loads the model without hftune."""
     if facts.recipe.task.transformers_pipeline():
         return True
@@ -219,17 +220,17 @@ def is_of_transformers(facts: Facts) -> bool:
     return architectures[0] in dir(transformers)
 
 
-def hub_model(facts: Facts) -> str | None:
+def hub_model(facts: CardFacts) -> str | None:
     """Return the name of the pretrained model, if it came from the Hub."""
     return _from_hub(facts, "model")
 
 
-def hub_dataset(facts: Facts) -> str | None:
+def hub_dataset(facts: CardFacts) -> str | None:
     """Return the name of the data set, if it came from the Hub."""
     return _from_hub(facts, "dataset")
 
 
-def _from_hub(facts: Facts, name: str) -> str | None:
+def _from_hub(facts: CardFacts, name: str) -> str | None:
     value = facts.task.get(name)
     is_named = isinstance(value, str) and not is_reference(value)
     return value if is_named and f"task.{name}" in facts.commits else None
@@ -245,7 +246,7 @@ def is_reference(text: str) -> bool:
     return "${" in text
 
 
-def local_data(facts: Facts) -> str | None:
+def local_data(facts: CardFacts) -> str | None:
     """Name data of a shipped task that are not from the Hub: a function, or files, whose paths are nobody's business."""
     dataset = facts.task.get("dataset")
     if not isinstance(dataset, str) or is_reference(dataset) or not is_shipped(facts.recipe.task):
@@ -256,7 +257,7 @@ def local_data(facts: Facts) -> str | None:
 # Its sections
 
 
-def summary(facts: Facts) -> str:
+def summary(facts: CardFacts) -> str:
     """Return one sentence on what the model is."""
     task, base, dataset = facts.recipe.task, hub_model(facts), hub_dataset(facts)
     kind = words(type(task).__name__) if is_shipped(task) else f"the task {code(type_name(type(task)))}"
@@ -272,7 +273,7 @@ def summary(facts: Facts) -> str:
     return f"A model for {kind}, {origin}{f' on {data}' if data else ''} with hftune{f' {version}' if version else ''}."
 
 
-def results(facts: Facts) -> str:
+def results(facts: CardFacts) -> str:
     """Return the metrics of the best model, and which one it is."""
     test = numbers(facts.result.get("test", {}))
     names = [*facts.evaluation, *(name for name in test if name not in facts.evaluation)]
@@ -289,7 +290,7 @@ def results(facts: Facts) -> str:
     return f"## Results\n\n{table_}\n\n{chosen}{unfinished}"
 
 
-def usage(facts: Facts, repository: str | None) -> str:
+def usage(facts: CardFacts, repository: str | None) -> str:
     """Return how to load the model, and its labels."""
     if options := facts.recipe.task.transformers_pipeline():
         example = pipeline_example(options, repository or f"{facts.values['output_dir']}/model")
@@ -310,7 +311,7 @@ def pipeline_example(options: Mapping[str, Any], model: str) -> str:
     )
 
 
-def hftune_example(facts: Facts, repository: str | None) -> str:
+def hftune_example(facts: CardFacts, repository: str | None) -> str:
     """Return Python that loads the model with hftune."""
     imports = "import hftune" + ("\nfrom huggingface_hub import snapshot_download" if repository else "")
     place = f"snapshot_download({quoted(repository)})" if repository else quoted(facts.values["output_dir"])
@@ -321,7 +322,7 @@ def hftune_example(facts: Facts, repository: str | None) -> str:
     return f"{imports}\n\ntrained = hftune.load_model({place}{trust})\n{last}"
 
 
-def labels(facts: Facts) -> str:
+def labels(facts: CardFacts) -> str:
     """Return a sentence with the names of the classes, if there are any."""
     config = facts.model_config
     named = [config["id2label"][key] for key in sorted(config["id2label"], key=int)] if "id2label" in config else None
@@ -332,14 +333,14 @@ def labels(facts: Facts) -> str:
     return f"Labels: {', '.join(code(name) for name in names[:MAX_LABELS])}{more}."
 
 
-def training(facts: Facts) -> str:
+def training(facts: CardFacts) -> str:
     """Return a table of what the training depends on."""
     rows = {**dict(data_rows(facts)), **dict(recipe_rows(facts)), **dict(run_rows(facts))}
     lines = [f"| {name} | {value} |".replace("\n", " ") for name, value in rows.items()]
     return "\n".join(["## How it was trained", "", "| | |", "|---|---|", *lines])
 
 
-def data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def data_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows on the model and the data that training started from."""
     for name, title in (("model", "base model"), ("dataset", "data set"), ("tokenizer", "tokenizer")):
         if value := _from_hub(facts, name):
@@ -355,10 +356,11 @@ def data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
             yield title, ", ".join(parts)
     if count := facts.run.get("parameters"):
         trained = facts.run.get("trainable_parameters", count)
-        yield "parameters", f"{count:,}" + (f", of which {trained:,} were trained" if trained != count else "")
+        kind = f"{code(facts.run['model'])}, " if facts.run.get("model") else ""
+        yield "network", f"{kind}{count:,} parameters" + (f", of which {trained:,} were trained" if trained != count else "")
 
 
-def recipe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def recipe_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows on the settings that matter most."""
     train = facts.values["train"]
     yield "global batch", f"{train['batch_size']:,} samples"
@@ -373,7 +375,7 @@ def recipe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "seed", str(facts.values["seed"])
 
 
-def run_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def run_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows on where it was trained, and with what."""
     run, result = facts.run, facts.result
     if count := result.get("world_size") or run.get("processes"):
@@ -387,7 +389,7 @@ def run_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "code", f"commit {code(git['commit'])}" + (" with changes that are in no commit" if git.get("is_dirty") else "")
 
 
-def again(facts: Facts, repository: str | None) -> str:
+def again(facts: CardFacts, repository: str | None) -> str:
     """Return how to train the model again."""
     recipe = RECIPE if repository else f"{facts.values['output_dir']}/{RECIPE}"
     pins = [f"{key}_revision={commit}" for key, commit in facts.commits.items() if not facts.task.get(f"{key[5:]}_revision")]

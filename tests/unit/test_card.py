@@ -26,6 +26,7 @@ RESULT = {
 RUN = {
     "device": "NVIDIA H200",
     "nodes": 1,
+    "model": "BertForSequenceClassification",
     "parameters": 109_486_085,
     "trainable_parameters": 1_000,
     "data": {"train": {"samples": 5000, "digest": "all:17"}, "eval": {"samples": 800, "digest": "all:18"}},
@@ -113,7 +114,7 @@ def test_card_of_a_model_from_the_hub(folder):
         f"| data set | [Yelp/yelp_review_full](https://huggingface.co/datasets/Yelp/yelp_review_full), commit `{YELP}` |\n"
         "| training data | 5,000 samples, digest `all:17` |\n"
         "| evaluation data | 800 samples, digest `all:18` |\n"
-        "| parameters | 109,486,085, of which 1,000 were trained |\n"
+        "| network | `BertForSequenceClassification`, 109,486,085 parameters, of which 1,000 were trained |\n"
         "| global batch | 128 samples |\n"
         "| steps | 500 (4 epochs) |\n"
         "| optimizer | adamw, weight decay 0.01 |\n"
