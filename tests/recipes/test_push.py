@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 import hftune
 from hftune import Recipe
-from tests.support.hub_contents import STARS, bert, yelp
+from tests.support.hub_contents import bert, yelp
 from tests.support.runs import Group, Run, train_on
 from tests.support.writable_hub import WritableHub
 
@@ -107,7 +107,7 @@ def test_private_repository_and_branch_are_created(hub, pushed):
     assert hub.messages[1] == "The first one"
 
 
-def test_what_was_pushed_is_loaded_by_transformers_by_hftune_and_by_a_recipe(hub, pushed, tmp_path):
+def test_what_was_pushed_is_loaded_by_transformers_by_hftune_and_by_a_recipe(hub, runs, pushed, tmp_path):
     (tmp_path / "load.py").write_text(LOADED)
     out = tmp_path / "further"
     further = ["yelp", [*YELP[1:], "task.model=tester/yelp", f"output_dir={out}"], None, {}]
@@ -117,7 +117,7 @@ def test_what_was_pushed_is_loaded_by_transformers_by_hftune_and_by_a_recipe(hub
     assert code == 0, log.read_text()
     by_transformers, by_hftune, digits = json.loads((tmp_path / "found.json").read_text())
     here = hftune.load_model(runs["yelp"].folder, device="cpu").predict([TEXT])[0]["label"]
-    assert by_transformers == by_hftune == here and here in STARS
+    assert by_transformers == by_hftune == here and here.endswith(("star", "stars"))
     assert digits == [*"0123456789"]
     assert Run(out).result["commits"]["task.model"] == hub.state["revisions"]["models/tester/yelp"]["main"]
 
