@@ -141,7 +141,7 @@ def refusals(repository: str, user: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError) as error:
+    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:  # the last one by Xet
         raise ConfigError(f"{repository} was not pushed: {reason(error, user)}") from error
     except ValueError as error:  # the Hub has checked the metadata of README.md, which people edit
         if isinstance(error, ConfigError):

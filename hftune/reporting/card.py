@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ CARD = "README.md"
 """The card's file in the folder of a model, and in its repository on the Hub, which shows it as the start page."""
 RECIPE, RESULT, METRICS = "recipe.yaml", "result.json", "metrics.jsonl"
 """Files of a run's output folder."""
-PIPELINE_TAGS = {
-    "ImageClassification": "image-classification",
-    "ImageRestoration": "image-to-image",
-    "LanguageModeling": "text-generation",
-    "TitleGeneration": "summarization",
+TASKS = {
+    "ImageClassification": ("image-classification", "that classifies images"),
+    "ImageRestoration": ("image-to-image", "that restores images"),
+    "LanguageModeling": ("text-generation", "that continues texts"),
+    "SequenceClassification": ("text-classification", "that classifies texts"),
+    "TitleGeneration": ("summarization", "that writes titles for texts"),
 }
-"""What the Hub calls the tasks that no transformers pipeline serves, by class."""
+"""The Hub's name of each shipped task, and what its models do, by class."""
 INPUTS = {"image-classification": '["image.png"]', "image-to-image": '[("image.png", "mask.png")]'}
 """Inputs of ``TrainedModel.predict`` in the example, where they are not texts."""
 MAX_LABELS = 50
@@ -199,13 +199,16 @@ def eval_results(facts: CardFacts) -> list[Any]:
     ]
 
 
+def purpose(task: Task) -> tuple[str | None, str]:
+    """Return the Hub's name of a task, and what a model is for; of a task of the user's own, that of the class it extends."""
+    found = next((TASKS[kind.__name__] for kind in type(task).__mro__ if kind.__name__ in TASKS), None)
+    return found or (None, f"for the task {code(type_name(type(task)))}")
+
+
 def pipeline_tag(facts: CardFacts) -> str | None:
     """Return the Hub's name of the task; None for a task of the user's own."""
-    if options := facts.recipe.task.transformers_pipeline():
-        return options["task"]
-    return next(
-        (PIPELINE_TAGS[kind.__name__] for kind in type(facts.recipe.task).__mro__ if kind.__name__ in PIPELINE_TAGS), None
-    )
+    options = facts.recipe.task.transformers_pipeline()
+    return options["task"] if options else purpose(facts.recipe.task)[0]
 
 
 def is_of_transformers(facts: CardFacts) -> bool:
@@ -259,18 +262,22 @@ def local_data(facts: CardFacts) -> str | None:
 
 def summary(facts: CardFacts) -> str:
     """Return one sentence on what the model is."""
-    task, base, dataset = facts.recipe.task, hub_model(facts), hub_dataset(facts)
-    kind = words(type(task).__name__) if is_shipped(task) else f"the task {code(type_name(type(task)))}"
+    version = facts.result["versions"].get("hftune", "")
+    return f"A model {purpose(facts.recipe.task)[1]}, {origin(facts)} with hftune {version}".rstrip() + "."
+
+
+def origin(facts: CardFacts) -> str:
+    """Say what the model was made from: "trained from scratch on ..."."""
+    base, dataset, local = hub_model(facts), hub_dataset(facts), local_data(facts)
     if base:
-        origin = f"fine-tuned from {link(base)}"
+        start = f"fine-tuned from {link(base)}"
     elif facts.task.get("model"):
-        origin = "fine-tuned from a local model"
+        start = "fine-tuned from a local model"
     else:
-        origin = "trained from scratch" if "model" in facts.task else "trained"
-    data = link(dataset, "datasets/") if dataset else local_data(facts)
-    data = code(data) if data and ":" in data and not dataset else data
-    version = facts.result["versions"].get("hftune")
-    return f"A model for {kind}, {origin}{f' on {data}' if data else ''} with hftune{f' {version}' if version else ''}."
+        start = "trained from scratch" if "model" in facts.task else "trained"
+    if dataset:
+        return f"{start} on {link(dataset, 'datasets/')}"
+    return f"{start} on {code(local) if ':' in local else local}" if local else start
 
 
 def results(facts: CardFacts) -> str:
@@ -365,7 +372,8 @@ def recipe_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     train = facts.values["train"]
     yield "global batch", f"{train['batch_size']:,} samples"
     if steps := facts.result.get("steps") or facts.run.get("num_steps"):
-        yield "steps", f"{steps:,}" + (f" ({facts.epochs:.3g} epochs)" if facts.epochs and facts.is_finished else "")
+        epochs = f"{facts.epochs:.3g} epoch{'' if facts.epochs == 1 else 's'}" if facts.epochs and facts.is_finished else ""
+        yield "steps", f"{steps:,}{epochs and f' ({epochs})'}"
     yield "optimizer", f"{train['optimizer']}, weight decay {train['weight_decay']:g}"
     warmup = f", warm-up over {100 * train['warmup_ratio']:.3g} % of the steps" if train["warmup_ratio"] else ""
     yield "learning rate", f"{train['lr']:g}, {train['schedule']} schedule{warmup}"
@@ -408,11 +416,6 @@ def again(facts: CardFacts, repository: str | None) -> str:
 def quoted(text: str) -> str:
     """Return a Python literal in double quotes."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def words(name: str) -> str:
-    """Return the words of a class name: "title generation" for TitleGeneration."""
-    return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
 
 def code(text: Any) -> str:

@@ -95,7 +95,7 @@ def test_card_of_a_model_from_the_hub(folder):
     assert scores == {("test", "loss"): 0.7316, ("test", "accuracy"): 0.67875}  # the data set's split that evaluates
     assert {result.dataset_revision for result in data.eval_results} == {YELP}
     assert text.split("---\n", 2)[2].startswith(
-        "\n# yelp\n\nA model for sequence classification, fine-tuned from "
+        "\n# yelp\n\nA model that classifies texts, fine-tuned from "
         "[google-bert/bert-base-cased](https://huggingface.co/google-bert/bert-base-cased) on "
         "[Yelp/yelp_review_full](https://huggingface.co/datasets/Yelp/yelp_review_full) with hftune 0.3.0.\n"
     )
@@ -166,9 +166,7 @@ def test_what_is_not_known_is_left_out(folder):
     """A folder as hftune 0.2 left it: no run.json, and here no lines of a log either."""
     text = card(folder("yelp_demo", run=None, lines=[], result={**RESULT, "commits": {}}))
     assert not re.search(r"None|null|nan|[Mm]ore information|\{\}|\[\]|digest|commit|Labels", text)
-    assert (
-        "A model for sequence classification, trained from scratch on `hftune.data.demo:reviews` with hftune 0.3.0.\n" in text
-    )
+    assert "A model that classifies texts, trained from scratch on `hftune.data.demo:reviews` with hftune 0.3.0.\n" in text
     assert "| `accuracy` | 0.6787 |\n\nThis is the model after step 250 of 500" in text
     assert "\nhftune train recipe=outputs/mine/recipe.yaml output_dir=outputs/again\n" in text
     data = ModelCard(text).data
