@@ -51,6 +51,8 @@ class CardFacts:
     """run.json; empty in folders of older versions."""
     evaluation: dict[str, float]
     """Metrics of the best model, numbers only."""
+    num_evaluations: int
+    """From which the best one was chosen; 0 if it is not known."""
     epochs: float | None
     """Passes over the training data until the last line of metrics.jsonl."""
     model_config: dict[str, Any]
@@ -98,6 +100,7 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
         found,
         run,
         evaluation=evaluation_of(found["best"], lines),
+        num_evaluations=sum("eval/loss" in line for line in lines),
         epochs=lines[-1].get("epoch") if lines else None,
         model_config=read_json(folder / "model" / "config.json"),
         needs_trust=needs_trust(folder / RECIPE),
@@ -292,9 +295,10 @@ def results(facts: CardFacts) -> str:
     table_ = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
     num_steps = facts.result.get("steps") or facts.run.get("num_steps")
     chosen = f"This is the model after step {best['step']:,}" + (f" of {num_steps:,}" if num_steps else "")
-    chosen += f", the best of the evaluations by {code(best['metric'])}."
+    if facts.num_evaluations > 1:
+        chosen += f", the best of {facts.num_evaluations} evaluations by {code(best['metric'])}"
     unfinished = "" if facts.is_finished else " Its training was not finished when this card was written."
-    return f"## Results\n\n{table_}\n\n{chosen}{unfinished}"
+    return f"## Results\n\n{table_}\n\n{chosen}.{unfinished}"
 
 
 def usage(facts: CardFacts, repository: str | None) -> str:
@@ -387,8 +391,8 @@ def run_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows on where it was trained, and with what."""
     run, result = facts.run, facts.result
     if count := result.get("world_size") or run.get("processes"):
-        nodes = f" on {run['nodes']} machines" if run.get("nodes", 1) > 1 else ""
-        yield "processes", f"{count}{nodes}" + (f", {run['device']}" if run.get("device") else "")
+        nodes = f", {run['nodes']} machines," if run.get("nodes", 1) > 1 else ""
+        yield "processes", f"{count}{nodes}" + (f" on {run['device']}" if run.get("device") else "")
     if seconds := result.get("seconds"):
         yield "time", duration(seconds)
     if versions := result.get("versions"):

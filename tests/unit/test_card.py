@@ -101,7 +101,7 @@ def test_card_of_a_model_from_the_hub(folder):
     )
     assert section(text, "Results") == (
         "| metric | evaluation |\n|---|---|\n| `loss` | 0.7316 |\n| `accuracy` | 0.6787 |\n\n"
-        "This is the model after step 250 of 500, the best of the evaluations by `accuracy`."
+        "This is the model after step 250 of 500, the best of 2 evaluations by `accuracy`."
     )
     assert section(text, "How to use it") == (
         '```python\nfrom transformers import pipeline\n\npredict = pipeline("text-classification", model="outputs/mine/model", '
@@ -121,7 +121,7 @@ def test_card_of_a_model_from_the_hub(folder):
         "| learning rate | 5e-05, linear schedule, warm-up over 10 % of the steps |\n"
         "| precision | float32 |\n"
         "| seed | 42 |\n"
-        "| processes | 2, NVIDIA H200 |\n"
+        "| processes | 2 on NVIDIA H200 |\n"
         "| time | 13 min |\n"
         "| versions | hftune 0.3.0, torch 2.13.0 |\n"
         f"| code | commit `{'c' * 40}` with changes that are in no commit |"
@@ -185,7 +185,7 @@ def test_labels_come_from_the_model_where_the_run_did_not_write_them_down(folder
 def test_run_that_is_not_finished_says_so(folder):
     text = card(folder("yelp_demo", result=None))
     assert (
-        "This is the model after step 250 of 500, the best of the evaluations by `accuracy`. Its training was not finished when "
+        "This is the model after step 250 of 500, the best of 2 evaluations by `accuracy`. Its training was not finished when "
         "this card was written."
     ) in text
     assert "| steps | 500 |" in text and "| time |" not in text
