@@ -26,6 +26,7 @@ from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
 from hftune.optim import build_optimizer
+from hftune.reporting.card import add_card
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
@@ -237,7 +238,7 @@ def how_to_resume(run: Run) -> str:
 
 
 def finish(run: Run, output: OutputDir) -> TrainResult:
-    """Export the last model, score the best one on the test split, and write result.json. Collective.
+    """Export the last model, score the best one on the test split, and write its card and result.json. Collective.
 
     Raises:
         Interrupted: a signal asked to stop during the test; everything but its scores and result.json is saved.
@@ -264,6 +265,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     def save() -> None:
         run.checkpointer.wait()
         run.ledger.close()
+        add_card(output.path, recipe, result.to_json())
         with explain_write_errors(output.path / "result.json"):
             write_text(output.path / "result.json", strict_json(result.to_json(), indent=2) + "\n")
         if run.checkpointer.failure is not None:

@@ -59,15 +59,18 @@ def readable(directory: Path) -> Path:
 
 
 def read(directory: Path, load: Callable[[Path], Any]) -> Any:
-    """Load a model that a run may replace at any moment. Try again if it was replaced while it was read."""
+    """Load a model that a run may replace at any moment. Try again if it was replaced meanwhile: its files belong together."""
     for attempt in range(1, TRIES + 1):
         path = readable(directory)
         before = _identity(path)
         try:
-            return load(path)
+            loaded = load(path)
         except (OSError, SafetensorError):
             if attempt == TRIES or _identity(readable(directory)) == before:
                 raise
+        else:
+            if attempt == TRIES or _identity(readable(directory)) == before:
+                return loaded
     return None
 
 

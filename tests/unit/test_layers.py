@@ -16,6 +16,7 @@ tasks  strategies
 build  checkpoints  evaluation
 inference
 tracking
+reporting
 loop  planning
 training
 run
