@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hftune.reporting.curves import Curve, title_of, unit_of
 from hftune.reporting.run_record import RunRecord
 
 GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed and memory"}
 """Headings by the first part of a metric's name."""
+POINTS = 48_000
+"""Points of all curves of a page together: about 17 bytes each."""
+POINTS_PER_CURVE = (200, 3000)
+"""Least and greatest number of points to which a curve is thinned."""
 NOT_SMOOTHED = ("train/lr",)
 """Curves without noise."""
 
@@ -100,3 +105,36 @@ def notes_on_curves(run: RunRecord) -> Iterator[str]:
     for key, curve in run.log.curves.items():
         if missing := len(curve) - len(curve.finite()):
             yield f"{key} was not a finite number in {missing:,} of its {len(curve):,} points."
+
+
+def chart_data(runs: Sequence[RunRecord], charts: Sequence[Chart]) -> dict[str, Any]:
+    """Return what report.js draws."""
+    limit = point_limit(charts)
+    return {
+        "runs": [{"name": run.name, "epochs": run.log.epochs_per_step} for run in runs],
+        "charts": [
+            {
+                "title": chart.title,
+                "unit": chart.unit,
+                "group": chart.group,
+                "key": chart.key,
+                "lines": [
+                    {
+                        "run": line.run_index,
+                        "label": line.label,
+                        "points": line.curve.thinned(limit),
+                        "smooth": line.is_smoothed,
+                        "best": line.best,
+                    }
+                    for line in chart.lines
+                ],
+            }
+            for chart in charts
+        ],
+    }
+
+
+def point_limit(charts: Sequence[Chart]) -> int:
+    """Return the number of points that each curve of a page may have."""
+    least, most = POINTS_PER_CURVE
+    return max(least, min(most, POINTS // max(1, sum(len(chart.lines) for chart in charts))))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hftune.reporting.elements import Html, cut, data_uri, element, join, table
+from hftune.reporting.elements import Figure, Html, cut, data_uri, element, join, table
 
 MOST_CELLS = 12
 """Classes up to which every count is shown."""
@@ -35,8 +35,8 @@ def recalls(counts: np.ndarray) -> list[float | None]:
     return [float(counts[index, index] / total) if total > 0 else None for index, total in enumerate(counts.sum(axis=1))]
 
 
-def percent(share: float | None) -> str:
-    return "\N{EN DASH}" if share is None else f"{share:.1%}"
+def percent(share: float | None) -> Figure:
+    return Figure("\N{EN DASH}" if share is None else f"{share:.1%}")
 
 
 def heat_map(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Html:

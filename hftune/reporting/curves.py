@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ TITLES = {
     "train/loss_step": "Loss of single steps",
     "train/grad_norm": "Gradient norm before clipping",
     "eval/loss": "Evaluation loss",
-    "perf/samples_per_s": "Samples",
-    "perf/tokens_per_s": "Tokens without padding",
+    "perf/samples_per_s": "Training speed",
+    "perf/tokens_per_s": "Training speed in tokens",
     "perf/padding_share": "Share of padding",
     "perf/checkpoint_s": "Wait for checkpoints",
 }
@@ -44,6 +45,10 @@ class Curve:
         """Return the values that are numbers."""
         values = np.asarray(self.values)
         return values[np.isfinite(values)]
+
+    def last(self) -> float | None:
+        """Return the last value; None if it is not finite."""
+        return self.values[-1] if len(self) and np.isfinite(self.values[-1]) else None
 
     def ordered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and values by ascending step; if a step was logged twice, its last value."""
@@ -141,14 +146,14 @@ def _is_matrix(value: Any) -> bool:
 
 
 def title_of(key: str) -> str:
-    """Name a metric for a reader: "eval/rouge_l_char" is "ROUGE l char"."""
+    """Name a metric for a reader: "eval/rouge_l_char" is "ROUGE-L char"."""
     if key in TITLES:
         return TITLES[key]
     words = [WORDS.get(word, word) for word in key.rpartition("/")[2].split("_")]
     unit = next((ending for ending in ("per_s", "s", "ms", "bytes", "share") if key.endswith(f"_{ending}")), "")
     if unit in ("s", "ms", "bytes"):
         words.pop()
-    title = " ".join(words)
+    title = re.sub(r"\bROUGE (\w)\b", lambda found: f"ROUGE-{found[1].upper()}", " ".join(words))
     return title[:1].upper() + title[1:]
 
 

@@ -29,6 +29,12 @@ class Html(str):
     __slots__ = ()
 
 
+class Figure(Html):
+    """A number as HTML, such as "35.6 %"."""
+
+    __slots__ = ()
+
+
 def escape(value: Any) -> Html:
     """Return a value as HTML that shows it."""
     if isinstance(value, Html):
@@ -58,9 +64,7 @@ def element(tag: str, *content: Any, **attributes: Any) -> Html:
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
     """Return a table; on a phone its rows become cards. Numbers are right-aligned."""
-    is_numeric = [
-        bool(rows) and all(is_number(row[column]) or row[column] is None for row in rows) for column in range(len(head))
-    ]
+    is_numeric = [bool(rows) and all(is_figure(row[column]) for row in rows) for column in range(len(head))]
     top = [
         element("th", name, scope="col", class_="number" if numeric else None)
         for name, numeric in zip(head, is_numeric, strict=True)
@@ -75,10 +79,17 @@ def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") 
     return element("table", element("thead", element("tr", *top)), element("tbody", *body), class_=class_ or None)
 
 
+def is_figure(value: Any) -> bool:
+    """Return whether a cell belongs in a column of numbers."""
+    return value is None or isinstance(value, Figure) or is_number(value)
+
+
 def cell(value: Any) -> Html:
     """Return the contents of a cell: a number shortened, a text in the direction of its script."""
     if value is None:
         return element("span", "\N{EN DASH}", class_="none", title="no value")
+    if value == "":
+        return element("span", "empty", class_="none")
     if isinstance(value, Html):
         return value
     if is_number(value):
@@ -89,6 +100,11 @@ def cell(value: Any) -> Html:
 def number(value: float) -> str:
     """Format a number for reading: 0.8312, 2.4e-05, 1,234."""
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else short(value)
+
+
+def quantity(value: float, unit: str) -> Figure:
+    """Format a number with its unit; "%" is of a share."""
+    return Figure(escape(f"{100 * value:.3g} %" if unit == "%" else f"{number(value)} {unit}".rstrip()))
 
 
 def plain(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """Read what a page shows of a run."""
     recipe_text = _read_text(folder / "recipe.yaml")
     result = _read_object(folder / "result.json")
-    best = result.get("best") or _read_object(folder / "model" / "hftune.json")
+    best = mapping(result.get("best")) or _read_object(folder / "model" / "hftune.json")
     return RunRecord(
         folder=folder,
         name=name or folder.resolve().name,
@@ -99,7 +100,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         facts=_read_object(folder / "run.json"),
         result=result,
         log=read_log(folder / "metrics.jsonl"),
-        best=best if isinstance(best, dict) else {},
+        best=best,
         predictions=read_predictions(folder / "predictions.jsonl"),
         pictures=find_pictures(folder / "samples"),
     )
@@ -113,6 +114,11 @@ def run_names(folders: Sequence[Path]) -> list[str]:
         if len({*names}) == len(names):
             break
     return names
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object as it is, and anything else as an empty one: files may come from elsewhere."""
+    return value if isinstance(value, dict) else {}
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -146,10 +152,9 @@ def read_predictions(path: Path) -> Predictions:
 
 def error_of(row: Mapping[str, Any]) -> float | None:
     """Return how wrong a row is, the greater the worse; None if it does not say, or is right."""
-    if is_number(row.get("error")):
-        return float(row["error"])
     is_wrong = "label" in row and "prediction" in row and row["label"] != row["prediction"]
-    return float(row["probability"]) if is_wrong and is_number(row.get("probability")) else None
+    error = row.get("error", row.get("probability") if is_wrong else None)
+    return float(error) if is_number(error) and math.isfinite(error) else None
 
 
 def find_pictures(folder: Path) -> list[Pictures]:
@@ -188,10 +193,9 @@ def _read_text(path: Path) -> str:
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
-        value = json.loads(_read_text(path) or "{}")
+        return mapping(json.loads(_read_text(path) or "{}"))
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _parse_yaml(text: str) -> Any:

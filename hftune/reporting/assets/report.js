@@ -106,7 +106,8 @@
   /* The range of the vertical axis; a curve without ups and downs lies in its middle. */
   function around(u, min, max) {
     if (min == null) return [0, 1];
-    return min === max ? [min - (Math.abs(min) / 10 || 1), max + (Math.abs(max) / 10 || 1)] : uPlot.rangeNum(min, max, 0.08, true);
+    if (min === 0 && max === 0) return [0, 1];
+    return min === max ? [min - Math.abs(min) / 10, max + Math.abs(max) / 10] : uPlot.rangeNum(min, max, 0.08, true);
   }
 
   // Charts
