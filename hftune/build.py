@@ -42,6 +42,15 @@ class Parts:
     """Optimizer steps of the whole run."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
+    model_name: str = field(init=False)
+    """Of the model's class. Counted here and now, as a strategy may wrap or cut the model."""
+    num_parameters: int = field(init=False)
+    num_trainable: int = field(init=False)
+
+    def __post_init__(self):
+        self.model_name = type(self.model).__name__
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.num_trainable = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
 
 def build(recipe: Recipe, progress: Progress) -> Parts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +30,7 @@ from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.tracking.console import Console, hide_progress_bars, short
+from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.ledger import Ledger
 from hftune.tracking.summary import print_start, print_summary, processes
@@ -134,25 +136,52 @@ def open_run(
         stop=session.accept_stop_requests(),
     )
     if strategy.is_main:
-        session.at_failure(run.tracker.abandon)
+        session.at_failure(run.tracker.end_early)
         session.at_end(run.checkpointer.wait)  # before the folder is released
     output.find_best(strategy, state)
 
     def open_files() -> dict[str, str]:
+        parts.notices += output.start.notices
+        if state.step:
+            epoch = f"{state.progress(run.plan.num_steps):.2f}"
+            source = output.start.checkpoint.path
+            parts.notices.append(f"Resuming from step {state.step} of {run.num_steps} (epoch {epoch}), from {source}.")
+        facts = facts_of(run, session, parts)
         output.open(state)
-        run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, provenance.commits)
+        facts.write(output.path)
+        run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
         run.ledger.begin(state.step, run.plan, strategy.num_processes)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
     if strategy.is_main:
-        notices = [*parts.notices, *output.start.notices]
-        if state.step:
-            epoch = f"{state.progress(run.plan.num_steps):.2f}"
-            source = output.start.checkpoint.path
-            notices.append(f"Resuming from step {state.step} of {run.num_steps} (epoch {epoch}), from {source}.")
-        print_start(recipe, run.plan, strategy.num_processes, strategy.device, notices)
+        print_start(recipe, run.plan, strategy.num_processes, strategy.device, parts.notices)
     return run
+
+
+def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
+    """Collect what run.json says of this run. Main process only."""
+    strategy, datasets, digests = run.strategy, parts.datasets, run.provenance.digests
+    labels = run.recipe.task.labels
+    return Facts(
+        recipe=run.recipe.recipe,
+        started=now(),
+        command=command(),
+        processes=strategy.num_processes,
+        nodes=session.info.num_nodes,
+        device=torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type,
+        model=parts.model_name,
+        parameters=parts.num_parameters,
+        trainable_parameters=parts.num_trainable,
+        data={split: {"samples": len(rows), "digest": digests.get(f"{split} data")} for split, rows in datasets.items()},
+        labels=None if labels is None else list(labels),
+        commits=run.provenance.commits,
+        versions=versions(),
+        git=git_state(),
+        num_steps=run.num_steps,
+        steps_per_epoch=run.plan.num_steps,
+        notices=parts.notices,
+    )
 
 
 def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
@@ -172,7 +201,9 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     finally:
         run.console.close()
     if strategy.is_main:
-        output.before_release(run.tracker.close)  # once everything is saved: an upload may take hours, or fail
+        outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
+        # Once everything is saved: an upload may take hours, or fail.
+        output.before_release(lambda: run.tracker.close(outcome))
         speed = run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9)
         rows = {
             "steps": f"{result.steps} in {result.seconds:.0f} s on {processes(result.world_size)}",
