@@ -11,7 +11,7 @@ import os
 import sys
 
 from hftune import __version__
-from hftune.commands import audit, configs, doctor, evaluate_output, plan, predict, recipes, show, slurm, train, vocab
+from hftune.commands import audit, configs, doctor, evaluate_output, plan, predict, recipes, report, show, slurm, train, vocab
 from hftune.config.shipped_files import recipe_names
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.tracking.console import print_any_character
@@ -27,6 +27,7 @@ COMMANDS = {
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
     ),
+    "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),

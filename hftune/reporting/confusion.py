@@ -1,4 +1,4 @@
-"""The confusion matrix as HTML: a heat map with counts for a few classes, a picture and the worst confusions for many."""
+"""The confusion matrix as HTML: a heat map with counts for a few classes, an image and the worst confusions for many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CELLS = 12
 """Classes up to which every count is shown."""
 NUM_CONFUSIONS = 20
 RIGHT, WRONG = (31, 119, 180), (213, 94, 0)
-"""Colours of the picture: blue on the diagonal, vermilion beside it, which colour-blind people tell apart."""
+"""Colours of the image: blue on the diagonal, vermilion beside it, which colour-blind people tell apart."""
 
 
 def names_of(names: Sequence[str], count: int) -> list[str]:
@@ -67,8 +67,8 @@ def heat_map(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Ht
 
 
 def overview(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Html:
-    """Return a picture of the matrix, a pixel a count, and two tables: the most frequent confusions, the weakest classes."""
-    picture = element(
+    """Return an image of the matrix, a pixel a count, and two tables: the most frequent confusions, the weakest classes."""
+    image = element(
         "img", src=matrix_uri(shares), class_="matrix", alt=f"Confusion matrix of {len(names)} classes, rows are true classes"
     )
     legend = element("figcaption", "Row: true class, column: prediction. Blue: recognised, orange: confused.")
@@ -80,7 +80,7 @@ def overview(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Ht
     ]
     known = [(share, index) for index, share in enumerate(recalls(counts)) if share is not None]
     weakest = [[names[index], percent(share), int(counts[index].sum())] for share, index in sorted(known)[:NUM_CONFUSIONS]]
-    parts = [element("figure", picture, legend)]
+    parts = [element("figure", image, legend)]
     if confused:
         head = ["true class", "predicted as", "count", "of its samples"]
         parts.append(element("div", element("h3", "Most frequent confusions"), table(head, confused)))
@@ -90,7 +90,7 @@ def overview(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Ht
 
 
 def matrix_uri(shares: np.ndarray) -> str:
-    """Draw the shares as transparency, so that the picture fits a dark and a light page."""
+    """Draw the shares as transparency, so that the image fits a dark and a light page."""
     from PIL import Image
 
     pixels = np.empty((*shares.shape, 4), np.uint8)

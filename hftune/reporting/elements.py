@@ -1,4 +1,4 @@
-"""Pieces of HTML: escaped texts, tables, numbers for people, pictures as data URIs. Knows no run."""
+"""Pieces of HTML: escaped texts, tables, numbers for people, images as data URIs. Knows no run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hftune.tracking.console import short
 
 LONGEST_TEXT = 600
 """Characters of a text that are shown."""
-PICTURE_BYTES = 40_000
+IMAGE_BYTES = 40_000
 """PNG files up to this size are embedded as they are; greater ones as JPEG."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Characters that HTML does not allow."""
@@ -157,7 +157,7 @@ def millions(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def picture_uri(path: Path, width: int) -> tuple[str, tuple[int, int]] | None:
+def image_uri(path: Path, width: int) -> tuple[str, tuple[int, int]] | None:
     """Return a data URI of an image at most ``width`` pixels wide, and its original size; None if it cannot be read."""
     from PIL import Image
 
@@ -165,7 +165,7 @@ def picture_uri(path: Path, width: int) -> tuple[str, tuple[int, int]] | None:
         data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
             size = image.size
-            if len(data) <= PICTURE_BYTES and size[0] <= width and image.format == "PNG":
+            if len(data) <= IMAGE_BYTES and size[0] <= width and image.format == "PNG":
                 return data_uri("png", data), size
             image = image.convert("RGB")
             image.thumbnail((width, 4 * width))

@@ -35,7 +35,7 @@ class Predictions:
 
 
 @dataclass
-class Pictures:
+class Images:
     """Images of one evaluation."""
 
     step: int
@@ -62,7 +62,7 @@ class RunRecord:
     best: dict[str, Any]
     """metric, value and step of the best model."""
     predictions: Predictions
-    pictures: list[Pictures]
+    images: list[Images]
     """In the order of their steps."""
 
     @property
@@ -102,7 +102,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         log=read_log(folder / "metrics.jsonl"),
         best=best,
         predictions=read_predictions(folder / "predictions.jsonl"),
-        pictures=find_pictures(folder / "samples"),
+        images=find_images(folder / "samples"),
     )
 
 
@@ -157,9 +157,9 @@ def error_of(row: Mapping[str, Any]) -> float | None:
     return float(error) if is_number(error) and math.isfinite(error) else None
 
 
-def find_pictures(folder: Path) -> list[Pictures]:
+def find_images(folder: Path) -> list[Images]:
     """Find the images of each evaluation: one each sample where there are such, otherwise all in one."""
-    found: dict[int, Pictures] = {}
+    found: dict[int, Images] = {}
     for path in folder.glob("step_*") if folder.is_dir() else ():
         number = path.name.removeprefix("step_").removesuffix(".png")
         if not number.isdecimal():
@@ -167,9 +167,9 @@ def find_pictures(folder: Path) -> list[Pictures]:
         if path.is_dir():
             singles = sorted((file for file in path.glob("*.png") if file.stem.isdecimal()), key=lambda file: int(file.stem))
             if singles:
-                found[int(number)] = Pictures(int(number), singles, is_grid=False)
+                found[int(number)] = Images(int(number), singles, is_grid=False)
         elif path.suffix == ".png":
-            found.setdefault(int(number), Pictures(int(number), [path], is_grid=True))
+            found.setdefault(int(number), Images(int(number), [path], is_grid=True))
     return [found[step] for step in sorted(found)]
 
 

@@ -15,25 +15,25 @@ from hftune.reporting.elements import (
     duration,
     element,
     facts_list,
+    image_uri,
     join,
     millions,
     moment,
     number,
-    picture_uri,
     plain,
     quantity,
     table,
 )
 from hftune.reporting.layout import Section, code, copyable, folded, layout, section, titled
-from hftune.reporting.run_record import Pictures, RunRecord, flat, mapping
+from hftune.reporting.run_record import Images, RunRecord, flat, mapping
 
 OPEN_ROWS = 10
 """Rows with large errors that are shown at once; the others unfold."""
-PICTURES = 12
-"""Samples of an evaluation that are shown, each at most PICTURE_WIDTH pixels wide."""
-PICTURE_WIDTH = 640
+IMAGES = 12
+"""Samples of an evaluation that are shown, each at most IMAGE_WIDTH pixels wide."""
+IMAGE_WIDTH = 640
 EARLIER_EVALUATIONS = 4
-"""Evaluations before the last whose pictures are shown, too: spread from the first on."""
+"""Evaluations before the last whose images are shown, too: spread from the first on."""
 
 
 def one_run(run: RunRecord) -> Html:
@@ -43,7 +43,7 @@ def one_run(run: RunRecord) -> Html:
         results_section(run),
         confusion_section(run),
         predictions_section(run),
-        pictures_section(run),
+        images_section(run),
         speed_section(run),
         setup_section(run),
         recipe_section(run),
@@ -238,41 +238,41 @@ def rows_table(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> Html:
     return table(columns, [[shown(column, row.get(column)) for column in columns] for row in rows], class_="rows")
 
 
-def pictures_section(run: RunRecord) -> Section | None:
-    """Return the pictures of the last evaluation, and a few of earlier ones."""
-    if not run.pictures:
+def images_section(run: RunRecord) -> Section | None:
+    """Return the images of the last evaluation, and a few of earlier ones."""
+    if not run.images:
         return None
-    *earlier, last = run.pictures
+    *earlier, last = run.images
     if len(earlier) > EARLIER_EVALUATIONS:
         places = [round(index * (len(earlier) - 1) / (EARLIER_EVALUATIONS - 1)) for index in range(EARLIER_EVALUATIONS)]
         earlier = [earlier[place] for place in places]
-    parts = [element("h3", f"After step {last.step:,}"), gallery(run, last, PICTURES)]
-    for pictures in reversed(earlier):
-        shown = gallery(run, pictures, 4)
-        parts.append(folded(f"After step {pictures.step:,}", shown))
-    return section("Pictures", *parts)
+    parts = [element("h3", f"After step {last.step:,}"), gallery(run, last, IMAGES)]
+    for images in reversed(earlier):
+        shown = gallery(run, images, 4)
+        parts.append(folded(f"After step {images.step:,}", shown))
+    return section("Images", *parts)
 
 
-def gallery(run: RunRecord, pictures: Pictures, count: int) -> Html:
-    """Return the first pictures of an evaluation with captions."""
+def gallery(run: RunRecord, images: Images, count: int) -> Html:
+    """Return the first images of an evaluation with captions."""
     figures = []
-    for index, path in enumerate(pictures.paths[:count]):
-        found = picture_uri(path, PICTURE_WIDTH)
+    for index, path in enumerate(images.paths[:count]):
+        found = image_uri(path, IMAGE_WIDTH)
         if found is None:
             continue
         uri, (width, height) = found
-        what = f"All samples of step {pictures.step:,}" if pictures.is_grid else f"Sample {path.stem}"
-        caption = element("figcaption", what, element("small", picture_facts(run, pictures, index), dir="auto"))
-        image = element("img", src=uri, alt=f"{what} after step {pictures.step:,}", width=width, height=height, loading="lazy")
+        what = f"All samples of step {images.step:,}" if images.is_grid else f"Sample {path.stem}"
+        caption = element("figcaption", what, element("small", image_facts(run, images, index), dir="auto"))
+        image = element("img", src=uri, alt=f"{what} after step {images.step:,}", width=width, height=height, loading="lazy")
         figures.append(element("figure", image, caption))
-    left = len(pictures.paths) - count
-    more = [element("p", f"{left:,} more in {pictures.paths[0].parent}.", class_="note")] if left > 0 else []
+    left = len(images.paths) - count
+    more = [element("p", f"{left:,} more in {images.paths[0].parent}.", class_="note")] if left > 0 else []
     return join([element("div", *figures, class_="gallery"), *more])
 
 
-def picture_facts(run: RunRecord, pictures: Pictures, index: int) -> str:
-    """Return a few fields of the picture's row of the predictions, if they are of the same evaluation."""
-    if pictures.is_grid or pictures is not run.pictures[-1] or index >= len(run.predictions.first):
+def image_facts(run: RunRecord, images: Images, index: int) -> str:
+    """Return a few fields of the image's row of the predictions, if they are of the same evaluation."""
+    if images.is_grid or images is not run.images[-1] or index >= len(run.predictions.first):
         return ""
     row = run.predictions.first[index]
     fields = [(name, value) for name, value in row.items() if name != "index" and (is_number(value) or isinstance(value, str))]

@@ -14,6 +14,7 @@ tasks  strategies
 build  checkpoints  evaluation
 inference
 tracking
+reporting
 loop  planning
 training
 run
