@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        help=f"HTML file to write (default: report.html in the folder of a run; {COMPARISON} for several)",
+        help=f"HTML file to write (default: report.html in the run's folder; {COMPARISON} for several)",
     )
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help='folder for the plots as PNG files; needs pip install "hftune[plots]"'
@@ -72,6 +72,4 @@ def write(output: Path, text: str) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, text)
     except OSError as error:
-        raise ConfigError(
-            f"{output} cannot be written: {error.strerror or error}. Name a different file: --output FILE."
-        ) from error
+        raise ConfigError(f"{output} cannot be written: {error.strerror or error}. Name another: --output FILE.") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ FEW = 60
 """Points of an evaluation's curve up to which each is marked."""
 MOST_COUNTS = 12
 """Classes up to which a confusion matrix shows its counts."""
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "figure.figsize": (3.4, 2.4),  # inches: a column of a paper
     "figure.dpi": 100,
     "savefig.dpi": 300,
@@ -41,7 +41,6 @@ WIDE_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
     "Source Han Sans SC",
-    "WenQuanYi Zen Hei",
     "Microsoft YaHei",
     "PingFang SC",
 )
@@ -85,17 +84,15 @@ def save(figure: Figure, path: Path) -> Path:
 def draw_chart(figure: Figure, chart: Chart) -> Figure:
     """Draw the curves of a chart, all of their points."""
     axes = figure.add_subplot()
+    scale = 100 if chart.unit == "%" else 1
     for index, line in enumerate(chart.lines):
         steps, values = line.curve.ordered()
-        values = values * 100 if chart.unit == "%" else values
-        style = {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index // len(COLORS) % len(DASHES)]}
+        color, dash = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
         marker = "o" if (not line.is_smoothed and len(steps) <= FEW and chart.key != "train/lr") or len(steps) == 1 else None
-        axes.plot(steps, values, label=line.label, marker=marker, markersize=2.5, **style)
+        axes.plot(steps, values * scale, label=line.label, marker=marker, markersize=2.5, color=color, linestyle=dash)
         if line.best:
             step, value = line.best
-            axes.plot(
-                [step], [value * 100 if chart.unit == "%" else value], "o", markersize=7, fillstyle="none", color=style["color"]
-            )
+            axes.plot([step], [value * scale], "o", markersize=7, fillstyle="none", color=color)
     axes.set_xlabel("step")
     axes.set_ylabel(f"{chart.title} ({chart.unit})" if chart.unit else chart.title)
     if len(chart.lines) > 1:
