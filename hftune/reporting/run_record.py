@@ -108,7 +108,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
 
 def run_names(folders: Sequence[Path]) -> list[str]:
     """Name runs by the ends of their paths, as many parts of them as tell all of them apart."""
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [folder.resolve().parts[1:] for folder in folders]  # without the root
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-length:]) for path in parts]
         if len({*names}) == len(names):
