@@ -67,7 +67,7 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
         row += [run.log.last_step, Figure(duration(seconds)) if is_number(seconds) else None]
         row.append(run.facts.get("processes") or run.result.get("world_size"))
         rows.append(row)
-    return section("Results", element("div", table(head, rows), class_="wide", tabindex="0"))
+    return section("Results", table(head, rows, class_="rows all"))
 
 
 def recipe_keys(run: RunRecord) -> dict[str, Any]:

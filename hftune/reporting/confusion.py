@@ -36,12 +36,12 @@ def recalls(counts: np.ndarray) -> list[float | None]:
 
 
 def percent(share: float | None) -> Figure:
-    return Figure("\N{EN DASH}" if share is None else f"{share:.1%}")
+    return Figure("\N{EN DASH}" if share is None else f"{share:.0%}")
 
 
 def heat_map(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Html:
     """Return a table of all counts; the colour is the share of the row."""
-    head = [element("th", element("span", cut(name, 40), dir="auto"), scope="col", title=name) for name in names]
+    head = [element("th", cut(name, 40), scope="col", title=name, dir="auto") for name in names]
     corner = element("td", "true \N{DOWNWARDS ARROW} predicted \N{RIGHTWARDS ARROW}", class_="corner")
     rows = []
     for row, (name, recall) in enumerate(zip(names, recalls(counts), strict=True)):
@@ -55,14 +55,17 @@ def heat_map(counts: np.ndarray, shares: np.ndarray, names: Sequence[str]) -> Ht
             )
             for column in range(len(names))
         ]
-        title = element("th", element("span", cut(name, 40), dir="auto"), scope="row", title=name)
+        title = element("th", cut(name, 40), scope="row", title=name, dir="auto")
         rows.append(element("tr", title, *cells, element("td", percent(recall), class_="sum")))
     last = [element("td", percent(precision), class_="sum") for precision in recalls(counts.T)]
     right = counts.trace() / counts.sum() if counts.sum() else None
     foot = element(
-        "tr", element("th", "precision", scope="row"), *last, element("td", percent(right), class_="sum", title="accuracy")
+        "tr",
+        element("th", "precision", scope="row", class_="sum"),
+        *last,
+        element("td", percent(right), class_="sum", title="accuracy"),
     )
-    top = element("thead", element("tr", corner, *head, element("th", "recall", scope="col")))
+    top = element("thead", element("tr", corner, *head, element("th", "recall", scope="col", class_="sum")))
     return element("div", element("table", top, element("tbody", *rows, foot), class_="confusion"), class_="wide", tabindex="0")
 
 

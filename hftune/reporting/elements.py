@@ -17,6 +17,9 @@ from hftune.tracking.console import short
 
 LONGEST_TEXT = 600
 """Characters of a text that are shown."""
+SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+SHORT_TEXT = 40
+"""Characters of a text that has room beside others on a phone."""
 IMAGE_BYTES = 40_000
 """PNG files up to this size are embedded as they are; greater ones as JPEG."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -63,20 +66,26 @@ def element(tag: str, *content: Any, **attributes: Any) -> Html:
 
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
-    """Return a table; on a phone its rows become cards. Numbers are right-aligned."""
-    is_numeric = [bool(rows) and all(is_figure(row[column]) for row in rows) for column in range(len(head))]
-    top = [
-        element("th", name, scope="col", class_="number" if numeric else None)
-        for name, numeric in zip(head, is_numeric, strict=True)
-    ]
+    """Return a table. Numbers are right-aligned; of the class "rows", on a phone each row becomes a card."""
+    kinds = [column_kind([row[column] for row in rows]) for column in range(len(head))]
+    top = [element("th", name, scope="col", class_=kind) for name, kind in zip(head, kinds, strict=True)]
     body = []
     for row in rows:
-        cells = [
-            element("td", cell(value), data_label=name, class_="number" if numeric else None)
-            for name, value, numeric in zip(head, row, is_numeric, strict=True)
-        ]
-        body.append(element("tr", *cells))
-    return element("table", element("thead", element("tr", *top)), element("tbody", *body), class_=class_ or None)
+        cells = zip(head, row, kinds, strict=True)
+        body.append(element("tr", *(element("td", cell(value), data_label=name, class_=kind) for name, value, kind in cells)))
+    found = element("table", element("thead", element("tr", *top)), element("tbody", *body), class_=class_ or None)
+    return element("div", found, class_="wide")
+
+
+def column_kind(values: Sequence[Any]) -> str | None:
+    """Return the class of a column: "number", "long" if it has a long text, or none."""
+    if values and all(map(is_figure, values)):
+        return "number"
+    return (
+        "long"
+        if any(isinstance(value, str) and not isinstance(value, Html) and len(value) > SHORT_TEXT for value in values)
+        else None
+    )
 
 
 def is_figure(value: Any) -> bool:
@@ -103,7 +112,10 @@ def number(value: float) -> str:
 
 
 def quantity(value: float, unit: str) -> Figure:
-    """Format a number with its unit; "%" is of a share."""
+    """Format a number with its unit; "%" is of a share, and bytes are counted in GB and the like, as in the curves."""
+    if unit == "B":
+        size, prefix = next(((size, prefix) for size, prefix in SIZES if abs(value) >= size), (1.0, ""))
+        return Figure(f"{value / size:.3g} {prefix}B")
     return Figure(escape(f"{100 * value:.3g} %" if unit == "%" else f"{number(value)} {unit}".rstrip()))
 
 

@@ -32,6 +32,7 @@ OPEN_ROWS = 10
 IMAGES = 12
 """Samples of an evaluation that are shown, each at most IMAGE_WIDTH pixels wide."""
 IMAGE_WIDTH = 640
+SMALL_IMAGE, LARGE_IMAGE = 150, 480
 EARLIER_EVALUATIONS = 4
 """Evaluations before the last whose images are shown, too: spread from the first on."""
 
@@ -92,7 +93,7 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
     if is_number(seconds := run.result.get("seconds")):
         facts.append(("Time", duration(seconds), "evaluations included"))
     if (speed := run.log.curves.get("perf/samples_per_s")) and speed.finite().size:
-        facts.append(("Speed", f"{number(float(speed.finite().mean()))} samples/s", "mean while training"))
+        facts.append(("Samples per second", number(float(speed.finite().mean())), "mean while training"))
     processes = run.facts.get("processes") or run.result.get("world_size")
     if processes:
         nodes = run.facts.get("nodes")
@@ -235,7 +236,9 @@ def rows_table(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> Html:
         is_class = column in ("label", "prediction") and isinstance(value, int) and not isinstance(value, bool)
         return names[value] if is_class and 0 <= value < len(names) else value
 
-    return table(columns, [[shown(column, row.get(column)) for column in columns] for row in rows], class_="rows")
+    head = [column.replace("_", " ") for column in columns]
+    values = [[shown(column, row.get(column)) for column in columns] for row in rows]
+    return table(head, values, class_="rows")
 
 
 def images_section(run: RunRecord) -> Section | None:
@@ -263,20 +266,23 @@ def gallery(run: RunRecord, images: Images, count: int) -> Html:
         uri, (width, height) = found
         what = f"All samples of step {images.step:,}" if images.is_grid else f"Sample {path.stem}"
         caption = element("figcaption", what, element("small", image_facts(run, images, index), dir="auto"))
-        image = element("img", src=uri, alt=f"{what} after step {images.step:,}", width=width, height=height, loading="lazy")
-        figures.append(element("figure", image, caption))
+        image = element("img", src=uri, alt=f"{what} after step {images.step:,}", width=width, height=height)
+        shown = min(max(SMALL_IMAGE, 4 * width), LARGE_IMAGE)  # pixels on the page: small images are enlarged
+        figures.append(element("figure", image, caption, style=f"width: {shown}px"))
     left = len(images.paths) - count
     more = [element("p", f"{left:,} more in {images.paths[0].parent}.", class_="note")] if left > 0 else []
     return join([element("div", *figures, class_="gallery"), *more])
 
 
 def image_facts(run: RunRecord, images: Images, index: int) -> str:
-    """Return a few fields of the image's row of the predictions, if they are of the same evaluation."""
+    """Return a few fields of the image's row of the predictions, counts left out, if they are of the same evaluation."""
     if images.is_grid or images is not run.images[-1] or index >= len(run.predictions.first):
         return ""
     row = run.predictions.first[index]
-    fields = [(name, value) for name, value in row.items() if name != "index" and (is_number(value) or isinstance(value, str))]
-    return ", ".join(f"{name} {number(value) if is_number(value) else cut(value, 60)}" for name, value in fields[:6])
+    fields = [(name, value) for name, value in row.items() if isinstance(value, float | str)]
+    return ", ".join(
+        f"{name.replace('_', ' ')} {cut(value, 60) if isinstance(value, str) else number(value)}" for name, value in fields[:6]
+    )
 
 
 def speed_section(run: RunRecord) -> Section | None:
@@ -285,10 +291,13 @@ def speed_section(run: RunRecord) -> Section | None:
     for key, curve in run.log.curves.items():
         if key.startswith("perf/") and (values := curve.finite()).size:
             part = "/".join(key.split("/")[1:-1])
-            name = element("span", f"{title_of(key)}{f', {part}' if part else ''}", title=key)
+            unit = unit_of(key)
+            is_plain = unit in ("", "%", "B")  # the others stand once, beside the name
+            name = f"{title_of(key)}{f', {part}' if part else ''}{'' if is_plain else f' ({unit})'}"
             numbers = (values.mean(), values.min(), values.max(), values[-1])
-            rows.append([name, *(quantity(float(value), unit_of(key)) for value in numbers)])
-    return section("Speed and memory", table(["", "mean", "least", "greatest", "last"], rows) if rows else None)
+            row = [quantity(float(value), unit if is_plain else "") for value in numbers]
+            rows.append([element("span", name, title=key), *row])
+    return section("Speed and memory", table(["", "mean", "min", "max", "last"], rows) if rows else None)
 
 
 def setup_section(run: RunRecord) -> Section | None:
@@ -297,6 +306,7 @@ def setup_section(run: RunRecord) -> Section | None:
     chosen = {
         "Task": recipe.get("task.type"),
         "Model": recipe.get("task.model"),
+        "Class of the model": facts.get("model"),
         "Data set": recipe.get("task.dataset"),
         "Epochs": recipe.get("train.epochs"),
         "Steps": facts.get("num_steps"),

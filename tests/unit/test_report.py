@@ -22,7 +22,9 @@ from hftune.reporting.page import Reporter, page, write_report
 from hftune.reporting.run_record import read_run, run_names
 
 ASSETS = Path(report.__file__).parent / "assets"
-NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'& \u202eשלום 🙂 \x00\ud800"
+NASTY = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'& \u202e\u05e9\u05dc\u05d5\u05dd \U0001f642 \x00\ud800"
+)
 
 
 class Page(HTMLParser):
@@ -152,8 +154,8 @@ def test_matrix_of_many_classes_is_an_image_and_its_worst_confusions(make_run):
     matrix[3, 7] = 21
     text = page([make_run(metrics=[{"step": 6, "eval/loss": 1.0, "eval/confusion_matrix": matrix.tolist()}])])
     found = Page(text)
-    assert "3721" + f"{21 / 71:.1%}" in found.text("tr"), "the most frequent confusion"
-    assert f"3{50 / 71:.1%}71" in found.text("tr"), "the weakest class"
+    assert "372130%" in found.text("tr"), "the most frequent confusion"
+    assert "370%71" in found.text("tr"), "the weakest class"
     assert [image["class"] for image in found.all("img")] == ["matrix"] and len(text) < 200_000
 
 

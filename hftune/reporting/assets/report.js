@@ -5,6 +5,7 @@
   const $ = (id) => document.getElementById(id);
   const NUM_COLORS = 7;
   const DASHES = [[], [7, 4], [2, 3]]; // once the colours are used up
+  const WHOLE = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((part) => part * 10 ** power)).flat(); // of steps
   const FEW = 60; // points, up to which each is marked
   const view = { log: false, axis: "step", smoothing: 0, zoom: null, hidden: new Set() };
   let plots = [];
@@ -71,12 +72,13 @@
   };
 
   /* The series of a chart, several for a line: its points, faint if it is smoothed, the smoothed ones, and the best one. */
-  function seriesOf(chart) {
+  function seriesOf(chart, isLog) {
     const found = [];
     chart.lines.forEach((line, index) => {
-      const [steps, ys] = line.points, xs = steps.map((step) => across(line, step));
+      const [steps, values] = line.points, xs = steps.map((step) => across(line, step));
+      const ys = isLog ? values.map((value) => (value > 0 ? value : null)) : values;
       const place = runs.length > 1 && chart.lines.length <= runs.length ? line.run : index;
-      const stroke = curveColor(place), isSmooth = view.smoothing > 0 && line.smooth && xs.length > 2;
+      const stroke = curveColor(place), isSmooth = view.smoothing > 0 && line.smooth && xs.length > FEW / 4;
       const isShort = xs.length <= (line.smooth ? FEW / 4 : FEW) && chart.key !== "train/lr" || xs.length === 1;
       const common = { index, dash: dash(place), show: !view.hidden.has(`${chart.key} ${index}`) };
       if (isSmooth) found.push({ ...common, data: [xs, ys], stroke: faint(stroke), width: 1, isFaint: true });
@@ -110,6 +112,24 @@
     return min === max ? [min - Math.abs(min) / 10, max + Math.abs(max) / 10] : uPlot.rangeNum(min, max, 0.08, true);
   }
 
+  function aroundLog(u, min, max) {
+    if (min == null) return [1, 10];
+    const pad = Math.max((max / min) ** 0.06, 1.03);
+    return [min / pad, max * pad];
+  }
+  /* Ticks of a logarithmic axis: 1, 2, 5, 10 ... if it spans much, evenly spaced round numbers otherwise. */
+  function logTicks(u, axis, min, max) {
+    const found = [], power = 10 ** Math.floor(Math.log10(max > 8 * min ? min : max - min));
+    if (max <= 8 * min) {
+      const step = power * [0.1, 0.2, 0.5, 1, 2, 5].find((part) => (max - min) / (part * power) <= 5);
+      for (let tick = Math.ceil(min / step) * step; tick <= max; tick += step) found.push(+tick.toPrecision(12));
+      return found;
+    }
+    const parts = max > 2000 * min ? [1] : [1, 2, 5];
+    for (let decade = power; decade <= max; decade *= 10) for (const part of parts) if (part * decade >= min && part * decade <= max) found.push(+(part * decade).toPrecision(12));
+    return found;
+  }
+
   // Charts
 
   function make(tag, className, text) {
@@ -122,36 +142,38 @@
   function drawAll() {
     const scroll = window.scrollY;
     plots.forEach(({ plot }) => plot.destroy());
-    plots = [];
     $("charts").replaceChildren();
-    let group = null, grid = null, first = null;
-    for (const chart of charts) {
-      if (chart.group !== group) {
-        group = chart.group;
-        grid = make("div", "grid");
-        $("charts").append(make("h3", "", group), grid);
-        if (!plots.length) { // the first chart, the loss, gets a row of its own
-          first = grid;
-          grid = make("div", "grid");
-          $("charts").append(grid);
-        }
-      }
-      plots.push(draw(chart, plots.length ? grid : first, plots.length === 0));
-    }
+    const cards = charts.map(addCard); // all of them before the first is drawn: a row shares its width among them
+    plots = charts.map((chart, index) => draw(chart, cards[index], index === 0));
     $("reset").disabled = !view.zoom;
     window.scrollTo(0, scroll);
   }
 
-  function draw(chart, grid, isFirst) {
+  /* Adds an empty card for a chart below the heading of its group; the first one, the loss, has a row of its own. */
+  function addCard(chart, index) {
+    if (!index || charts[index - 1].group !== chart.group) $("charts").append(make("h3", "", chart.group), make("div", "grid"));
+    else if (index === 1) $("charts").append(make("div", "grid"));
     const card = make("div", "chart"), title = make("h4", "", chart.title);
-    const all = chart.lines.flatMap((line) => line.points[1]), isLog = view.log && all.every((value) => value == null || value > 0);
-    const unit = [chart.unit, view.log && !isLog ? "linear: some values are not above 0" : ""].filter(Boolean).join(", ");
-    if (unit) title.append(" ", make("span", "", `(${unit})`));
+    const scale = view.log ? { linear: "linear: most values are not above 0", part: "values that are not above 0 are left out" }[logKind(chart)] : "";
+    const remark = [chart.unit, scale].filter(Boolean).join(", ");
+    if (remark) title.append(" ", make("span", "", `(${remark})`));
     title.title = chart.key;
     const legend = make("div", "legend"), box = make("div", "plot");
     card.append(title, legend, box);
-    grid.append(card);
-    const series = seriesOf(chart);
+    $("charts").lastChild.append(card);
+    return { legend, box };
+  }
+
+  /* Whether a chart can have a logarithmic axis: "whole", "part" or, if most of its values are not above 0, "linear". */
+  function logKind(chart) {
+    const values = chart.lines.flatMap((line) => line.points[1]).filter((value) => value != null);
+    const above = values.filter((value) => value > 0).length;
+    return above === values.length ? "whole" : above * 2 > values.length ? "part" : "linear";
+  }
+
+  function draw(chart, { legend, box }, isFirst) {
+    const isLog = view.log && logKind(chart) !== "linear", unit = ["%", "B"].includes(chart.unit) ? chart.unit : ""; // the title has the others
+    const series = seriesOf(chart, isLog);
     const data = uPlot.join(series.map((one) => one.data));
     const range = view.zoom || fullRange();
     const muted = color("muted"), line = color("line");
@@ -161,7 +183,7 @@
       height: isFirst ? 300 : 210,
       pxAlign: 0,
       legend: { show: false },
-      scales: { x: { time: false, min: range[0], max: range[1], range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: isLog ? { distr: 3 } : { range: around } },
+      scales: { x: { time: false, min: range[0], max: range[1], range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: isLog ? { distr: 3, range: aroundLog } : { range: around } },
       cursor: {
         sync: { key: "report", setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         drag: { x: true, y: false, setScale: false },
@@ -170,11 +192,11 @@
         bind: { dblclick: () => () => { zoom(null); return null; } },
       },
       axes: [
-        { ...axis, size: 30, space: 60, values: (u, values) => ticks(values, "") },
+        { ...axis, size: 30, space: 60, ...(view.axis === "step" ? { incrs: WHOLE } : {}), values: (u, values) => ticks(values, "") },
         {
-          ...axis, space: 34, gap: 6,
+          ...axis, space: 34, gap: 6, ...(isLog ? { splits: logTicks, filter: (u, values) => values } : {}),
           size: (u, texts) => (texts ? 16 + 6.6 * Math.max(...texts.map((text) => (text || "").length)) : 40),
-          values: (u, values) => (isLog ? values.map((value) => readout(value, "").replace("\u2013", "")) : ticks(values, chart.unit)),
+          values: (u, values) => (isLog && u.scales.y.max > 8 * u.scales.y.min ? values.map((value) => (value < 0.01 ? tidy(value.toExponential()) : readout(value, unit))) : ticks(values, chart.unit)),
         },
       ],
       series: [{}, ...series.map(({ stroke, width, dash, points, paths, show }) => ({ stroke, width: width || 1, dash, points: points || { show: false }, paths, show, spanGaps: false, pxAlign: 0 }))],
@@ -183,6 +205,15 @@
         setSelect: [(u) => u.select.width > 4 && zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")])],
       },
     }, data, box);
+
+    const mouse = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "mouseup" };
+    for (const type of Object.keys(mouse)) { // uPlot knows the mouse only; a finger that moves sideways does the same
+      plot.over.addEventListener(type, (event) => {
+        if (event.pointerType !== "touch") return;
+        const { clientX, clientY } = event;
+        plot.over.dispatchEvent(new MouseEvent(mouse[type], { clientX, clientY, movementX: 1, bubbles: true, view: window }));
+      });
+    }
 
     const where = make("span", "", ""), outputs = [];
     chart.lines.forEach((one, index) => {
@@ -203,14 +234,13 @@
     });
     legend.append(where);
 
-    const short = ["%", "B"].includes(chart.unit) ? chart.unit : ""; // the title has the others
     function tell(u) { // what is under the cursor; without one, the best value or the last
       const at = u.cursor.idx;
       for (const { output, line: one, place } of outputs) {
         const values = u.data[place];
-        if (at != null) output.textContent = readout(values[u.cursor.idxs[place] ?? at], short);
-        else if (one.best) output.textContent = `best ${readout(one.best[1], short)}`;
-        else output.textContent = readout(one.points[1].findLast((value) => value != null), short);
+        if (at != null) output.textContent = readout(values[u.cursor.idxs[place] ?? at], unit);
+        else if (one.best) output.textContent = `best ${readout(one.best[1], unit)}`;
+        else output.textContent = readout(values.findLast((value) => value != null), unit);
       }
       where.textContent = at == null ? "" : `${view.axis} ${readout(u.data[0][at], "")}`;
     }
