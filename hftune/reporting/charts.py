@@ -123,6 +123,7 @@ def chart_data(runs: Sequence[RunRecord], charts: Sequence[Chart]) -> dict[str, 
                         "run": line.run_index,
                         "label": line.label,
                         "points": line.curve.thinned(limit),
+                        "means": line.curve.means(limit) if line.is_smoothed else None,
                         "smooth": line.is_smoothed,
                         "best": line.best,
                     }

@@ -30,6 +30,9 @@ TITLES = {
 }
 """Titles of metrics whose names alone do not say enough."""
 
+Points = tuple[list[int], list[float | None]]
+"""Steps and values."""
+
 
 @dataclass
 class Curve:
@@ -58,29 +61,49 @@ class Curve:
         steps, last = np.unique(steps[::-1], return_index=True)
         return steps, values[::-1][last]
 
-    def thinned(self, limit: int) -> tuple[list[int], list[float | None]]:
+    def thinned(self, limit: int) -> Points:
         """Return steps and values of at most about ``limit`` points, values to six digits, None where not finite.
 
         Of each stretch of the curve its least and its greatest value are kept, so that no peak is lost; and both ends.
         """
         steps, values = self.ordered()
         if len(steps) > limit:
-            kept = _peaks(values, max(limit // 2, 1))
+            rows, starts = stretches(values, limit)
+            least = np.where(np.isfinite(rows), rows, np.inf).argmin(axis=1) + starts
+            greatest = np.where(np.isfinite(rows), rows, -np.inf).argmax(axis=1) + starts
+            kept = np.unique(np.concatenate([least, greatest, [0, len(values) - 1]]))
+            kept = kept[kept < len(values)]
             steps, values = steps[kept], values[kept]
-        return steps.tolist(), [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
+        return points(steps, values)
+
+    def means(self, limit: int) -> Points | None:
+        """Return the mean of each stretch, at its last step; None if ``thinned`` keeps every point.
+
+        Smoothing starts from them: the kept points alone would give the middle between the extremes.
+        """
+        steps, values = self.ordered()
+        if len(steps) <= limit:
+            return None
+        rows, starts = stretches(values, limit)
+        counts = np.isfinite(rows).sum(axis=1)
+        sums = np.where(np.isfinite(rows), rows, 0.0).sum(axis=1)
+        means = np.divide(sums, counts, out=np.full(len(rows), np.nan), where=counts > 0)
+        ends = np.minimum(starts + rows.shape[1], len(values)) - 1
+        return points(steps[ends], means)
 
 
-def _peaks(values: np.ndarray, stretches: int) -> np.ndarray:
-    """Return the indices of the least and the greatest value of each stretch, and of both ends, in order."""
-    size = -(-len(values) // stretches)
-    padded = np.full(size * stretches, np.nan)
+def stretches(values: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a curve into at most ``limit / 2`` stretches of equal length: return their values, filled up with NaN, and starts."""
+    size = -(-2 * len(values) // limit)
+    count = -(-len(values) // size)
+    padded = np.full(size * count, np.nan)
     padded[: len(values)] = values
-    rows = padded.reshape(stretches, size)
-    starts = np.arange(stretches) * size
-    least = np.where(np.isfinite(rows), rows, np.inf).argmin(axis=1) + starts
-    greatest = np.where(np.isfinite(rows), rows, -np.inf).argmax(axis=1) + starts
-    kept = np.unique(np.concatenate([least, greatest, [0, len(values) - 1]]))
-    return kept[kept < len(values)]
+    return padded.reshape(count, size), np.arange(count) * size
+
+
+def points(steps: np.ndarray, values: np.ndarray) -> Points:
+    """Return points as JSON has them: values to six digits, which halves the file, and None where not finite."""
+    return steps.tolist(), [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 @dataclass

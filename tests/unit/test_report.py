@@ -356,6 +356,17 @@ def test_thinning_keeps_peaks_ends_and_order(count):
     assert values[steps.index(count // 2)] == 100.0
 
 
+def test_smoothing_of_a_thinned_curve_begins_with_means_and_not_with_extremes():
+    curve = Curve()
+    for step in range(3500):
+        curve.steps.append(step)
+        curve.values.append(float("nan") if step % 7 == 3 else float(step % 7 == 0))  # of 7 points one is 1, five are 0
+    assert curve.means(4000) is None
+    steps, means = curve.means(1000)
+    assert (len(steps), steps[0], steps[-1]) == (500, 6, 3499)
+    assert set(means) == {0.166667}
+
+
 def test_only_the_first_rows_of_a_huge_file_are_looked_through(make_run, monkeypatch):
     monkeypatch.setattr("hftune.reporting.run_record.MAX_ROWS", 30)
     rows = [{"index": index, "error": float(index)} for index in range(40)]

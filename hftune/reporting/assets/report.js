@@ -6,8 +6,10 @@
   const NUM_COLORS = 7;
   const DASHES = [[], [7, 4], [2, 3]]; // once the colours are used up
   const WHOLE = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((part) => part * 10 ** power)).flat(); // of steps
+  const MANY = 500; // points, from which curves are smoothed at first: they would be a band of ink
   const FEW = 60; // points, up to which each is marked
-  const view = { log: false, axis: "step", smoothing: 0, zoom: null, hidden: new Set() };
+  const isDense = charts.some(({ lines }) => lines.some((line) => line.smooth && line.points[0].length > MANY));
+  const view = { log: false, axis: "step", smoothing: isDense ? 0.9 : 0, zoom: null, hidden: new Set() };
   let plots = [];
 
   // Colours
@@ -75,15 +77,16 @@
   function seriesOf(chart, isLog) {
     const found = [];
     chart.lines.forEach((line, index) => {
-      const [steps, values] = line.points, xs = steps.map((step) => across(line, step));
-      const ys = isLog ? values.map((value) => (value > 0 ? value : null)) : values;
+      const drawn = ([steps, values]) => [steps.map((step) => across(line, step)), isLog ? values.map((value) => (value > 0 ? value : null)) : values];
+      const [xs, ys] = drawn(line.points);
       const place = runs.length > 1 && chart.lines.length <= runs.length ? line.run : index;
       const stroke = curveColor(place), isSmooth = view.smoothing > 0 && line.smooth && xs.length > FEW / 4;
       const isShort = xs.length <= (line.smooth ? FEW / 4 : FEW) && chart.key !== "train/lr" || xs.length === 1;
       const common = { index, dash: dash(place), show: !view.hidden.has(`${chart.key} ${index}`) };
+      const [meanXs, means] = isSmooth ? drawn(line.means || line.points) : [xs, ys]; // of a thinned curve, not of its extremes
       if (isSmooth) found.push({ ...common, data: [xs, ys], stroke: faint(stroke), width: 1, isFaint: true });
       found.push({
-        ...common, data: [xs, isSmooth ? smoothed(ys, view.smoothing) : ys], stroke, width: 1.75, isMain: true,
+        ...common, data: [meanXs, isSmooth ? smoothed(means, view.smoothing) : ys], stroke, width: 1.75, isMain: true,
         points: isShort ? { show: true, size: 6, fill: stroke, stroke } : { show: false },
       });
       if (line.best) {
@@ -289,6 +292,8 @@
     onSwitch("scale", (value) => { view.log = value === "log"; });
     onSwitch("axis", (value) => { view.axis = value; view.zoom = null; });
     $("axis").hidden = !runs.every((run) => run.epochs > 0);
+    $("smoothing").value = view.smoothing;
+    $("smoothed").textContent = view.smoothing;
     $("smoothing").oninput = (event) => {
       view.smoothing = +event.target.value;
       $("smoothed").textContent = event.target.value;
