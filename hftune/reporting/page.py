@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,8 @@ from hftune.reporting.run_record import read_run, run_names
 from hftune.reporting.sections import one_run
 
 REPORT = "report.html"
+SLOW_S, SHARE = 0.5, 0.05
+"""A report that takes longer, as that of a million lines, is written so rarely that it takes this share of the time."""
 
 
 class Reporter:
@@ -25,9 +28,18 @@ class Reporter:
 
     def __init__(self) -> None:
         self._has_failed = False
+        self._not_before = 0.0
 
-    def write(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write report.html. Main process only; ``say`` prints a line."""
+    def write(self, folder: Path, say: Callable[[str], None], is_last: bool = False) -> None:
+        """Write report.html, unless writing it takes so long that it would slow the training down. Main process only.
+
+        Args:
+            say: prints a line.
+            is_last: write it in any case.
+        """
+        began = time.monotonic()
+        if began < self._not_before and not is_last:
+            return
         try:
             write_report(folder)
         except Exception as error:  # whatever the files in the folder may lead to
@@ -37,6 +49,9 @@ class Reporter:
                     f"{folder / REPORT} could not be written: {reason}. Training continues; hftune report {folder} tries again."
                 )
             self._has_failed = True
+        seconds = time.monotonic() - began
+        if seconds > SLOW_S:
+            self._not_before = began + seconds / SHARE
 
 
 def write_report(folder: Path) -> Path:

@@ -426,6 +426,22 @@ def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch):
     ]
 
 
+def test_report_that_takes_long_is_written_rarely_but_at_the_end(make_run, monkeypatch):
+    folder, now, written = make_run(), [100.0], []
+
+    def slowly(folder):
+        written.append(now[0])
+        now[0] += 3.0
+
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report, "write_report", slowly)
+    reporter = Reporter()
+    for now[0] in (100.0, 120.0, 159.0, 160.0, 161.0):  # 3 seconds are 5 percent of a minute
+        reporter.write(folder, print)
+    reporter.write(folder, print, is_last=True)
+    assert written == [100.0, 160.0, 161.0]
+
+
 def test_report_of_an_earlier_run_is_removed(make_run):
     folder = make_run()
     path = write_report(folder)
