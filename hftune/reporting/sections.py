@@ -286,18 +286,24 @@ def image_facts(run: RunRecord, images: Images, index: int) -> str:
 
 
 def speed_section(run: RunRecord) -> Section | None:
-    """Return mean, range and last value of what was measured about speed and memory."""
-    rows = []
-    for key, curve in run.log.curves.items():
-        if key.startswith("perf/") and (values := curve.finite()).size:
-            part = "/".join(key.split("/")[1:-1])
-            unit = unit_of(key)
-            is_plain = unit in ("", "%", "B")  # the others stand once, beside the name
-            name = f"{title_of(key)}{f', {part}' if part else ''}{'' if is_plain else f' ({unit})'}"
-            numbers = (values.mean(), values.min(), values.max(), values[-1])
-            row = [quantity(float(value), unit if is_plain else "") for value in numbers]
-            rows.append([element("span", name, title=key), *row])
-    return section("Speed and memory", table(["", "mean", "min", "max", "last"], rows) if rows else None)
+    """Return mean, range and last value of what was measured about speed and memory; those of many processes unfold."""
+    keys = [key for key, curve in run.log.curves.items() if key.startswith("perf/") and curve.finite().size]
+    parts = [key for key in keys if key.count("/") > 1]  # of one process or host each
+    shown = [key for key in keys if key not in parts or len(parts) <= OPEN_ROWS]
+    head = ["", "mean", "min", "max", "last"]
+    content = [table(head, [speed_row(run, key) for key in shown])] if shown else []
+    if len(parts) > OPEN_ROWS:
+        content.append(folded("Each process and host", table(head, [speed_row(run, key) for key in parts])))
+    return section("Speed and memory", *content)
+
+
+def speed_row(run: RunRecord, key: str) -> list[Any]:
+    """Return the row of one measured quantity."""
+    unit, part, values = unit_of(key), "/".join(key.split("/")[1:-1]), run.log.curves[key].finite()
+    is_within = unit in ("", "%", "B")  # other units stand once, beside the name
+    name = f"{title_of(key)}{f', {part}' if part else ''}{'' if is_within else f' ({unit})'}"
+    numbers = (values.mean(), values.min(), values.max(), values[-1])
+    return [element("span", name, title=key), *(quantity(float(value), unit if is_within else "") for value in numbers)]
 
 
 def setup_section(run: RunRecord) -> Section | None:
