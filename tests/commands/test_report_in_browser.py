@@ -17,7 +17,9 @@ FLAGS = (
 PROBE = """
 const answers = {errors: []};
 addEventListener("error", (event) => answers.errors.push(event.message));
-addEventListener("load", () => setTimeout(() => {
+const pause = () => new Promise((resolve) => setTimeout(resolve, 200));  // uPlot draws after the script that asks for it
+addEventListener("load", async () => {
+  await pause();
   const $ = (selector) => document.querySelector(selector), legend = () => $(".legend").textContent, over = () => $(".u-over");
   const at = (type, share) => {
     const box = over().getBoundingClientRect();
@@ -38,6 +40,7 @@ addEventListener("load", () => setTimeout(() => {
   document.querySelector('#axis [data-value="epoch"]').click();
   $("#smoothing").value = 0.9;
   $("#smoothing").dispatchEvent(new Event("input"));
+  await pause();
   at("mouseenter", 0.5); at("mousemove", 0.5);
   answers.smoothed = legend();
   const before = getComputedStyle(document.body).backgroundColor;
@@ -45,7 +48,7 @@ addEventListener("load", () => setTimeout(() => {
   answers.themes = [before, getComputedStyle(document.body).backgroundColor];
   answers.alive = window.nasty === undefined;
   parent.postMessage(answers, "*");
-}, 200));
+});
 """
 """Tries the page out from within, and tells the page around it, whose frame has the width of a phone or a desktop."""
 
