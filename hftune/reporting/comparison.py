@@ -99,7 +99,8 @@ def differences_section(
             rows.append([code(key), *cells])
     if not rows:
         return section(title, element("p", same, class_="empty")) if same and any(values) else None
-    return section(title, table(["key", *(run.name for run in runs)], rows, class_="differences"))
+    class_ = "differences" if len(runs) == 2 else "differences rows"  # more columns do not fit on a phone
+    return section(title, table(["key", *(run.name for run in runs)], rows, class_=class_))
 
 
 def scalar(value: Any) -> str:

@@ -115,7 +115,7 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def lower_first(title: str) -> str:
     """Return a title as it stands within a phrase: "accuracy", but "MAE"."""
-    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
+    return title[:1].lower() + title[1:] if title[1:2].islower() else title
 
 
 def data_of(run: RunRecord) -> dict[str, dict[str, Any]]:
