@@ -20,6 +20,7 @@ from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
 from hftune.optim import lr_at
+from hftune.reporting.page import Reporter
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking.console import Console, is_number
 from hftune.tracking.image_grid import grid, write_image
@@ -49,6 +50,7 @@ class Run:
     usage: Callable[[], dict[str, float]]
     """Returns what training uses of all machines, on the main process."""
     throughput: Throughput = field(default_factory=Throughput)
+    reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -188,6 +190,7 @@ def evaluate_and_keep(run: Run) -> None:
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
+            run.reporter.write(output_dir, run.console.line)
 
         run.strategy.progress.stage(f"saving after step {state.step}")
         run.strategy.on_main(write)

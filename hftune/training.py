@@ -268,6 +268,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
         add_card(output.path, recipe, result.to_json())
         with explain_write_errors(output.path / "result.json"):
             write_text(output.path / "result.json", strict_json(result.to_json(), indent=2) + "\n")
+        run.reporter.write(output.path, run.console.line, is_last=True)
         if run.checkpointer.failure is not None:
             raise TrainingError(f"Everything is saved except the last checkpoint: {run.checkpointer.failure}.")
 
