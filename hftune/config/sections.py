@@ -14,7 +14,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 """The bare names of ``train.optimizer``; hftune.optim.OPTIMIZERS has the classes."""
 SCHEDULES = ("linear", "cosine", "constant", "step")
 """The bare names of ``train.schedule``; hftune.optim.SCHEDULES has the functions."""
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
 """The bare names of ``track.with``; hftune.tracking.tracker.TRACKERS has the classes."""
 
 
@@ -337,7 +337,8 @@ class TrackConfig(Section):
     """Experiment trackers. metrics.jsonl is always written."""
 
     with_: list[str] = field(default_factory=list)
-    """List of trackers: wandb, mlflow, tensorboard, or dotted paths of hftune.TrackerBackend classes of your own."""
+    """List of trackers: wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml or dvclive; or dotted paths of
+    hftune.TrackerBackend classes of your own."""
     project: str = "hftune"
     """Name of the project at the trackers; of the experiment at MLflow."""
     run_name: str | None = None
