@@ -40,6 +40,9 @@ class Parts:
     """On the CPU, with the same weights on every process."""
     num_steps: int
     """Optimizer steps of the whole run."""
+    num_parameters: int
+    num_trainable: int
+    """Of them, those that are trained. Counted before a strategy takes the model apart."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
 
@@ -64,7 +67,9 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     progress.stage("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
-    parts = Parts(datasets, plan, model, num_steps)
+    parameters = list(model.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    parts = Parts(datasets, plan, model, num_steps, *(sum(map(torch.numel, group)) for group in (parameters, trainable)))
     if is_main:
         parts.notices = check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts
@@ -82,7 +87,7 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
 
     def say_waiting() -> None:
         if ProcessInfo.from_environment().local_rank == 0:
-            print("Waiting for another process that is preparing the same data.", flush=True)
+            print("note: Waiting for another process that is preparing the same data.", flush=True)
 
     with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
         datasets = task.datasets()

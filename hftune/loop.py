@@ -23,7 +23,7 @@ from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import evaluate
 from hftune.optim import lr_at
 from hftune.strategies.base import StepBatch, Strategy
-from hftune.tracking.console import Console, is_number
+from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_picture
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
@@ -54,6 +54,10 @@ class Run:
     def seconds(self) -> float:
         """Return the seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
+
+    def epoch(self) -> float:
+        """Return the number of finished passes over the training data, with a fraction."""
+        return self.state.progress(self.plan.num_steps)
 
 
 def fit(run: Run) -> None:
@@ -86,7 +90,9 @@ def fit(run: Run) -> None:
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.throughput.rates()})
+                values = {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.throughput.rates()}
+                log(run, values)
+                run.console.logged(state.step, run.epoch(), values)
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -146,7 +152,8 @@ def say_failed_checkpoint(run: Run) -> None:
     failure, last = run.checkpointer.failure, run.checkpointer.last
     if failure is not None:
         left = f"The last intact one is of step {last}." if last else "This run has no intact one yet."
-        run.console.line(f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later.")
+        what = f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later."
+        run.console.line(warning(what))
         run.checkpointer.failure = None
 
 
@@ -169,15 +176,17 @@ def evaluate_and_keep(run: Run) -> None:
             lambda: bool(run.stop),
             config.show_samples,
             config.metrics,
+            run.console.scored,
         )
         if evaluation is None:
             stop(run)
         log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
-        show_samples(run, evaluation.rows[: config.show_samples], evaluation.pictures)
         score = score_of(evaluation.metrics, config.metric, state.step)
         is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
+        run.console.evaluated(state.step, run.epoch(), evaluation.metrics, state.best, state.best_step)
+        show_samples(run, evaluation.rows[: config.show_samples], evaluation.pictures)
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
@@ -215,10 +224,8 @@ def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
-    """Record values at the present step, in the files and on the terminal. Collective."""
-    epoch = run.state.progress(run.plan.num_steps)
-    run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
-    run.console.logged(run.state.step, epoch, values)
+    """Record values at the present step, in metrics.jsonl and the trackers. Collective."""
+    run.strategy.on_main(lambda: run.tracker.log(run.state.step, run.epoch(), values))
 
 
 def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray]) -> None:

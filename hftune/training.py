@@ -28,10 +28,10 @@ from hftune.optim import build_optimizer
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
-from hftune.tracking.console import Console, hide_progress_bars, short
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
+from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
-from hftune.tracking.summary import print_start, print_summary, processes
+from hftune.tracking.summary import best_and_last, describe_model, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
 
 
@@ -70,7 +70,9 @@ def claim(output: OutputDir, session: Session) -> None:
         ConfigError: see ``OutputDir.claim`` and ``check_trackers``.
     """
     session.progress.stage("claiming the output folder")
-    if not sys.stderr.isatty():
+    if not session.info.is_main:
+        hide_reports()
+    elif not is_terminal(sys.stderr):
         hide_progress_bars()
     if session.info.is_main:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
@@ -128,12 +130,13 @@ def open_run(
         state,
         provenance,
         tracker=Tracker(recipe),
-        console=Console(strategy.is_main, parts.num_steps, state.step),
+        console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
         ledger=Ledger(output.path / "ledger.jsonl"),
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
         stop=session.accept_stop_requests(),
     )
     if strategy.is_main:
+        session.at_failure(run.console.close)
         session.at_failure(run.tracker.abandon)
         session.at_end(run.checkpointer.wait)  # before the folder is released
     output.find_best(strategy, state)
@@ -151,8 +154,23 @@ def open_run(
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
             notices.append(f"Resuming from step {state.step} of {run.num_steps} (epoch {epoch}), from {source}.")
-        print_start(recipe, run.plan, strategy.num_processes, strategy.device, notices)
+        say_start(run, parts, notices)
     return run
+
+
+def say_start(run: Run, parts: Parts, notices: list[str]) -> None:
+    """Say what is about to be trained, and how. Main process only."""
+    print_start(
+        run.recipe,
+        run.plan,
+        run.num_steps,
+        describe_model(type(parts.model).__name__, parts.num_parameters, parts.num_trainable),
+        run.recipe.task.class_counts(run.datasets["train"]),
+        {split: len(dataset) for split, dataset in run.datasets.items()},
+        run.strategy.num_processes,
+        run.strategy.device,
+        notices,
+    )
 
 
 def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
@@ -162,8 +180,9 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         Interrupted: a signal asked to stop; the message says how to resume.
     """
     strategy = run.strategy
-    warm_up(run)
+    run.console.start()
     try:
+        warm_up(run)
         fit(run)
         result = finish(run, output)
     except Interrupted as error:
@@ -173,15 +192,23 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         run.console.close()
     if strategy.is_main:
         output.before_release(run.tracker.close)  # once everything is saved: an upload may take hours, or fail
-        speed = run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9)
-        rows = {
-            "steps": f"{result.steps} in {result.seconds:.0f} s on {processes(result.world_size)}",
-            "speed": f"{speed:,.0f} samples/s in training",
-            "model": f"{result.model_dir} (the last one: model_last)",
-            "log": f"{result.output_dir / 'metrics.jsonl'}",
-        }
-        print_summary(result.metrics, result.test, result.best, rows)
+        say_result(run, result)
     return result
+
+
+def say_result(run: Run, result: TrainResult) -> None:
+    """Print the metrics of the best and the last model, and where everything is. Main process only."""
+    log_file, speed = (
+        result.output_dir / "metrics.jsonl",
+        run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9),
+    )
+    evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
+    rows = {
+        "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
+        "model": f"{result.model_dir} (the last one: model_last)",
+        "log": f"{log_file}",
+    }
+    print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, rows)
 
 
 def warm_up(run: Run) -> None:
@@ -192,7 +219,7 @@ def warm_up(run: Run) -> None:
     dataset, (first, *_) = first_epoch(recipe, run.datasets), run.plan.epoch(0)[0]
     kinds = run.strategy.warm_up(dataset, first, frozen=recipe.train.batch_norm == "frozen")
     if notice := statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
-        run.console.line(notice)
+        run.console.line(note(notice))
 
 
 def how_to_resume(run: Run) -> str:
@@ -259,10 +286,13 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
-    evaluation = evaluate(strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics)
+    evaluation = evaluate(
+        strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics, on_scored=run.console.scored
+    )
     if evaluation is None:
         raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped in the test of the best model.")
     log(run, {f"test/{name}": value for name, value in evaluation.metrics.items()})
+    run.console.evaluated(run.state.step, run.epoch(), evaluation.metrics)
     return evaluation.metrics
 
 
