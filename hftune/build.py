@@ -40,11 +40,17 @@ class Parts:
     """On the CPU, with the same weights on every process."""
     num_steps: int
     """Optimizer steps of the whole run."""
-    num_parameters: int
-    num_trainable: int
-    """Of them, those that are trained. Counted before a strategy takes the model apart."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
+    model_name: str = field(init=False)
+    """Of the model's class. Counted here and now, as a strategy may wrap or cut the model."""
+    num_parameters: int = field(init=False)
+    num_trainable: int = field(init=False)
+
+    def __post_init__(self):
+        self.model_name = type(self.model).__name__
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.num_trainable = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
 
 def build(recipe: Recipe, progress: Progress) -> Parts:
@@ -67,9 +73,7 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     progress.stage("building the model")
     model = build_model(recipe)
     check_pipeline(recipe, plan, datasets["train"], model)
-    parameters = list(model.parameters())
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    parts = Parts(datasets, plan, model, num_steps, *(sum(map(torch.numel, group)) for group in (parameters, trainable)))
+    parts = Parts(datasets, plan, model, num_steps)
     if is_main:
         parts.notices = check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts

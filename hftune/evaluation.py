@@ -23,12 +23,12 @@ ROWS = 1000
 
 @dataclass
 class Evaluation:
-    """``metrics`` is equal on all processes; ``rows`` and ``pictures``, in dataset order, are empty on the other processes."""
+    """``metrics`` is equal on all processes; ``rows`` and ``images``, in dataset order, are empty on the other processes."""
 
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
     """One a sample."""
-    pictures: list[np.ndarray]
+    images: list[np.ndarray]
     """(H, W, 3) uint8, of the first samples, if the task draws any."""
 
 
@@ -41,7 +41,7 @@ class _Scored:
     loss_sum: float
     num_items: float
     rows: list[dict[str, Any]]
-    pictures: dict[int, np.ndarray]
+    images: dict[int, np.ndarray]
     """By sample."""
 
 
@@ -51,7 +51,7 @@ def evaluate(
     batch_size: int,
     num_workers: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
-    num_pictures: int = 0,
+    num_images: int = 0,
     metrics: Sequence[str] = (),
     on_scored: Callable[[int, int], None] = lambda count, total: None,
 ) -> Evaluation | None:
@@ -76,7 +76,7 @@ def evaluate(
     micro_batches = plan.epoch(0)[0]
     total, scored = len(strategy.share(micro_batches)), []
     for micro_batch, batch in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
-        scored.append(_score(strategy, micro_batch, batch, num_pictures))
+        scored.append(_score(strategy, micro_batch, batch, num_images))
         on_scored(len(scored), total)
     if strategy.any_process(should_stop()):
         return None
@@ -96,19 +96,19 @@ def evaluate(
             return {name: _plain(value) for name, value in found.items()}
 
     summary = strategy.on_main(summarise)
-    pictures = {sample: picture for part in gathered or [] for sample, picture in part.pictures.items()}
-    return Evaluation(summary, rows, [pictures[sample] for sample in sorted(pictures)])
+    images = {sample: image for part in gathered or [] for sample, image in part.images.items()}
+    return Evaluation(summary, rows, [images[sample] for sample in sorted(images)])
 
 
-def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_pictures: int) -> _Scored:
+def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_images: int) -> _Scored:
     task, samples = strategy.task, micro_batch.samples.tolist()
-    places = [place for place, sample in enumerate(samples) if sample < num_pictures]
+    indices = [index for index, sample in enumerate(samples) if sample < num_images]
     try:
         outputs, target = strategy.forward(batch), task.target(batch)
         with torch.no_grad():
             loss_sum = float(task.loss(outputs, target))
             rows = task.predictions(outputs, strategy.model, batch)
-            pictures = task.sample_images(outputs, strategy.model, batch, places) if places else []
+            images = task.sample_images(outputs, strategy.model, batch, indices) if indices else []
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not should_reduce_batch_size(error):
             raise
@@ -118,7 +118,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
         ) from error
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")
-    shown = dict(zip([samples[place] for place in places], pictures, strict=True)) if pictures else {}
+    shown = dict(zip([samples[index] for index in indices], images, strict=True)) if images else {}
     return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows, shown)
 
 

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
@@ -20,11 +18,11 @@ from hftune.config import Recipe
 from hftune.data.augmentation import augmented
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
-from hftune.evaluation import evaluate
+from hftune.evaluation import Evaluation, evaluate
 from hftune.optim import lr_at
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking.console import Console, is_number, warning
-from hftune.tracking.image_grid import grid, write_picture
+from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
 from hftune.tracking.throughput import Throughput
@@ -152,8 +150,9 @@ def say_failed_checkpoint(run: Run) -> None:
     failure, last = run.checkpointer.failure, run.checkpointer.last
     if failure is not None:
         left = f"The last intact one is of step {last}." if last else "This run has no intact one yet."
-        what = f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later."
-        run.console.line(warning(what))
+        text = f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later."
+        run.console.line(warning(text))
+        run.tracker.alert("Checkpoint failed", text, "warning")
         run.checkpointer.failure = None
 
 
@@ -186,11 +185,12 @@ def evaluate_and_keep(run: Run) -> None:
         if is_best:
             state.best, state.best_step = score, state.step
         run.console.evaluated(state.step, run.epoch(), evaluation.metrics, state.best, state.best_step)
-        show_samples(run, evaluation.rows[: config.show_samples], evaluation.pictures)
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
-            write_rows(output_dir / "predictions.jsonl", evaluation.rows, run.strategy.progress.tick)
+            rows = run.recipe.task.describe(evaluation.rows)
+            show_evaluation(run, evaluation, rows)
+            write_rows(output_dir / "predictions.jsonl", rows, run.strategy.progress.tick)
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
@@ -228,19 +228,27 @@ def log(run: Run, values: dict[str, Any]) -> None:
     run.strategy.on_main(lambda: run.tracker.log(run.state.step, run.epoch(), values))
 
 
-def show_samples(run: Run, rows: list[dict[str, Any]], pictures: list[np.ndarray]) -> None:
-    """Show the task's sample fields and images in the terminal, the samples folder and the trackers. Collective."""
-    step, samples = run.state.step, [{name: row[name] for name in run.recipe.task.sample_fields} for row in rows]
+def show_evaluation(run: Run, evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:
+    """Show samples, images, confusion matrix and best value in terminal, samples folder and trackers. Main process only.
 
-    def show() -> None:
-        run.tracker.log_samples(step, samples)
-        if pictures:
-            pixels_HWC = grid(pictures)
-            write_picture(Path(run.recipe.output_dir) / SAMPLE_IMAGES / f"step_{step:08d}.png", pixels_HWC)
-            run.tracker.log_picture(step, pixels_HWC)
-
-    run.strategy.on_main(show)
+    Args:
+        rows: of all samples, as ``Task.describe`` returns them.
+    """
+    recipe, step, metrics = run.recipe, run.state.step, evaluation.metrics
+    samples = [{name: row[name] for name in recipe.task.sample_fields} for row in rows[: recipe.eval.show_samples]]
     run.console.samples(samples)
+    run.tracker.log_samples(step, samples)
+    run.tracker.log_predictions(step, rows)
+    if "confusion_matrix" in metrics and recipe.task.labels is not None:
+        run.tracker.log_confusion_matrix(step, metrics["confusion_matrix"], recipe.task.labels)
+    if images := evaluation.images:
+        captions = [recipe.task.caption(row) for row in rows[: len(images)]]
+        folder = Path(recipe.output_dir) / SAMPLE_IMAGES
+        write_image(folder / f"step_{step:08d}.png", grid(images))
+        for index, image_HWC in enumerate(images):
+            write_image(folder / f"step_{step:08d}" / f"{index}.png", image_HWC)
+        run.tracker.log_images(step, images, captions)
+    run.tracker.log_best(run.state.best_step, recipe.eval.metric, run.state.best)
 
 
 def stop_unless_finite(run: Run, batch: StepBatch, loss: float, grad_norm: float) -> None:

@@ -47,7 +47,9 @@ class Task(ABC):
     if neither is (such as a length). With it, ``eval.metric`` is checked before training and ``eval.greater_is_better`` can be
     left out. None: the names are not known in advance."""
     sample_fields: ClassVar[Sequence[str]] = ()
-    """Fields of the rows of ``predictions`` to show for a few samples after each evaluation, in terminal and trackers."""
+    """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
+    labels: ClassVar[Sequence[str] | None] = None
+    """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
 
@@ -167,9 +169,22 @@ class Task(ABC):
         """Return a JSON-serializable row for each sample, with everything that ``metrics`` needs, including the reference.
 
         ``outputs`` is what the model returned for this batch, without gradients. Tasks that generate text call ``model``
-        instead. The rows are written to predictions.jsonl.
+        instead. ``describe`` makes them readable.
         """
         return [{} for _ in range(len(self.target(batch)))]
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of the eval split as a person reads them: class names instead of numbers, the text itself.
+
+        They are written to predictions.jsonl and shown in reports and trackers, which sort by the number "error", if there
+        is one: the greatest is the worst. By default the rows of ``predictions`` themselves. Called after ``metrics``, on the
+        main process only, with all rows in data set order.
+        """
+        return rows
+
+    def caption(self, row: Mapping[str, Any]) -> str:
+        """Return the caption of a sample's image, from its row of ``describe``; by default its ``sample_fields``."""
+        return ", ".join(f"{name} {row[name]}" for name in self.sample_fields)
 
     def sample_images(self, outputs: Any, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
         """Return an image (H, W, 3) uint8 of the samples at these indices of the batch; an empty list if there are no images.

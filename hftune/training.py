@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -29,9 +30,10 @@ from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
+from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
-from hftune.tracking.summary import best_and_last, describe_model, describe_times, print_start, print_summary
+from hftune.tracking.summary import best_and_last, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
 
 
@@ -136,40 +138,52 @@ def open_run(
         stop=session.accept_stop_requests(),
     )
     if strategy.is_main:
-        session.at_failure(run.console.close)
-        session.at_failure(run.tracker.abandon)
+        session.at_failure(lambda report: run.console.close())
+        session.at_failure(run.tracker.end_early)
         session.at_end(run.checkpointer.wait)  # before the folder is released
     output.find_best(strategy, state)
 
     def open_files() -> dict[str, str]:
-        output.open(state)
-        run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, provenance.commits)
-        run.ledger.begin(state.step, run.plan, strategy.num_processes)
-        return run.tracker.run_ids()
-
-    provenance.run_ids = strategy.on_main(open_files)
-    if strategy.is_main:
-        notices = [*parts.notices, *output.start.notices]
+        counts = recipe.task.class_counts(run.datasets["train"])
+        parts.notices += output.start.notices
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
-            notices.append(f"Resuming from step {state.step} of {run.num_steps} (epoch {epoch}), from {source}.")
-        say_start(run, parts, notices)
+            parts.notices.append(f"Resuming from step {state.step} of {run.num_steps} (epoch {epoch}), from {source}.")
+        facts = facts_of(run, session, parts)
+        output.open(state)
+        facts.write(output.path)
+        run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
+        run.ledger.begin(state.step, run.plan, strategy.num_processes)
+        print_start(recipe, run.plan, facts, counts)
+        return run.tracker.run_ids()
+
+    provenance.run_ids = strategy.on_main(open_files)
     return run
 
 
-def say_start(run: Run, parts: Parts, notices: list[str]) -> None:
-    """Say what is about to be trained, and how. Main process only."""
-    print_start(
-        run.recipe,
-        run.plan,
-        run.num_steps,
-        describe_model(type(parts.model).__name__, parts.num_parameters, parts.num_trainable),
-        run.recipe.task.class_counts(run.datasets["train"]),
-        {split: len(dataset) for split, dataset in run.datasets.items()},
-        run.strategy.num_processes,
-        run.strategy.device,
-        notices,
+def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
+    """Collect what run.json says of this run. Main process only."""
+    strategy, datasets, digests = run.strategy, parts.datasets, run.provenance.digests
+    labels = run.recipe.task.labels
+    return Facts(
+        recipe=run.recipe.recipe,
+        started=now(),
+        command=command(),
+        processes=strategy.num_processes,
+        nodes=session.info.num_nodes,
+        device=torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type,
+        model=parts.model_name,
+        parameters=parts.num_parameters,
+        trainable_parameters=parts.num_trainable,
+        data={split: {"samples": len(rows), "digest": digests.get(f"{split} data")} for split, rows in datasets.items()},
+        labels=None if labels is None else list(labels),
+        commits=run.provenance.commits,
+        versions=versions(),
+        git=git_state(),
+        num_steps=run.num_steps,
+        steps_per_epoch=run.plan.num_steps,
+        notices=parts.notices,
     )
 
 
@@ -191,7 +205,9 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     finally:
         run.console.close()
     if strategy.is_main:
-        output.before_release(run.tracker.close)  # once everything is saved: an upload may take hours, or fail
+        outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
+        # Once everything is saved: an upload may take hours, or fail.
+        output.before_release(lambda: run.tracker.close(outcome))
         say_result(run, result)
     return result
 
@@ -206,7 +222,7 @@ def say_result(run: Run, result: TrainResult) -> None:
     rows = {
         "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
         "model": f"{result.model_dir} (the last one: model_last)",
-        "log": f"{log_file}",
+        "log": str(log_file),
     }
     print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, rows)
 

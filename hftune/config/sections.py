@@ -342,11 +342,33 @@ class TrackConfig(Section):
     """Name of the project at the trackers; of the experiment at MLflow."""
     run_name: str | None = None
     """Name of this run at the trackers. null: the recipe's name."""
+    entity: str | None = None
+    """User or team that owns the project at W&B. null: your default one, or WANDB_ENTITY."""
+    group: str | None = None
+    """Group that trackers show runs under, such as the runs of one comparison, or a training and its evaluations."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run at the trackers."""
+    notes: str | None = None
+    """A longer description of the run, in Markdown."""
+    job_type: str = "train"
+    """Kind of the run at W&B."""
+    upload: str | None = None
+    """Models to upload when the run ends: none, best or all (best and last). null: best at MLflow, none at W&B."""
+    register: str | None = None
+    """Name under which MLflow's model registry, or W&B's, gets the best model as a new version. null: it is not registered."""
 
     def problems(self) -> Iterator[str]:
         for name in self.with_:
             if problem := name_problem("track.with", name, TRACKERS, "my_module.MyTracker"):
                 yield problem
+        if self.upload not in (None, *UPLOADS):
+            hint = did_you_mean(self.upload, UPLOADS)
+            yield f"track.upload={self.upload!r} is not one of {', '.join(UPLOADS)}.{hint}"
+        if self.register is not None and self.upload == "none":
+            yield f"track.register={self.register} needs the best model, which track.upload=none keeps here. Set it to best."
+
+
+UPLOADS = ("none", "best", "all")
 
 
 @dataclass(kw_only=True)

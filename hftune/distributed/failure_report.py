@@ -57,6 +57,16 @@ class Report:
             return default
         return report if report.code in (1, 2, STOPPED, INTERRUPTED) else replace(report, code=1)
 
+    @property
+    def is_interruption(self) -> bool:
+        """Whether the run was asked to stop and can be resumed; else it failed."""
+        return self.code in (STOPPED, INTERRUPTED)
+
+    @property
+    def sentence(self) -> str:
+        """The reason in one line: hftune's own message, or the last line of a traceback."""
+        return self.text.rpartition("\n")[2].removeprefix("hftune: ")
+
     def is_printed_by(self, process: ProcessInfo) -> bool:
         """Return whether this process prints the report: exactly one process of each machine does."""
         if self.can_print and self.rank in process.node_ranks:

@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -49,9 +49,9 @@ class Heartbeat:
         check_environment()
         self.here = ProcessInfo.from_environment()
         self.progress, self.limits = progress, Limits(dead_after_s, stall_after_s)
-        self.closers: list[Callable[[], None]] = []
-        """Called if a process fails, before its last message."""
-        self._closing = threading.Thread(target=self._close, name="hftune _close", daemon=True)
+        self.closers: list[Callable[[Report], None]] = []
+        """Called if a process fails or is interrupted, before its last message."""
+        self._closing: threading.Thread | None = None
         self._lock = threading.Lock()
         self._connection: Any = None
         self._watch: Watchdog | None = None
@@ -150,19 +150,21 @@ class Heartbeat:
                 self._fail(error)
         finally:
             if error is not None:
-                self.close_all()
+                self.close_all(getattr(error, "report", None) or self._describe(error))
             if self._watch is not None:
                 self._watch.close("stopped" if is_failure else "done")
 
-    def close_all(self) -> None:
+    def close_all(self, report: Report) -> None:
         """Run the closers once, in a thread of their own: one that waits for a network is abandoned."""
-        with self._lock, suppress(RuntimeError):  # it has been started; two threads at once would break its start
-            self._closing.start()
+        with self._lock:  # two threads may find out at once
+            if self._closing is None:
+                self._closing = threading.Thread(target=self._close, args=(report,), name="hftune _close", daemon=True)
+                self._closing.start()
         self._closing.join(CLOSING_S)
 
-    def _close(self) -> None:
+    def _close(self, report: Report) -> None:
         for closer in self.closers:
-            closer()
+            closer(report)
 
     def _fail(self, error: BaseException) -> None:
         """Attach a report to the error and tell the other processes; or learn from them what caused it.

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.accelerator import leave_group, start_accelerator
 from hftune.distributed.consistency import EARLY_S, check_early, check_same, data_digests, fingerprint
+from hftune.distributed.failure_report import Report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.preflight import check_hardware, check_launch, check_launcher
 from hftune.distributed.process_info import ProcessInfo
@@ -116,6 +117,6 @@ class Session:
         """Call this when the context is left, whatever happens, while the process is still watched."""
         self._stack.callback(callback)
 
-    def at_failure(self, callback: Callable[[], None]) -> None:
-        """Call this if the process fails, before its last message is printed."""
+    def at_failure(self, callback: Callable[[Report], None]) -> None:
+        """Call this if the process fails or is interrupted, before its last message is printed."""
         self.heartbeat.closers.append(callback)

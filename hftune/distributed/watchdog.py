@@ -90,7 +90,7 @@ class Watchdog:
         here: ProcessInfo,
         progress: Progress,
         limits: Limits,
-        close_all: Callable[[], None],
+        close_all: Callable[[Report], None],
         look: Callable[[], Any | None],
         has_group: bool,
         secret: str = "",
@@ -235,7 +235,7 @@ class Watchdog:
                 print(self._stack(), file=sys.stderr, flush=True)
             self._failure_is_known.set()
             self._wakeup_w.send(b"\0")
-            self.close_all()  # a tracker may print, which should come before the report
+            self.close_all(self.report)  # a tracker may print, which should come before the report
             self.store.add("heard", 1)
         if self.store.add("heard", 0) >= self.here.world_size - (not self.report.can_print):
             self._heard.set()
@@ -320,7 +320,7 @@ class Watchdog:
             self._wake.set()
 
     def _end(self, report: Report) -> None:
-        self.close_all()
+        self.close_all(report)
         if report.is_printed_by(self.here):
             self._heard.wait(HEARD_S)
             say_last(report.text, report.kind)

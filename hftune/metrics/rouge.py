@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -117,6 +117,13 @@ class RougeWord(_Rouge):
 
     unit = "word"
     tokenizer = WordTokenizer
+
+
+def rouge_l_of_each(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+    """Return the ROUGE-L F1 on characters of each pair, whose mean is ``rouge_l_char``."""
+    scorer = RougeScorer(["rougeL"], tokenizer=CharTokenizer())
+    pairs = zip(predictions, references, strict=True)
+    return [scorer.score(target=true, prediction=text)["rougeL"].fmeasure for text, true in pairs]
 
 
 class ExactMatch(_TextMetric):

@@ -27,8 +27,23 @@ def most_probable(logits_NK: Tensor) -> list[tuple[int, float]]:
 
 
 def evaluation_rows(logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
-    """Return rows of label and prediction (class numbers) and the prediction's probability."""
+    """Return rows of label and prediction (class numbers) and the probabilities of both, rounded to 6 digits."""
+    probability_N = logits_NK.float().softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
+    columns = zip(labels_N.tolist(), most_probable(logits_NK), probability_N.tolist(), strict=True)
     return [
-        {"label": label, "prediction": prediction, "probability": probability}
-        for label, (prediction, probability) in zip(labels_N.tolist(), most_probable(logits_NK), strict=True)
+        {"label": label, "prediction": prediction, "probability": probability, "label_probability": round(of_label, 6)}
+        for label, (prediction, probability), of_label in columns
+    ]
+
+
+def named(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows with names instead of class numbers. Their error is the probability that the label did not get."""
+    return [
+        {
+            **row,
+            "label": labels[row["label"]],
+            "prediction": labels[row["prediction"]],
+            "error": round(1 - row["label_probability"], 6),
+        }
+        for row in rows
     ]

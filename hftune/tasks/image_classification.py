@@ -5,14 +5,14 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable
+from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -125,7 +125,7 @@ class ImageClassification(ImageTask):
         )
 
     @cached_property
-    def labels(self) -> list[str]:
+    def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
         """Class names in the order of the class numbers."""
         from hftune.data.labels import class_names
 
@@ -208,8 +208,23 @@ class ImageClassification(ImageTask):
         return cross_entropy(outputs.float(), target, reduction="sum")
 
     def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers) and the prediction's probability."""
+        """Return rows of label and prediction (class numbers), and the probabilities of both."""
         return evaluation_rows(outputs, batch["labels"])
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return named(rows, self.labels)
+
+    def caption(self, row: Mapping[str, Any]) -> str:
+        return f"{row['label']}, predicted {row['prediction']} ({row['probability']:.2f})"
+
+    def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
+        """Return the images as the model is given them, in three channels."""
+        import torch
+
+        mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        pixels_NCHW = batch["image"][list(indices)].float().cpu() * std_C11 + mean_C11
+        pixels_N3HW = pixels_NCHW.expand(-1, 3, -1, -1)
+        return list((pixels_N3HW.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy())
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import Accuracy, ConfusionMatrix

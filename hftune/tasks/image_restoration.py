@@ -207,6 +207,16 @@ class ImageRestoration(ImageTask):
         for (height, width), values in zip(sizes, samples, strict=True):
             yield tuple(value[:, :height, :width] for value in values)
 
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with the mean squared error of the damaged pixels, or of all where none is damaged, as the error."""
+        return [{**row, "error": row["mse"] if row["mse_inside"] is None else row["mse_inside"]} for row in rows]
+
+    def caption(self, row: Mapping[str, Any]) -> str:
+        from hftune.metrics.restoration import psnr
+
+        where = "" if row["mse_inside"] is None else " inside the mask"
+        return f"PSNR {psnr(row['error']):.2f} dB{where}; SSIM {row['ssim']:.3f}"
+
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.restoration import summarise
 

@@ -238,6 +238,10 @@ class LanguageModeling(TextTask):
             for text, count, loss in zip(texts, counts_N, losses_N, strict=True)
         ]
 
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with the mean loss of each block's tokens as its error."""
+        return [{**row, "error": round(row["loss"] / row["tokens"], 6) if row["tokens"] else 0.0} for row in rows]
+
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         total = math.fsum(row["loss"] for row in rows)
         return {"perplexity": perplexity(total, sum(row["tokens"] for row in rows))}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable
-from hftune.tasks.text import TextTask
+from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
+from hftune.tasks.text import TextTask, beginning
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class SequenceClassification(TextTask):
         return self._load_rows(columns, texts=[self.text_column])
 
     @cached_property
-    def labels(self) -> list[str]:
+    def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
         """Class names in the order of the class numbers."""
         from hftune.data.labels import class_names
 
@@ -175,8 +175,13 @@ class SequenceClassification(TextTask):
         return cross_entropy(outputs.logits.float(), target, reduction="sum")
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers) and the prediction's probability."""
+        """Return rows of label and prediction (class numbers), and the probabilities of both."""
         return evaluation_rows(outputs.logits, batch["labels"])
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with the beginning of each text, class names, and the error that ``named`` explains."""
+        texts = self._rows["eval"][self.text_column]
+        return [{"text": beginning(text), **row} for text, row in zip(texts, named(rows, self.labels), strict=True)]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1, MeanAbsoluteError

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 NO_LABEL = -100
 """Label of positions that do not count in the loss, such as padding."""
+SHOWN = 500
+"""Characters of a text in predictions.jsonl."""
 
 
 @dataclass
@@ -128,6 +130,11 @@ class TextTask(Task):
         from hftune.models.pretrained import load_config, load_model
 
         return load_model(auto_class, str(directory), load_config(str(directory), {}))
+
+
+def beginning(text: str) -> str:
+    """Return the first SHOWN characters of a text, with an ellipsis if there are more."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:

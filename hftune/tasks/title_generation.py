@@ -293,6 +293,16 @@ class TitleGeneration(TextTask):
             ids = model.generate(**_joined(batch, start, start == start))[:, batch["source"].shape[1] :]
         return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
 
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with each title's ROUGE-L on characters, and what it lacks to 1 as the error."""
+        from hftune.metrics.rouge import rouge_l_of_each
+
+        scores = rouge_l_of_each([row["generated"] for row in rows], [row["title"] for row in rows])
+        return [
+            {**row, "rouge_l_char": round(score, 6), "error": round(1 - score, 6)}
+            for row, score in zip(rows, scores, strict=True)
+        ]
+
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
 

@@ -51,18 +51,37 @@ class TrackerBackend:
         """Begin a run, or continue the earlier one.
 
         Args:
-            config: the resolved recipe as nested plain data, and the Hub's ``commits``. No secrets of the environment.
+            config: the resolved recipe as nested plain data, and the facts of run.json as ``run``; see hftune.tracking.facts.
+                No secrets of the environment.
         """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers of an optimizer step, such as train/loss, eval/accuracy and epoch."""
         raise NotImplementedError
 
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record a few samples with their predictions; all rows have the same fields."""
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record rows that all have the same fields.
 
-    def log_images(self, step: int, pixels_HWC: np.ndarray) -> None:
-        """Record one picture of samples, (height, width, 3) uint8."""
+        Args:
+            name: "eval/samples", the first samples with the task's ``sample_fields``; or "eval/predictions", the samples with
+                the greatest errors, the worst first.
+        """
+
+    def log_confusion_matrix(self, step: int, name: str, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
+        """Record how often each class was taken for each; a row of ``counts`` is a true class, a column a predicted one."""
+
+    def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+        """Record images of samples, each (H, W, 3) uint8, of several sizes, with a caption each."""
+
+    def log_best(self, step: int, metric: str, value: float) -> None:
+        """Record the best evaluation so far, after each one; ``metric`` has no eval/ in front."""
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Tell the user of an event at once.
+
+        Args:
+            level: "info" (the run is done), "warning" (a checkpoint could not be written) or "error" (the run failed).
+        """
 
     @property
     def run_id(self) -> str | None:
@@ -72,6 +91,10 @@ class TrackerBackend:
     def close(self) -> None:
         """End a run that is finished and saved. This may take its time, such as for an upload."""
 
+    def interrupt(self) -> None:
+        """End a run that a signal has stopped, to be resumed: the machine may be preempted within seconds."""
+        self.abandon()
+
     def abandon(self) -> None:
-        """End a run that failed."""
+        """End a run that failed. The process ends within seconds, whether or not this has returned."""
         self.close()

@@ -295,8 +295,8 @@ def is_number(value: Any) -> bool:
 def short(value: float) -> str:
     """Format a number for reading, mostly in five columns: 0.831, 1.650, 33.31, 109.3, 1,234, 0.0123, 2.40e-05."""
     size = abs(value)
-    if isinstance(value, int) and size < 1e6:
-        return f"{value:,}"
+    if size == 0 or (isinstance(value, int) and size < 1e6):
+        return f"{value:,.0f}"
     if size >= 1e6 or 0 < size < 1e-3:
         return f"{value:.2e}"
     if 0 < size < 0.1:

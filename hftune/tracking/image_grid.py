@@ -15,27 +15,27 @@ from hftune.atomic import atomic_path
 from hftune.checkpoints.atomic_files import named_where_it_fails
 
 GAP = 4
-"""White pixels between two pictures."""
+"""White pixels between two images."""
 
 
-def grid(pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """Set pictures (H, W, C) uint8, of several sizes, one below the other, on white."""
-    width = max(picture.shape[1] for picture in pictures)
-    height = sum(picture.shape[0] for picture in pictures) + GAP * (len(pictures) - 1)
+def grid(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Set images (H, W, C) uint8, of several sizes, one below the other, on white."""
+    width = max(image_HWC.shape[1] for image_HWC in images)
+    height = sum(image_HWC.shape[0] for image_HWC in images) + GAP * (len(images) - 1)
     canvas_HWC, top = np.full((height, width, 3), 255, np.uint8), 0
-    for picture in pictures:
-        canvas_HWC[top : top + picture.shape[0], : picture.shape[1]] = picture
-        top += picture.shape[0] + GAP
+    for image_HWC in images:
+        canvas_HWC[top : top + image_HWC.shape[0], : image_HWC.shape[1]] = image_HWC
+        top += image_HWC.shape[0] + GAP
     return canvas_HWC
 
 
-def write_picture(path: Path, pixels_HWC: np.ndarray) -> None:
+def write_image(path: Path, pixels_HWC: np.ndarray) -> None:
     """Write a PNG atomically, and create its folder if there is none.
 
     Raises:
         TrainingError: it cannot be written.
     """
     with named_where_it_fails(path):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
             Image.fromarray(pixels_HWC).save(temporary, format="PNG")

@@ -211,16 +211,17 @@ class MlflowRun(TrackerBackend):
         if time.monotonic() >= self._send_at:
             self._send()
 
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         data = {name: [row[name] for row in rows] for name in rows[0]}
         if not self._is_lost:
             with self._forgiven():
-                self.client.log_table(self.run_id, data, f"samples/step_{step:08d}.json")
+                self.client.log_table(self.run_id, data, f"{name}/step_{step:08d}.json")
 
-    def log_images(self, step: int, pixels_HWC: np.ndarray) -> None:
+    def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
         if not self._is_lost:
             with self._forgiven():
-                self.client.log_image(self.run_id, pixels_HWC, f"samples/step_{step:08d}.png")
+                for index, image_HWC in enumerate(images):
+                    self.client.log_image(self.run_id, image_HWC, f"{name}/step_{step:08d}/{index}.png")
 
     def close(self) -> None:
         """Send the files and the model, and close the run. If the server is gone, say what it lacks."""

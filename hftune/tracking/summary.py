@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from hftune import __version__
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.tracking.console import duration, is_number, note, one_line, short, table
+from hftune.tracking.facts import Facts
 
 MOST_LABELS = 10
 """Labels to list; of more, only the rarest and the most frequent one are named."""
@@ -18,43 +17,30 @@ PRECISIONS = {"no": "float32", "bf16": "bf16 and float32", "fp16": "fp16 and flo
 """In words, by train.mixed_precision."""
 
 
-def print_start(
-    recipe: Recipe,
-    plan: BatchPlan,
-    num_steps: int,
-    model: str,
-    class_counts: Mapping[str, int],
-    num_samples: Mapping[str, int],
-    num_processes: int,
-    device: torch.device,
-    notices: Iterable[str],
-) -> None:
+def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Mapping[str, int]) -> None:
     """Print what is about to be trained, on what and how; then notices, one a line.
 
     Args:
-        model: see ``describe_model``.
         class_counts: of the training split; see ``Task.class_counts``.
-        num_samples: by split.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    precision = PRECISIONS.get(recipe.train.mixed_precision, recipe.train.mixed_precision)
+    precision = PRECISIONS[recipe.train.mixed_precision]
     rows = {
         "recipe": f"{recipe.recipe} (hftune {__version__})",
-        "model": model,
+        "model": describe_model(facts),
         "labels": describe_classes(class_counts),
-        "samples": ", ".join(f"{count:,} {split}" for split, count in num_samples.items()),
-        "steps": f"{num_steps:,}, {plan.num_steps:,} an epoch",
+        "samples": ", ".join(f"{data['samples']:,} {split}" for split, data in facts.data.items()),
+        "steps": f"{facts.num_steps:,}, {facts.steps_per_epoch:,} an epoch",
         "batch": describe_batch(recipe, plan),
-        "runs on": f"{processes(num_processes)}, {name}, {precision}",
+        "runs on": f"{processes(facts.processes)}, {facts.device}, {precision}",
         "output": recipe.output_dir,
     }
-    print(table({name: value for name, value in rows.items() if value}), *map(note, notices), sep="\n", flush=True)
+    print(table({name: value for name, value in rows.items() if value}), *map(note, facts.notices), sep="\n", flush=True)
 
 
-def describe_model(name: str, num_parameters: int, num_trainable: int) -> str:
-    """Name a model and its size."""
-    trained = f", {num_trainable:,} of them trained" if num_trainable != num_parameters else ""
-    return f"{name}, {num_parameters:,} parameters{trained}"
+def describe_model(facts: Facts) -> str:
+    """Name the model and its size."""
+    trained = f", {facts.trainable_parameters:,} of them trained" if facts.trainable_parameters != facts.parameters else ""
+    return f"{facts.model}, {facts.parameters:,} parameters{trained}"
 
 
 def describe_classes(counts: Mapping[str, int]) -> str:

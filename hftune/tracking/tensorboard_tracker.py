@@ -11,6 +11,7 @@ from accelerate.tracking import TensorBoardTracker
 
 from hftune.config.recipe import flat
 from hftune.tracking.backend import EarlierRun, TrackerBackend
+from hftune.tracking.image_grid import grid
 
 
 class TensorBoardRun(TrackerBackend):
@@ -26,13 +27,13 @@ class TensorBoardRun(TrackerBackend):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log(dict(values), step=step)
 
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows as text in Markdown, which TensorBoard renders."""
         lines = [[*rows[0]], ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
-        self._tracker.log({"eval/samples": "\n".join(f"| {' | '.join(line)} |" for line in lines)}, step=step)
+        self._tracker.log({name: "\n".join(f"| {' | '.join(line)} |" for line in lines)}, step=step)
 
-    def log_images(self, step: int, pixels_HWC: np.ndarray) -> None:
-        self._tracker.log_images({"eval/pictures": pixels_HWC[None]}, step=step, dataformats="NHWC")
+    def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+        self._tracker.log_images({name: grid(images)[None]}, step=step, dataformats="NHWC")
 
     def close(self) -> None:
         self._tracker.finish()

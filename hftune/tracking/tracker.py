@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from hftune.config.importing import import_named
 from hftune.config.recipe import Recipe
 from hftune.config.sections import is_dotted
+from hftune.distributed.failure_report import Report
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number
@@ -24,6 +25,10 @@ TRACKERS = {
     "tensorboard": "hftune.tracking.tensorboard_tracker.TensorBoardRun",
 }
 """The classes of the trackers with a bare name, imported when a recipe names them. hftune.config.sections lists the names."""
+
+
+MOST_ROWS = 200
+"""Rows of a table of predictions; predictions.jsonl has all of them."""
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -59,11 +64,12 @@ class Tracker:
 
     def __init__(self, recipe: Recipe):
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
+        self.name = recipe.track.run_name or recipe.recipe
         self._trackers: dict[str, TrackerBackend] = {}
         self._failed: set[str] = set()
 
     def start(
-        self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str], commits: Mapping[str, str]
+        self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str], facts: Mapping[str, Any]
     ) -> None:
         """Open metrics.jsonl and the trackers.
 
@@ -71,7 +77,7 @@ class Tracker:
             step: after which training resumes; lines of later steps are dropped, and those of a test, which the end makes.
             is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
             run_ids: of the trackers' runs that are continued; see ``run_ids``.
-            commits: of what was loaded from the Hub; they join the recipe in the trackers' configuration.
+            facts: of run.json, which join the recipe in the trackers' configuration.
 
         Raises:
             ConfigError: a tracker does not start.
@@ -84,7 +90,7 @@ class Tracker:
             tracker = tracker_class(name)(recipe)
             self._trackers[name] = tracker  # abandon closes what has been opened by then
             try:
-                tracker.start({**recipe.to_dict(), "commits": dict(commits)}, EarlierRun(step, run_ids.get(name), lines))
+                tracker.start({**recipe.to_dict(), "run": dict(facts)}, EarlierRun(step, run_ids.get(name), lines))
             except ConfigError:
                 raise
             except Exception as error:  # whatever a tracker's package raises
@@ -102,11 +108,29 @@ class Tracker:
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Show samples, all with the same fields, as a table."""
         if samples and samples[0]:
-            self._each(lambda tracker: tracker.log_table(step, samples))
+            self._each(lambda tracker: tracker.log_table(step, "eval/samples", samples))
 
-    def log_picture(self, step: int, pixels_HWC: np.ndarray) -> None:
-        """Show a picture, uint8."""
-        self._each(lambda tracker: tracker.log_images(step, pixels_HWC))
+    def log_predictions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the samples with the greatest errors, of rows as ``Task.describe`` returns them; the first if there are none."""
+        if any(rows):
+            worst = worst_first(rows, MOST_ROWS)
+            self._each(lambda tracker: tracker.log_table(step, "eval/predictions", worst))
+
+    def log_confusion_matrix(self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
+        """Show how often each class was taken for each; rows are true classes."""
+        self._each(lambda tracker: tracker.log_confusion_matrix(step, "eval/confusion", counts, labels))
+
+    def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+        """Show images of samples, each (H, W, 3) uint8."""
+        self._each(lambda tracker: tracker.log_images(step, "eval/images", images, captions))
+
+    def log_best(self, step: int, metric: str, value: float) -> None:
+        """Record the best evaluation so far."""
+        self._each(lambda tracker: tracker.log_best(step, metric, value))
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Tell the user of an event at once; ``level`` is info, warning or error."""
+        self._each(lambda tracker: tracker.alert(title, text, level))
 
     def run_ids(self) -> dict[str, str]:
         """Return what finds the trackers' runs again."""
@@ -115,12 +139,17 @@ class Tracker:
             self._guarded(name, partial(lambda name, tracker: found.update({name: tracker.run_id}), name, tracker))
         return {name: run_id for name, run_id in found.items() if run_id is not None}
 
-    def close(self) -> None:
-        """Close the trackers."""
+    def close(self, text: str) -> None:
+        """Close the trackers of a run that is finished, after an alert with its result."""
+        self.alert(f"{self.name} finished", text, "info")
         self._each(lambda tracker: tracker.close())
 
-    def abandon(self) -> None:
-        """Close the trackers of a run that failed."""
+    def end_early(self, report: Report) -> None:
+        """Close the trackers of a run that failed, after an alert with the reason, or that is to be resumed."""
+        if report.is_interruption:
+            self._each(lambda tracker: tracker.interrupt())
+            return
+        self.alert(f"{self.name} failed", report.sentence, "error")
         self._each(lambda tracker: tracker.abandon())
 
     def _each(self, call: Callable[[TrackerBackend], None]) -> None:
@@ -138,6 +167,14 @@ class Tracker:
                 f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything.",
                 flush=True,
             )
+
+
+def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[str, Any]]:
+    """Return the rows with the greatest "error", each with its "index"; the first rows if they have no errors."""
+    numbered = [{"index": index, **row} for index, row in enumerate(rows)]
+    if all(is_number(row.get("error")) for row in numbered):
+        numbered.sort(key=lambda row: -row["error"])
+    return numbered[:count]
 
 
 def _reason(error: Exception) -> str:

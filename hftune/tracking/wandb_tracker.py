@@ -48,11 +48,11 @@ class WandbRun(TrackerBackend):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log(dict(values), step=step)
 
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._tracker.log_table("eval/samples", columns=list(rows[0]), data=[[*row.values()] for row in rows], step=step)
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._tracker.log_table(name, columns=list(rows[0]), data=[[*row.values()] for row in rows], step=step)
 
-    def log_images(self, step: int, pixels_HWC: np.ndarray) -> None:
-        self._tracker.log_images({"eval/pictures": pixels_HWC[None]}, step=step)
+    def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+        self._tracker.log_images({name: list(images)}, step=step)
 
     @property
     def run_id(self) -> str | None:

@@ -91,7 +91,7 @@ def test_pictures_go_to_tensorboard(demo):
 
     events = EventAccumulator(str(demo[0].folder / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
     (tag,) = events.Tags()["images"]
-    assert tag.startswith("eval/pictures") and [event.step for event in events.Images(tag)] == [60, 120]
+    assert tag.startswith("eval/images") and [event.step for event in events.Images(tag)] == [60, 120]
 
 
 @pytest.fixture

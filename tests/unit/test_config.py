@@ -312,11 +312,17 @@ def test_a_resolved_recipe_names_a_task_of_ones_own(write, own_tasks):
 
 
 def test_a_resolved_recipe_spells_with_as_users_do(plain):
-    assert Recipe.load(plain, "track.with=[wandb]").to_dict()["track"] == {
-        "with": ["wandb"],
-        "project": "hftune",
-        "run_name": None,
-    }
+    track = Recipe.load(plain, "track.with=[wandb]").to_dict()["track"]
+    assert track["with"] == ["wandb"] and "with_" not in track
+
+
+def test_a_model_to_register_must_be_uploaded(plain):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(plain, "track.with=[mlflow]", "track.upload=none", "track.register=stars").validate()
+    assert "track.register=stars needs the best model, which track.upload=none keeps here. Set it to best." in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(plain, "track.upload=bset").validate()
+    assert "track.upload='bset' is not one of none, best, all. Did you mean 'best'?" in str(caught.value)
 
 
 # Which recipe
@@ -451,7 +457,7 @@ def test_a_key_without_its_section_suggests_the_full_one(plain, key, full_key):
     ("key", "known"),
     [
         ("eval.xyz", "Keys of eval: every, batch_size, metric, metrics, greater_is_better, show_samples."),
-        ("track.xyz", "Keys of track: with, project, run_name."),
+        ("track.xyz", "Keys of track: with, project, run_name, entity, group, tags, notes, job_type, upload, register."),
         ("xyz", SECTIONS),
         ("xyz.uvw", SECTIONS),
     ],
@@ -1021,7 +1027,7 @@ def test_a_text_from_the_environment_is_used_and_written_nowhere(plain, secret, 
     assert (recipe.track.run_name, recipe.track.project) == (secret, f"{secret}-project")
     assert recipe.task.data_files["train"] == f"https://host/{secret}"
     assert secret not in recipe.to_yaml() and secret not in str(recipe.to_dict()) and secret not in repr(recipe.source.origins)
-    assert recipe.to_dict()["track"] == {
+    assert {key: recipe.to_dict()["track"][key] for key in ("with", "project", "run_name")} == {
         "with": ["wandb", "${oc.decode:tensorboard}"],
         "project": "${track.run_name}-project",
         "run_name": "${oc.env:A_TOKEN}",

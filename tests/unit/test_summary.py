@@ -1,12 +1,13 @@
 """What is printed before the first and after the last step."""
 
+import numpy as np
 import pytest
-import torch
 
 import hftune
 from hftune import Recipe
 from hftune.batch_plan import BatchPlan
-from hftune.tracking.summary import best_and_last, describe_classes, describe_model, print_start, print_summary
+from hftune.tracking.facts import Facts
+from hftune.tracking.summary import best_and_last, describe_classes, print_start, print_summary
 
 LINES = [
     {"step": 1, "train/loss": 2.0},
@@ -17,16 +18,24 @@ LINES = [
 ]
 
 
+def facts_of(**values):
+    defaults = {
+        **{"recipe": "yelp_demo", "started": "", "command": "", "processes": 1, "nodes": 1, "device": "cpu", "model": "Net"},
+        **{"parameters": 12000, "trainable_parameters": 12000, "data": {"train": {"samples": 64}}, "labels": None},
+        **{"commits": {}, "versions": {}, "git": None, "num_steps": 2, "steps_per_epoch": 2, "notices": []},
+    }
+    return Facts(**{**defaults, **values})
+
+
 def test_start_names_model_labels_sizes_and_folder(capsys):
     recipe = Recipe.load("yelp_demo", "output_dir=out", "train.mixed_precision=bf16")
-    plan = BatchPlan(4000, 32, micro_batch_tokens=1024, lengths=[10] * 4000)
-    model = describe_model("BertForSequenceClassification", 400517, 400517)
-    counts = {"bad": 1500, "good": 2500}
-    sizes = {"train": 4000, "eval": 800}
-    print_start(recipe, plan, 500, model, counts, sizes, 2, torch.device("cpu"), ["Texts are cut."])
+    plan = BatchPlan(4000, 32, micro_batch_tokens=1024, lengths=np.full(4000, 10))
+    sizes = {"train": {"samples": 4000}, "eval": {"samples": 800}}
+    facts = facts_of(data=sizes, processes=2, num_steps=500, steps_per_epoch=125, notices=["Texts are cut."])
+    print_start(recipe, plan, facts, {"bad": 1500, "good": 2500})
     assert capsys.readouterr().out.splitlines() == [
         f"  recipe   yelp_demo (hftune {hftune.__version__})",
-        "  model    BertForSequenceClassification, 400,517 parameters",
+        "  model    Net, 12,000 parameters",
         "  labels   bad: 1,500, good: 2,500",
         "  samples  4,000 train, 800 eval",
         "  steps    500, 125 an epoch",
@@ -37,16 +46,12 @@ def test_start_names_model_labels_sizes_and_folder(capsys):
     ]
 
 
-def test_start_of_a_task_without_classes_has_no_labels(capsys):
+def test_start_tells_parameters_that_are_not_trained_apart_and_has_no_labels_without_classes(capsys):
     recipe = Recipe.load("yelp_demo", "output_dir=out", "train.micro_batch_tokens=null", "train.micro_batch_size=8")
-    print_start(recipe, BatchPlan(64, 32, micro_batch_size=8), 2, "Net", {}, {"train": 64}, 1, torch.device("cpu"), [])
+    print_start(recipe, BatchPlan(64, 32, micro_batch_size=8), facts_of(trainable_parameters=300), {})
     said = capsys.readouterr().out
-    assert "labels" not in said and "32 samples, in micro-batches of at most 8 samples" in said
-    assert "1 process, cpu, float32" in said
-
-
-def test_parameters_that_are_not_trained_are_told_apart():
-    assert describe_model("Net", 12000, 300) == "Net, 12,000 parameters, 300 of them trained"
+    assert "labels" not in said and "32 samples, in micro-batches of at most 8 samples\n" in said
+    assert "Net, 12,000 parameters, 300 of them trained\n" in said and "1 process, cpu, float32\n" in said
 
 
 def test_many_classes_are_summed_up_by_the_rarest_and_the_most_frequent():

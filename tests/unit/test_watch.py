@@ -69,7 +69,9 @@ def watch(monkeypatch, store):
         progress.stage(f"step {rank + 3}")
         here = here or whereabouts(rank, machine=range(rank, rank + 1))
         limits = Limits(dead_after_s, stall_after_s)
-        watches.append(Watchdog(here, progress, limits, lambda: None, look or (lambda: shared), has_group, secret="word"))
+        watches.append(
+            Watchdog(here, progress, limits, lambda report: None, look or (lambda: shared), has_group, secret="word")
+        )
         watches[-1].claim()  # or its thread would end this process
         return watches[-1]
 

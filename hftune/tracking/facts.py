@@ -1,0 +1,84 @@
+"""run.json: what is known about a run before its first step, for trackers, the report and the model card."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
+from hftune.tracking.jsonl import strict_json
+
+NAME = "run.json"
+GIT_S = 5.0
+"""For git to answer: a repository on a slow network disk must not hold up a job."""
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """Where a run comes from and how it is computed. A resumed run writes them anew."""
+
+    recipe: str
+    started: str
+    """When this attempt began, UTC, in ISO 8601."""
+    command: str
+    processes: int
+    nodes: int
+    device: str
+    """Name of the GPU, or cpu."""
+    model: str
+    """Name of its class."""
+    parameters: int
+    trainable_parameters: int
+    data: Mapping[str, Mapping[str, Any]]
+    """Number of samples and digest of each split."""
+    labels: Sequence[str] | None
+    """Class names, if the task has any."""
+    commits: Mapping[str, str]
+    """Of what was loaded from the Hub, by the key that names the repository."""
+    versions: Mapping[str, str]
+    git: Mapping[str, Any] | None
+    """Commit of the current folder's repository, and whether files differ from it; None if it is in none."""
+    num_steps: int
+    steps_per_epoch: int
+    notices: Sequence[str]
+
+    def write(self, output_dir: Path) -> None:
+        """Write run.json.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        with named_where_it_fails(output_dir / NAME):
+            write_text(output_dir / NAME, strict_json(asdict(self), indent=2, ensure_ascii=False) + "\n")
+
+
+def now() -> str:
+    """Return the time in UTC, to the second, in ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command() -> str:
+    """Return the command of this process, as one would type it."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return commit and is_dirty of the repository that the current folder is in; None without git or a commit."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(*words: str) -> str | None:
+    try:
+        found = subprocess.run(["git", *words], capture_output=True, text=True, timeout=GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
