@@ -25,6 +25,7 @@ from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.tracking.console import is_terminal
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 
@@ -104,9 +105,11 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     Raises:
         KeyboardInterrupt: after a second SIGINT; all processes have been killed.
     """
+    # On a terminal they write to it themselves, with a progress bar. A notebook's stream is none, and takes only what we print.
+    is_shown = is_terminal(sys.stdout) and is_terminal(sys.stderr)
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
     # A session of its own: a terminal, and Jupyter, would also send Ctrl-C to torchrun, which would then receive it twice.
-    process = subprocess.Popen(command, env=env, start_new_session=True, **output)
+    process = subprocess.Popen(command, env=env, start_new_session=True, **({} if is_shown else output))
     forwarded: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -118,7 +121,7 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
-        for line in process.stdout:
+        for line in process.stdout or ():
             sys.stdout.write(line)
             sys.stdout.flush()
         return process.wait(), bool(forwarded)
@@ -129,7 +132,8 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
             for child in [*psutil.Process(process.pid).children(recursive=True), process]:
                 child.kill()
             process.wait()
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import threading
 import time
 import unicodedata
@@ -77,7 +79,7 @@ class Console:
     def scored(self, count: int, total: int) -> None:
         """Note that an evaluation has scored ``count`` of this process's ``total`` micro-batches."""
         self._scored = count, total
-        self._draw(now=count == total)
+        self._draw(now=count in (1, total))
 
     def logged(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
         """Show what was logged at a step of training."""
@@ -96,7 +98,7 @@ class Console:
         if best is not None:
             is_best = step == best_step
             remark = "best so far" if is_best else f"best {short(best)} at step {best_step}"
-            found = f"{self.metric} {short(metrics[self.metric])}"
+            found = f"eval {self.metric} {short(metrics[self.metric])}"
             self._evaluation = Text(f"{found}, the best", "green") if is_best else Text(f"{found}, best {short(best)}")
         cells = [self._cell(name, value) for name, value in metrics.items() if is_number(value)]
         kind = "test" if best is None else "eval"
@@ -349,7 +351,19 @@ def fold(cells: Iterable[str], width: int) -> str:
     return "\n".join(map(join, lines))
 
 
-def table(rows: Mapping[str, Any]) -> str:
-    """Format two columns."""
+def table(rows: Mapping[str, Any], total_width: int | None = None) -> str:
+    """Format two columns; the second one is wrapped if there is a ``total_width``."""
     width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    between = "\n" + " " * (2 + width + 2)
+
+    def wrapped(value: Any) -> str:
+        if total_width is None:
+            return str(value)
+        return between.join(textwrap.wrap(str(value), max(20, total_width - len(between)), break_long_words=False))
+
+    return "\n".join(f"  {name:<{width}}  {wrapped(value)}" for name, value in rows.items())
+
+
+def printed_width() -> int | None:
+    """Return the width of the terminal that stdout is; None if it is none."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None

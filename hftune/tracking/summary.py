@@ -8,7 +8,7 @@ from typing import Any
 from hftune import __version__
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
-from hftune.tracking.console import duration, is_number, note, one_line, short, table
+from hftune.tracking.console import duration, is_number, note, one_line, printed_width, short, table
 from hftune.tracking.facts import Facts
 
 MOST_LABELS = 10
@@ -34,7 +34,8 @@ def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Map
         "runs on": f"{processes(facts.processes)}, {facts.device}, {precision}",
         "output": recipe.output_dir,
     }
-    print(table({name: value for name, value in rows.items() if value}), *map(note, facts.notices), sep="\n", flush=True)
+    said = table({name: value for name, value in rows.items() if value}, printed_width())
+    print(said, *map(note, facts.notices), sep="\n", flush=True)
 
 
 def describe_model(facts: Facts) -> str:
@@ -66,7 +67,7 @@ def print_summary(evaluations: Mapping[str, Mapping[str, Any]], best: Mapping[st
         evaluations: metrics by what to call them, such as "best (step 375)".
     """
     found = f"{best['metric']} {short(best['value'])} at step {best['step']}"
-    print(metric_table(evaluations), "", table({"best": found, **rows}), sep="\n", flush=True)
+    print(metric_table(evaluations), "", table({"best": found, **rows}, printed_width()), sep="\n", flush=True)
 
 
 def metric_table(evaluations: Mapping[str, Mapping[str, Any]]) -> str:

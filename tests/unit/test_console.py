@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hftune.tracking.console import Console, duration, fold, one_line, short
+from hftune.tracking.console import Console, duration, fold, one_line, short, table
 
 
 class FakeTerminal(io.StringIO):
@@ -109,7 +109,7 @@ def test_a_terminal_shows_evaluations_above_a_bar_that_shows_the_rest(open_termi
         "step 6/12   epoch 1.00  eval  loss 0.333  accuracy 0.300  best so far",
         "step 12/12  epoch 2.00  eval  loss 0.167  accuracy 0.250  best 0.300 at step 6",
     ]
-    assert re.fullmatch(r"step 12/12  ━+  loss 0.167  accuracy 0.250, best 0.300  12,000 samples/s *", bar)
+    assert re.fullmatch(r"step 12/12  ━+  loss 0.167  eval accuracy 0.250, best 0.300  12,000 samples/s *", bar)
     console.close()
     assert terminal.screen == [*lines, ""] and sys.stdout is terminal is sys.stderr
 
@@ -151,7 +151,7 @@ def test_bar_fits_into_any_terminal(columns, open_terminal, seconds):
     train(console, seconds)
     bar = terminal.screen[-1]
     assert (
-        len(bar) <= max(columns - 1, 1) and ("loss 0.167" in bar) == (columns >= 40) and ("samples/s" in bar) == (columns > 80)
+        len(bar) <= max(columns - 1, 1) and ("loss 0.167" in bar) == (columns >= 40) and ("samples/s" in bar) == (columns > 100)
     )
     assert all(len(line) <= columns for line in terminal.screen[:-1]) or columns < 60
     console.close()
@@ -270,6 +270,14 @@ def test_cells_are_folded_between_names_and_values_of_different_metrics():
     assert fold(cells, 100) == "step 1/2  eval  loss 0.500  accuracy 0.300  best so far"
     assert fold(cells, 30) == "step 1/2  eval  loss 0.500\n    accuracy 0.300\n    best so far"
     assert fold(cells, 5) == "step 1/2\n    eval\n    loss 0.500\n    accuracy 0.300\n    best so far"
+
+
+def test_second_column_of_a_table_is_wrapped_but_paths_stay_whole():
+    path = "outputs/a-long-name-of-a-folder/model"
+    assert table({"labels": "bad: 1,500, good: 2,500", "model": path}, 30) == "\n".join(
+        ["  labels  bad: 1,500, good:", "          2,500", f"  model   {path}"]
+    )
+    assert table({"labels": "bad: 1,500, good: 2,500"}) == "  labels  bad: 1,500, good: 2,500"
 
 
 @pytest.mark.parametrize(
