@@ -359,7 +359,9 @@ def table(rows: Mapping[str, Any], total_width: int | None = None) -> str:
     def wrapped(value: Any) -> str:
         if total_width is None:
             return str(value)
-        return between.join(textwrap.wrap(str(value), max(20, total_width - len(between)), break_long_words=False))
+        return between.join(
+            textwrap.wrap(str(value), max(20, total_width - len(between)), break_long_words=False, break_on_hyphens=False)
+        )
 
     return "\n".join(f"  {name:<{width}}  {wrapped(value)}" for name, value in rows.items())
 
