@@ -5,6 +5,7 @@ They see the rows of a whole split, as ``Task.metrics`` does. Independent of tas
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,12 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     Raises:
         ConfigError: one cannot be imported or loaded.
     """
-    return {name: _imported(name) if is_function(name) else _loaded(name) for name in names}
+    return {name: _load(name) for name in names}
+
+
+@functools.cache  # each evaluation asks for them, and loading a module of evaluate takes a second
+def _load(name: str) -> Metric:
+    return _imported(name) if is_function(name) else _loaded(name)
 
 
 def is_function(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Metrics that a recipe names: functions of the rows by dotted path, and modules of evaluate by name or script."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,11 @@ def test_a_module_that_evaluate_does_not_find_is_refused_before_training(tmp_pat
         load_metrics([f"{tmp_path}/none.py"])
     with pytest.raises(ConfigError, match=r"^eval.metrics=hftune.metrics.named.nothing cannot be imported: "):
         load_metrics(["hftune.metrics.named.nothing"])
+
+
+def test_a_metric_is_loaded_once_a_process(script):
+    """An evaluation later, its script may be gone."""
+    (first,) = load_metrics([script]).values()
+    Path(script).unlink()
+    (again,) = load_metrics([script]).values()
+    assert again is first
