@@ -23,7 +23,7 @@ from rich.text import Text
 
 REDRAW_S = 0.25
 """At least between two drawings of the progress bar."""
-SHORTEST_BAR, LONGEST_BAR = 10, 40
+SHORTEST_BAR, LONGEST_BAR = 10, 20
 """Columns of the bar alone."""
 ERASE_LINE = "\r\x1b[2K"
 SHOWN = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s")
@@ -203,7 +203,7 @@ class Bar:
             kept.append(cell)
         length = min(SHORTEST_BAR + room, LONGEST_BAR)
         grid = Table.grid(padding=(0, 2))
-        grid.add_row(Text(label), ProgressBar(total, count, width=length), *kept)
+        grid.add_row(Text(label), ProgressBar(total, count, width=length, complete_style="cyan", finished_style="cyan"), *kept)
         with self._terminal.capture() as capture:
             self._terminal.print(grid, no_wrap=True, crop=True)
         return capture.get().partition("\n")[0]
