@@ -121,7 +121,7 @@ def test_page_of_a_finished_run_shows_its_numbers(make_run):
     assert tiles["code"] == "f00d, with changes" and tiles["Started"] == "2026-11-22 18:30 UTC"
     assert "80 rows are left out by max_eval_samples." in found.text("li")
     rows = [text for text in found.text("tr") if text.startswith("Accuracy")]
-    assert rows == ["Accuracy picks the best model0.750.70.71"]
+    assert rows == ["Accuracy picks the best model0.7500.7000.710"]
     assert "accelerate launch -m hftune.run recipe=yelp_demo" in found.text("code")
 
 
