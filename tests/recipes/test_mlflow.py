@@ -141,7 +141,7 @@ def test_task_without_answers_has_its_model_as_files():
     train(points("track.project=files", "output_dir=outputs/files", task="Trapped"))
     client = mlflow.MlflowClient(URI)
     files = client.list_artifacts(only_run(experiment="files").info.run_id, "model")
-    assert [file.path for file in files] == ["model/hftune.json", "model/model.safetensors"]
+    assert [file.path for file in files] == ["model/README.md", "model/hftune.json", "model/model.safetensors"]
 
 
 def test_resumed_run_goes_on_as_the_same_one_and_gets_what_it_lacked():
