@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from hftune.atomic import atomic_path, restore, set_aside
-from hftune.checkpoints.atomic_files import named_where_it_fails
+from hftune.checkpoints.atomic_files import explain_write_errors
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, An
     Raises:
         TrainingError: it cannot be written. The earlier export stays.
     """
-    with named_where_it_fails(directory), atomic_path(directory) as temporary:
+    with explain_write_errors(directory), atomic_path(directory) as temporary:
         temporary.mkdir(parents=True)
         task.save(model, temporary)
         if about is not None:
