@@ -421,7 +421,7 @@ def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch):
     reporter.write(folder, said.append)
     reporter.write(folder, said.append)
     assert said == [
-        f"{folder}/report.html could not be written: ZeroDivisionError: division by zero. Training continues; "
+        f"warning: {folder}/report.html could not be written: ZeroDivisionError: division by zero. Training continues; "
         f"hftune report {folder} tries again."
     ]
 
