@@ -14,7 +14,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 """The bare names of ``train.optimizer``; hftune.optim.OPTIMIZERS has the classes."""
 SCHEDULES = ("linear", "cosine", "constant", "step")
 """The bare names of ``train.schedule``; hftune.optim.SCHEDULES has the functions."""
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
 """The bare names of ``track.with``; hftune.tracking.tracker.TRACKERS has the classes."""
 
 
@@ -337,7 +337,8 @@ class TrackConfig(Section):
     """Experiment trackers. metrics.jsonl is always written."""
 
     with_: list[str] = field(default_factory=list)
-    """Trackers to log to: wandb, mlflow, tensorboard, or dotted paths of your own subclasses of hftune.TrackerBackend."""
+    """Trackers to log to: wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, or dotted paths of
+    your own subclasses of hftune.TrackerBackend."""
     project: str = "hftune"
     """Name of the project in the trackers; in MLflow, of the experiment."""
     run_name: str | None = None

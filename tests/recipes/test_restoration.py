@@ -90,8 +90,8 @@ def test_pictures_go_to_tensorboard(demo):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(demo[0].folder / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
-    (tag,) = events.Tags()["images"]
-    assert tag.startswith("eval/images") and [event.step for event in events.Images(tag)] == [60, 120]
+    assert events.Tags()["images"] == [f"eval/images/{index}" for index in range(3)]
+    assert [event.step for event in events.Images("eval/images/2")] == [60, 120]
 
 
 @pytest.fixture

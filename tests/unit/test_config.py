@@ -561,7 +561,7 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
         ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16."),
         (
             "track.with=[wanb]",
-            "track.with='wanb' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
+            "track.with='wanb' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
         ),
     ],
 )
@@ -659,7 +659,7 @@ def test_all_problems_are_listed_at_once(plain):
         "  train.batch_size=0 must be at least 1.\n"
         "  train.clip_norm=-1.0 must be above 0; null turns clipping off.\n"
         "  eval.every='never' is neither a number of steps nor 'epoch' nor, say, '2 epochs'.\n"
-        "  track.with='x' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker."
+        "  track.with='x' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker."
     )
 
 
@@ -686,7 +686,7 @@ def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
         (lambda: EvalConfig(every=0), "eval.every=0 must be at least 1."),
         (
             lambda: TrackConfig(with_=["wanb"]),
-            "track.with='wanb' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
+            "track.with='wanb' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
         ),
         (
             lambda: TrainConfig(batch_size=0, epochs=0),
