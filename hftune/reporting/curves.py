@@ -182,13 +182,13 @@ def _is_matrix(value: Any) -> bool:
 
 def chart_key(key: str) -> str:
     """Return the key of the chart that a curve is drawn in: "perf/*/gpu*_power_w" for "perf/host1/gpu0_power_w"."""
-    first, *between, last = key.split("/")
+    first, *between, last = key.split("/") if "/" in key else ("", key)
     return f"{first}/*/{re.sub('^gpu[0-9]+_', 'gpu*_', last)}" if between else key
 
 
 def place_of(key: str) -> str:
     """Return which host or process, and which GPU, a curve is of: "host1 gpu0" for "perf/host1/gpu0_power_w"; "" if none."""
-    _, *between, last = key.split("/")
+    between, last = key.split("/")[1:-1], key.rpartition("/")[2]
     gpu = re.match("gpu[0-9]+(?=_)", last)
     return " ".join([*between, gpu[0]] if gpu and between else between)
 

@@ -548,6 +548,7 @@ def test_charts_of_a_run_are_in_reading_order(make_run):
         {
             "step": 1,
             "perf/samples_per_s": 5.0,
+            "mine": 1.0,
             "own/x": 1.0,
             "eval/loss": 1.0,
             "eval/mae": 2.0,
@@ -562,5 +563,6 @@ def test_charts_of_a_run_are_in_reading_order(make_run):
         "eval/accuracy",
         "eval/mae",
         "perf/samples_per_s",
+        "mine",
         "own/x",
     ]
