@@ -116,7 +116,7 @@ def test_page_of_a_finished_run_shows_its_numbers(make_run):
     assert found.text("h1") == ["yelp_demo"] and "Finished" in found.text("span")
     tiles = dict(zip(found.text("dt"), found.text("dd"), strict=True))
     assert tiles["Best accuracy"] == "0.750at step 3" and tiles["Test accuracy"] == "0.710of the best model"
-    assert tiles["Time"] == "3 min 12 sevaluations included" and tiles["Processes"] == "2"
+    assert tiles["Time"] == "3 min 12 swith evaluations" and tiles["Processes"] == "2"
     assert tiles["Parameters"] == "109.5 million1 million trainable" and tiles["Training samples"] == "6,400320 eval"
     assert tiles["code"] == "f00d, with changes" and tiles["Started"] == "2026-11-22 18:30 UTC"
     assert "80 rows are left out by max_eval_samples." in found.text("li")
@@ -196,10 +196,21 @@ def test_images_of_the_last_evaluation_are_embedded_with_captions(make_run):
 
 
 def test_metrics_of_hosts_are_lines_of_one_chart(make_run):
-    metrics = [{"step": 1, "perf/host0/memory_bytes": 5e9, "perf/host1/memory_bytes": 7e9, "perf/samples_per_s": 9.0}]
-    charts = data_of(page([make_run(metrics=metrics)]))
-    assert [line["label"] for line in charts["perf/*/memory_bytes"]["lines"]] == ["host0", "host1"]
-    assert charts["perf/*/memory_bytes"]["unit"] == "B"
+    names = (
+        "host0/memory_gib",
+        "host0/gpu0_power_w",
+        "host0/gpu1_power_w",
+        "host1/memory_gib",
+        "host1/gpu0_power_w",
+        "samples_per_s",
+    )
+    charts = data_of(page([make_run(metrics=[{"step": 1, **{f"perf/{name}": 5.0 for name in names}}])]))
+    assert [(chart["key"], chart["group"]) for chart in charts.values()][2:] == [
+        ("perf/samples_per_s", "Speed"),
+        ("perf/*/memory_gib", "Machines"),
+        ("perf/*/gpu*_power_w", "Machines"),
+    ]
+    assert [line["label"] for line in charts["perf/*/gpu*_power_w"]["lines"]] == ["host0 gpu0", "host0 gpu1", "host1 gpu0"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +223,11 @@ def test_metrics_of_hosts_are_lines_of_one_chart(make_run):
         ("perf/samples_per_s", "Training speed", "samples/s"),
         ("perf/padding_share", "Share of padding", "%"),
         ("perf/checkpoint_s", "Wait for checkpoints", "s"),
-        ("perf/host0/peak_bytes", "Peak", "B"),
+        ("perf/host0/memory_gib", "Memory in use", "GiB"),
+        ("perf/host0/gpu3_power_w", "GPU power", "W"),
+        ("perf/host0/gpu3_percent", "GPU load", "percent"),
+        ("perf/process0/step_s", "Step", "s"),
+        ("own/peak_bytes", "Peak", "B"),
         ("mine", "Mine", ""),
     ],
 )
@@ -533,6 +548,7 @@ def test_charts_of_a_run_are_in_reading_order(make_run):
         {
             "step": 1,
             "perf/samples_per_s": 5.0,
+            "mine": 1.0,
             "own/x": 1.0,
             "eval/loss": 1.0,
             "eval/mae": 2.0,
@@ -547,5 +563,6 @@ def test_charts_of_a_run_are_in_reading_order(make_run):
         "eval/accuracy",
         "eval/mae",
         "perf/samples_per_s",
+        "mine",
         "own/x",
     ]
