@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
 from hftune.optim import lr_at
+from hftune.reporting.page import Reporter
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.tracking.console import Console, is_number
 from hftune.tracking.image_grid import grid, write_image
@@ -46,7 +47,10 @@ class Run:
     ledger: Ledger
     checkpointer: Checkpointer
     stop: StopRequest
+    usage: Callable[[], dict[str, float]]
+    """Returns what training uses of all machines, on the main process."""
     throughput: Throughput = field(default_factory=Throughput)
+    reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -84,7 +88,7 @@ def fit(run: Run) -> None:
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.throughput.rates()})
+                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **performance(run)})
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -186,6 +190,7 @@ def evaluate_and_keep(run: Run) -> None:
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
+            run.reporter.write(output_dir, run.console.line)
 
         run.strategy.progress.stage(f"saving after step {state.step}")
         run.strategy.on_main(write)
@@ -220,6 +225,11 @@ def log(run: Run, values: dict[str, Any]) -> None:
     epoch = run.state.progress(run.plan.num_steps)
     run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
     run.console.logged(run.state.step, epoch, values)
+
+
+def performance(run: Run) -> dict[str, float]:
+    """Return how fast training was since the last call, how even the work, and how busy the machines are."""
+    return run.throughput.rates() | run.strategy.times.take() | run.usage()
 
 
 def show_evaluation(run: Run, evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hftune import __version__
 from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batch_size
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
+from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OutputDir, TrainResult
@@ -26,6 +26,7 @@ from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
 from hftune.optim import build_optimizer
+from hftune.reporting.card import add_card
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
@@ -106,7 +107,7 @@ def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> Tra
     if strategy.is_main:
         print(
             f"{recipe.output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
-            f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or another output_dir.",
+            f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or a different output_dir.",
             flush=True,
         )
     return result
@@ -134,6 +135,7 @@ def open_run(
         ledger=Ledger(output.path / "ledger.jsonl"),
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
         stop=session.accept_stop_requests(),
+        usage=session.sample_usage(strategy.device, output.path),
     )
     if strategy.is_main:
         session.at_failure(run.tracker.end_early)
@@ -236,7 +238,7 @@ def how_to_resume(run: Run) -> str:
 
 
 def finish(run: Run, output: OutputDir) -> TrainResult:
-    """Export the last model, score the best one on the test split, and write result.json. Collective.
+    """Export the last model, score the best one on the test split, and write its card and result.json. Collective.
 
     Raises:
         Interrupted: a signal asked to stop during the test; everything but its scores and result.json is saved.
@@ -263,8 +265,10 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     def save() -> None:
         run.checkpointer.wait()
         run.ledger.close()
-        with named_where_it_fails(output.path / "result.json"):
+        add_card(output.path, recipe, result.to_json())
+        with explain_write_errors(output.path / "result.json"):
             write_text(output.path / "result.json", strict_json(result.to_json(), indent=2) + "\n")
+        run.reporter.write(output.path, run.console.line, is_last=True)
         if run.checkpointer.failure is not None:
             raise TrainingError(f"Everything is saved except the last checkpoint: {run.checkpointer.failure}.")
 
@@ -292,7 +296,7 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
     evaluation = evaluate(strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics)
     if evaluation is None:
-        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped in the test of the best model.")
+        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")
     log(run, {f"test/{name}": value for name, value in evaluation.metrics.items()})
     return evaluation.metrics
 

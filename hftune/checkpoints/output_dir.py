@@ -201,7 +201,7 @@ def start_folder(path: Path) -> None:
         restore_export(path / name)  # a kill may have left it under its other name
     for name in ("model", "model_last", "checkpoints", SAMPLE_IMAGES, "tensorboard"):  # which would draw both runs in one plot
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", *HISTORY):
+    for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

@@ -80,7 +80,7 @@ class ImageClassification(ImageTask):
 
     def _value_problems(self) -> Iterator[str]:
         if not 0 <= self.dropout < 1:
-            yield f"task.dropout={self.dropout} must lie in [0, 1)."
+            yield f"task.dropout={self.dropout} must be in [0, 1)."
         if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean):
             yield f"task.mean={self.mean} and task.std={self.std} must both hold one number (grey) or three (red, green, blue)."
         if not all(std > 0 for std in self.std):

@@ -34,7 +34,7 @@ class SequenceClassification(TextTask):
     trained on the texts."""
     dataset: str = "Yelp/yelp_review_full"
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
-    parquet, arrow or text), needed only if their suffixes do not tell."""
+    parquet, arrow or text), only needed if their suffixes do not show it."""
     eval_split: str = "test"
     """Split of the data set on the Hub to evaluate on."""
     vocab_size: int = 4096

@@ -11,6 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+NOT_PRINTED = ("perf/host", "perf/data_share", "perf/wait_share", "perf/imbalance", "perf/slowest_rank")
+"""How the names of values begin that are for charts only: a line for each log step has no room for them."""
+
 
 class Console:
     """Prints on the main process and is silent on the others."""
@@ -40,7 +43,8 @@ class Console:
         """Print what was logged at a step; training values only without a progress bar, which shows them itself."""
         part = next(iter(values)).partition("/")[0]
         if self.bar is None or part in ("eval", "test"):
-            numbers = [f"{name.partition('/')[2]} {short(value)}" for name, value in values.items() if is_number(value)]
+            shown = {name: value for name, value in values.items() if is_number(value) and not name.startswith(NOT_PRINTED)}
+            numbers = [f"{name.partition('/')[2]} {short(value)}" for name, value in shown.items()]
             what = f"{part} " if part in ("eval", "test") else ""
             self.line(f"step {step}/{self.num_steps}  epoch {epoch:.2f}  {what}{'  '.join(numbers)}")
 

@@ -94,7 +94,7 @@ def named_where_it_refuses(uri: str) -> Iterator[None]:
     except (MlflowException, OSError) as error:
         raise ConfigError(
             f"track.with=mlflow: {_without_password(uri)} cannot be used: {_reason(error)}. Start that server, or set "
-            f"MLFLOW_TRACKING_URI to another; without it, runs are kept in {STORE}."
+            f"MLFLOW_TRACKING_URI to a different one; without it, runs are kept in {STORE}."
         ) from error
 
 
@@ -299,7 +299,7 @@ class MlflowRun(TrackerBackend):
         self._attempt(self._finish)
         if self._is_lost:
             print(
-                f"MLflow lacks {len(self._unsent)} values of run {self.run_id} and perhaps files; all of them are in "
+                f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow. They are all in "
                 f"{self.recipe.output_dir}.",
                 flush=True,
             )
@@ -308,11 +308,11 @@ class MlflowRun(TrackerBackend):
         self.client.set_terminated(self.run_id, "FINISHED")
         where = ""
         if self.uri.startswith("sqlite"):
-            where = f" `mlflow ui --backend-store-uri {self.uri}` shows it."
+            where = f" View it with `mlflow ui --backend-store-uri {self.uri}`."
         elif self.uri.startswith("http"):
             experiment = self.client.get_run(self.run_id).info.experiment_id
-            where = f" See {_without_password(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
-        print(f"MLflow has it as run {self.run_id}.{where}", flush=True)
+            where = f" View it at {_without_password(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
+        print(f"MLflow has recorded this run as {self.run_id}.{where}", flush=True)
 
     def _send_models(self, best: Mapping[str, Any]) -> None:
         """Send the models of ``track.upload``, and register the best one."""
@@ -321,12 +321,12 @@ class MlflowRun(TrackerBackend):
         sources = {}
         for name in MODELS[self.recipe.track.upload]:
             # A model takes its time, so this is not brief.
-            with self._reported(f"gets no {name} of run {self.run_id}"), self._forgiven(is_brief=False):
+            with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"), self._forgiven(is_brief=False):
                 sources[name] = log_model(self.recipe, self.run_id, self.uri, name)
         if (name := self.recipe.track.register) and "model" in sources:
-            with self._reported(f"does not register the model as {name}"):
+            with self._reported(f"The model was not registered at MLflow as {name}"):
                 number = register(self.recipe, self.run_id, self.uri, sources["model"], best)
-                print(f"MLflow's registry has the model as {name}, version {number}.", flush=True)
+                print(f"The model is version {number} of {name} in MLflow's registry.", flush=True)
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
@@ -335,7 +335,7 @@ class MlflowRun(TrackerBackend):
             yield
         except Exception as error:  # of transformers, of MLflow, or of the task's own examples and answers
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            print(f"MLflow {what}: {reason}. The model itself is whole, in {self._path('model')}.", flush=True)
+            print(f"{what}: {reason}. The model itself is intact, in {self._path('model')}.", flush=True)
 
     def interrupt(self) -> None:
         """Close a run that will be resumed, with MLflow's word for it."""
@@ -362,7 +362,7 @@ class MlflowRun(TrackerBackend):
                 self.client.log_batch(self.run_id, metrics=self._unsent[:MAX_METRICS])
                 del self._unsent[:MAX_METRICS]
             if was_lost:
-                print("MLflow answers again, and has got what it missed.", flush=True)
+                print("MLflow answers again and has received everything that it missed.", flush=True)
         self._send_at = time.monotonic() + (RETRY_S if self._is_lost else SEND_S)
 
     def _attempt(self, send: Callable[[], Any]) -> None:
@@ -385,8 +385,8 @@ class MlflowRun(TrackerBackend):
         except (MlflowException, OSError) as error:
             self._is_lost = True
             if not is_known:
-                where = f"MLflow at {_without_password(self.uri)} does not take what is logged: {_reason(error)}."
-                print(f"{where} Training goes on, and tries again.", flush=True)
+                what = f"Logging to MLflow at {_without_password(self.uri)} failed: {_reason(error)}."
+                print(f"{what} Training continues and will retry.", flush=True)
 
     def _path(self, name: str) -> Path:
         return Path(self.recipe.output_dir) / name

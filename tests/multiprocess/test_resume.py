@@ -254,7 +254,7 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
     accuracy = f"{first.best['value']:.4g}"
     assert capsys.readouterr().out == (
         f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To train longer, raise train.epochs; to start over, "
-        "set resume=never or another output_dir.\n"
+        "set resume=never or a different output_dir.\n"
     )
 
 

@@ -197,7 +197,7 @@ REFUSED = {
     "checkpointing": (
         {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"},
         (),
-        "The launcher's fsdp_activation_checkpointing: true would draw a different dropout when it recomputes. "
+        "The launcher's fsdp_activation_checkpointing: true would draw different dropout masks when it recomputes. "
         "Set it to false, and train.gradient_checkpointing=true in the recipe.",
     ),
     "auto": (

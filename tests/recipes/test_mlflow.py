@@ -257,7 +257,7 @@ def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for
     assert not client.list_artifacts(run.info.run_id, "model")
     assert not client.search_logged_models([run.info.experiment_id])
     uri = f"sqlite:///{Path('outputs/mlflow.db').resolve()}"
-    told = f"MLflow has it as run {run.info.run_id}. `mlflow ui --backend-store-uri {uri}` shows it."
+    told = f"MLflow has recorded this run as {run.info.run_id}. View it with `mlflow ui --backend-store-uri {uri}`."
     assert told in capsys.readouterr().out.splitlines()
 
 
@@ -358,8 +358,8 @@ def test_model_that_cannot_be_logged_is_told_and_the_run_is_finished(capsys):
     assert train(recipe).steps == 8
     run = only_run(experiment="speechless")
     assert run.info.status == "FINISHED" and history(run, "train/loss")
-    told = f"MLflow gets no model of run {run.info.run_id}: LookupError: no examples. None at all. "
-    assert f"{told}The model itself is whole, in outputs/speechless/model." in capsys.readouterr().out.splitlines()
+    told = f"The model of run {run.info.run_id} was not logged to MLflow: LookupError: no examples. None at all. "
+    assert f"{told}The model itself is intact, in outputs/speechless/model." in capsys.readouterr().out.splitlines()
 
 
 def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkeypatch):
@@ -371,7 +371,7 @@ def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkey
         train(points("task.trap=no such trap", "output_dir=outputs/refused"))
     assert str(caught.value) == (
         f"track.with=mlflow: http://127.0.0.1:{port} cannot be used: Connection refused. Start that server, or set "
-        "MLFLOW_TRACKING_URI to another; without it, runs are kept in outputs/mlflow.db."
+        "MLFLOW_TRACKING_URI to a different one; without it, runs are kept in outputs/mlflow.db."
     )
     assert not Path("outputs/refused/recipe.yaml").exists()
 
@@ -461,10 +461,12 @@ def test_server_gets_one_run_of_two_processes_and_may_die_during_the_next(server
     recipe.task = Unplugged(server=process.pid)
     assert train(recipe).steps == 8
     said = capsys.readouterr().out
-    assert said.count("does not take what is logged") == 1
+    assert said.count("Logging to MLflow") == 1
     why = r"Connection (refused|reset by peer)|Remote end closed connection without response"
-    assert re.search(rf"MLflow at {address} does not take what is logged: ({why})\. Training goes on, and tries again\.", said)
-    assert re.search(rf"MLflow lacks \d+ values of run \w+ and perhaps files; all of them are in {tmp_path}/unplugged\.", said)
+    assert re.search(rf"Logging to MLflow at {address} failed: ({why})\. Training continues and will retry\.", said)
+    assert re.search(
+        rf"\d+ values of run \w+, and possibly files, did not reach MLflow\. They are all in {tmp_path}/unplugged\.", said
+    )
     assert "Traceback" not in said and "gets nothing more" not in said
 
 

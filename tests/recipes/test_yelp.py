@@ -86,12 +86,15 @@ def test_output_folder_holds_what_the_contract_says(demo):
             "metrics.jsonl",
             "ledger.jsonl",
             "result.json",
+            "report.html",
+            "run.json",
             "predictions.jsonl",
             "model",
             "model_last",
             "checkpoints",
         )
     }
+    assert "Finished</span>" in (run.folder / "report.html").read_text()
     assert set(run.result) == {"metrics", "test", "best", "commits", "steps", "seconds", "world_size", "versions"}
     assert (run.result["steps"], run.result["world_size"]) == (188, 2)
     assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 188}
