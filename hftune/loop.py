@@ -22,7 +22,7 @@ from hftune.evaluation import Evaluation, evaluate
 from hftune.optim import lr_at
 from hftune.reporting.page import Reporter
 from hftune.strategies.base import StepBatch, Strategy
-from hftune.tracking.console import Console, is_number
+from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
@@ -57,6 +57,10 @@ class Run:
         """Return the seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
 
+    def epoch(self) -> float:
+        """Return the number of finished passes over the training data, with a fraction."""
+        return self.state.progress(self.plan.num_steps)
+
 
 def fit(run: Run) -> None:
     """Train from the state's step to the last one, evaluating and saving on the way. Collective.
@@ -88,7 +92,9 @@ def fit(run: Run) -> None:
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **performance(run)})
+                values = {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **performance(run)}
+                log(run, values)
+                run.console.logged(state.step, run.epoch(), values)
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -149,7 +155,7 @@ def say_failed_checkpoint(run: Run) -> None:
     if failure is not None:
         left = f"The last intact one is of step {last}." if last else "This run has no intact one yet."
         text = f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later."
-        run.console.line(text)
+        run.console.line(warning(text))
         run.tracker.alert("Checkpoint failed", text, "warning")
         run.checkpointer.failure = None
 
@@ -173,6 +179,7 @@ def evaluate_and_keep(run: Run) -> None:
             lambda: bool(run.stop),
             config.show_samples,
             config.metrics,
+            run.console.scored,
         )
         if evaluation is None:
             stop(run)
@@ -181,6 +188,7 @@ def evaluate_and_keep(run: Run) -> None:
         is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
+        run.console.evaluated(state.step, run.epoch(), evaluation.metrics, state.best, state.best_step)
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
@@ -221,10 +229,8 @@ def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
-    """Record values at the present step, in the files and on the terminal. Collective."""
-    epoch = run.state.progress(run.plan.num_steps)
-    run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
-    run.console.logged(run.state.step, epoch, values)
+    """Record values at the present step, in metrics.jsonl and the trackers. Collective."""
+    run.strategy.on_main(lambda: run.tracker.log(run.state.step, run.epoch(), values))
 
 
 def performance(run: Run) -> dict[str, float]:

@@ -6,6 +6,7 @@ Exit codes: 0 training finished and everything was saved; 1 training failed; 2 t
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -87,7 +88,9 @@ class _OptionalOutput(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that was closed
+                raise
             with Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
             if self.fileno() == 1:

@@ -207,6 +207,13 @@ class Task(ABC):
         """
         return {}
 
+    def class_counts(self, dataset: Any) -> Mapping[str, int]:
+        """Return the number of samples of each class by its name, in the order of the classes; nothing if there are none.
+
+        Called for the training split, on the main process, to be shown before training.
+        """
+        return {}
+
     def notices(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
         """Return what a user should know before training, such as how many texts are truncated, one sentence each."""
         return []

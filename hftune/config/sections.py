@@ -337,8 +337,8 @@ class TrackConfig(Section):
     """Experiment trackers. metrics.jsonl is always written."""
 
     with_: list[str] = field(default_factory=list)
-    """Trackers to log to: wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, or dotted paths of your
-    own subclasses of hftune.TrackerBackend."""
+    """Trackers to log to: wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, or dotted paths of
+    your own subclasses of hftune.TrackerBackend."""
     project: str = "hftune"
     """Name of the project in the trackers; in MLflow, of the experiment."""
     run_name: str | None = None

@@ -28,6 +28,7 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.tracking.console import is_terminal
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 
@@ -107,9 +108,11 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     Raises:
         KeyboardInterrupt: after a second SIGINT; all processes have been killed.
     """
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
+    # On a terminal they write to it themselves, with a progress bar. A notebook's stream is none, and takes only what we print.
+    is_theirs = is_terminal(sys.stdout) and is_terminal(sys.stderr)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     # A session of its own: a terminal, and Jupyter, would also send Ctrl-C to torchrun, which would then receive it twice.
-    process = subprocess.Popen(command, env=env, start_new_session=True, **output)
+    process = subprocess.Popen(command, env=env, start_new_session=True, **({} if is_theirs else pipes))
     forwarded: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -120,10 +123,10 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
-    errors = threading.Thread(target=show, args=(process.stderr, "stderr"), name="hftune stderr", daemon=True)
+    errors = threading.Thread(target=show, args=(process.stderr or (), "stderr"), name="hftune stderr", daemon=True)
     errors.start()
     try:
-        show(process.stdout, "stdout")
+        show(process.stdout or (), "stdout")
         errors.join()
         return process.wait(), bool(forwarded)
     finally:
@@ -134,8 +137,9 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
                 child.kill()
             process.wait()
         errors.join()
-        process.stdout.close()
-        process.stderr.close()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def show(lines: Iterable[str], name: str) -> None:

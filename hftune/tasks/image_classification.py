@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import evaluation_rows, most_probable, named
+from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -162,6 +162,9 @@ class ImageClassification(ImageTask):
         if self.network is not None:
             return {**self._own_network(), **sizes, "num_classes": num_classes}
         return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
+
+    def class_counts(self, dataset: Images) -> dict[str, int]:
+        return count_classes(dataset.labels, self.labels)
 
     def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from hftune.data import notices

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.tasks.classification import evaluation_rows, most_probable, named
+from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
 from hftune.tasks.text import TextTask, beginning
 from hftune.tasks.validation import bound_problems
 
@@ -123,6 +123,9 @@ class SequenceClassification(TextTask):
         )
         numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
         return encoded.add_column("label", numbers).with_format("numpy")
+
+    def class_counts(self, dataset: Dataset) -> dict[str, int]:
+        return count_classes(dataset.select_columns("label").with_format("numpy")[:]["label"], self.labels)
 
     def notices(self, datasets: Mapping[str, Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
