@@ -21,6 +21,7 @@ from tests.support.hub_contents import bigbird, xlsum
 from tests.support.machines import MAIN, Machine, NotAllowed, two_machines
 from tests.support.runs import DATA, TINY, Run, environment, train_on
 
+TAGGING = str(Path(__file__).parents[1] / "support" / "tagging.yaml")
 CONFIG = str(Path(__file__).parents[2] / "accelerate_configs" / "2node.yaml")
 WORDS = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.micro_batch_size=4", "train.micro_batch_tokens=null")
 SHORT = (*WORDS, "train.epochs=1")
@@ -64,24 +65,30 @@ def finish(*processes: subprocess.Popen, timeout_s: float = 120.0) -> list[tuple
     return ended
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Run:
-    return train_on(1, {"alone": SHORT}, tmp_path_factory.mktemp("alone"))["alone"]
-
-
-@pytest.mark.parametrize("processes", (2, 4))
-def test_two_machines_train_as_one_process_does(machines, alone, tmp_path, processes):
-    words = ("hftune.run", "recipe=yelp_demo", *SHORT, f"output_dir={tmp_path / 'out'}")
+def trained(machines, folder, recipe, overrides, processes) -> tuple[Run, Run]:
+    """Train on both machines, and on one process."""
+    words = ("hftune.run", f"recipe={recipe}", *overrides, f"output_dir={folder / 'out'}")
     given = () if processes == 4 else ("--num_processes", str(processes))  # four is what the file says
     for code, _, err in finish(*[start(machine, *words, launcher=given) for machine in machines]):
         assert code == 0, err
-    run = Run(tmp_path / "out")
+    run, alone = Run(folder / "out"), train_on(1, {"alone": overrides}, folder, recipe)["alone"]
     assert run.result["world_size"] == processes
+    assert {path.name for path in run.folder.iterdir()} == {path.name for path in alone.folder.iterdir()}
+    return run, alone
+
+
+def test_two_machines_train_as_one_process_does(machines, tmp_path):
+    run, alone = trained(machines, tmp_path, "yelp_demo", SHORT, processes=4)
     assert run.logged("train/loss") == pytest.approx(alone.logged("train/loss"), rel=1e-5)
     assert run.logged("train/grad_norm") == pytest.approx(alone.logged("train/grad_norm"), rel=1e-5)
     assert run.logged("eval/loss") == pytest.approx(alone.logged("eval/loss"), rel=1e-5)
     assert [row["prediction"] for row in run.predictions] == [row["prediction"] for row in alone.predictions]
-    assert {path.name for path in run.folder.iterdir()} == {path.name for path in alone.folder.iterdir()}
+
+
+def test_one_process_on_each_of_two_machines_trains_as_one_does_in_float64(machines, tmp_path):
+    run, alone = trained(machines, tmp_path, TAGGING, (), processes=2)
+    for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert run.logged(metric) == pytest.approx(alone.logged(metric), rel=1e-12)
 
 
 def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_once(machines, tmp_path, monkeypatch):
@@ -151,7 +158,7 @@ def wait_for(is_so, *processes: subprocess.Popen) -> None:
 
 def test_the_doctor_knows_who_is_in_the_group_and_how_fast_they_talk(machines):
     (code, out, err), (other_code, other_out, _) = finish(
-        *[start(machine, "hftune.doctor", "recipe=yelp_demo") for machine in machines]
+        *[start(machine, "hftune.doctor", f"recipe={TAGGING}") for machine in machines]
     )
     assert (code, other_code) == (0, 0), err
     for process, (name, machine) in enumerate([("machineA", machines[0])] * 2 + [("machineB", machines[1])] * 2):
