@@ -11,7 +11,21 @@ import os
 import sys
 
 from hftune import __version__
-from hftune.commands import audit, configs, doctor, evaluate_output, plan, predict, recipes, show, slurm, train, vocab
+from hftune.commands import (
+    audit,
+    completion,
+    configs,
+    doctor,
+    evaluate_output,
+    plan,
+    predict,
+    recipes,
+    schema,
+    show,
+    slurm,
+    train,
+    vocab,
+)
 from hftune.config.shipped_files import recipe_names
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.tracking.console import print_any_character
@@ -20,6 +34,10 @@ COMMANDS = {
     "train": (train, "train a recipe; the same as python -m hftune.run"),
     "recipes": (recipes, "list the shipped recipes"),
     "show": (show, "print a recipe with all its keys as YAML, with bases and overrides applied"),
+    "schema": (
+        schema,
+        "print the JSON schema of recipes, with which editors complete keys and mark errors, or write it to a file",
+    ),
     "plan": (plan, "show the steps, memory and disk space that a run would need, without training"),
     "predict": (predict, "run a finished model on texts or images, such as titles for articles"),
     "evaluate": (
@@ -32,6 +50,7 @@ COMMANDS = {
     "audit": (audit, "prove that every epoch used each sample exactly once"),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
+    "completion": (completion, "print a script that completes commands, recipes, keys and values in a shell"),
 }
 """The module of each command, and what it does: the first sentence in the list of commands, all of it in its own help."""
 
@@ -106,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    commands.choices["completion"].set_defaults(commands=commands.choices)  # they are what it prints
     return root
 
 

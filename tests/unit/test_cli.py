@@ -159,7 +159,7 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
-COMMANDS = "train, recipes, show, plan, predict, evaluate, configs, slurm, audit, doctor, vocab"
+COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, configs, slurm, audit, doctor, vocab, completion"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_command_that_does_not_exist_names_the_one_that_was_meant(capsys, words,
     assert said == f"{words.split()[0]!r} is not a command. Commands: {COMMANDS}.{hint}"
 
 
-def test_recipes_are_listed_with_their_first_line(capsys):
+def test_recipes_are_listed_with_their_first_sentence(capsys):
     assert cli.main(["recipes"]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert [*listed] == recipe_names() and listed["yelp"].startswith("Text classification: ")

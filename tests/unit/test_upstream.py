@@ -4,6 +4,7 @@ An upgrade that breaks one of them fails here, with the reason, instead of on a 
 TABLE; a row whose name is no longer used must be removed.
 """
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -53,6 +54,12 @@ def takes(path, *parameters):
 
 
 # torch: modules and tensors
+
+
+def parsers_list_their_options():
+    parser = argparse.ArgumentParser()
+    option = parser.add_argument("--device", choices=("cpu", "cuda"))
+    assert option in parser._actions and (option.option_strings, option.choices) == (["--device"], ("cpu", "cuda"))
 
 
 def compiled_models_have_a_call():
@@ -268,6 +275,13 @@ def threads_show_their_frames():
 
 NO_ISSUE = "no public name yet, no upstream issue known"
 TABLE = [
+    Upstream(
+        "_actions",
+        "commands",
+        "the completion lists the options of each command, of which argparse has no public list",
+        NO_ISSUE,
+        parsers_list_their_options,
+    ),
     Upstream(
         "_compiled_call_impl",
         "strategies",
