@@ -11,7 +11,23 @@ import os
 import sys
 
 from hftune import __version__
-from hftune.commands import audit, configs, doctor, evaluate_output, plan, predict, recipes, show, slurm, train, vocab
+from hftune.commands import (
+    audit,
+    completion,
+    configs,
+    doctor,
+    evaluate_output,
+    plan,
+    predict,
+    push,
+    recipes,
+    report,
+    schema,
+    show,
+    slurm,
+    train,
+    vocab,
+)
 from hftune.config.shipped_files import recipe_names
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.tracking.console import print_any_character
@@ -20,6 +36,10 @@ COMMANDS = {
     "train": (train, "train a recipe; the same as python -m hftune.run"),
     "recipes": (recipes, "list the shipped recipes"),
     "show": (show, "print a recipe with all its keys as YAML, with bases and overrides applied"),
+    "schema": (
+        schema,
+        "print the JSON schema of recipes, with which editors complete keys and mark errors, or write it to a file",
+    ),
     "plan": (plan, "show the steps, memory and disk space that a run would need, without training"),
     "predict": (predict, "run a finished model on texts or images, such as titles for articles"),
     "evaluate": (
@@ -27,11 +47,14 @@ COMMANDS = {
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
     ),
+    "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
+    "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
+    "completion": (completion, "print a script that completes commands, recipes, keys and values in a shell"),
 }
 """The module of each command, and what it does: the first sentence in the list of commands, all of it in its own help."""
 
@@ -106,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    commands.choices["completion"].set_defaults(commands=commands.choices)  # they are what it prints
     return root
 
 

@@ -36,6 +36,8 @@ def test_wheel_holds_the_recipes_and_finds_them(wheel, tmp_path):
     command = [sys.executable, "-m", "hftune.cli", "configs", "2cpu"]
     said = subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
     assert said == (ROOT / "accelerate_configs" / "2cpu.yaml").read_text()
+    files = ["recipes/hftune.schema.json", *(f"commands/completion.{shell}" for shell in ("bash", "zsh", "fish"))]
+    assert [name for name in files if not (tmp_path / "site" / "hftune" / name).is_file()] == []
 
 
 def test_wheel_says_its_licence_and_that_it_is_typed(wheel):
@@ -43,6 +45,7 @@ def test_wheel_says_its_licence_and_that_it_is_typed(wheel):
     info = f"hftune-{hftune.__version__}.dist-info"
     assert files.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "hftune/py.typed" in files.namelist()
+    assert {f"hftune/reporting/assets/{name}" for name in ("report.js", "report.css", "uPlot.LICENSE")} <= {*files.namelist()}
     metadata = email.message_from_bytes(files.read(f"{info}/METADATA"))
     assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
     assert "Typing :: Typed" in metadata.get_all("Classifier")

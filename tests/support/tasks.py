@@ -116,6 +116,8 @@ class Trapped(Task):
         return Net(self.trap)
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        if self.trap == "slow process" and os.environ.get("RANK") == "1":
+            time.sleep(0.05)
         return cross_entropy(outputs, target, reduction="sum")
 
     def num_items(self, target: Tensor) -> int:

@@ -4,6 +4,7 @@ An upgrade that breaks one of them fails here, with the reason, instead of on a 
 TABLE; a row whose name is no longer used must be removed.
 """
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -55,6 +56,12 @@ def takes(path, *parameters):
 # torch: modules and tensors
 
 
+def parsers_list_their_options():
+    parser = argparse.ArgumentParser()
+    option = parser.add_argument("--device", choices=("cpu", "cuda"))
+    assert option in parser._actions and (option.option_strings, option.choices) == (["--device"], ("cpu", "cuda"))
+
+
 def compiled_models_have_a_call():
     model = nn.Linear(1, 1)
     assert model._compiled_call_impl is None
@@ -65,6 +72,17 @@ def compiled_models_have_a_call():
 def views_are_distinguished_from_copies():
     value = torch.zeros(2, 2, requires_grad=True) * 1
     assert value[:1]._is_view() and not value._is_view()
+
+
+def callbacks_end_a_backward_pass_in_the_order_in_which_they_were_added():
+    seen = []
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("gradient") or queue(lambda: seen.append("second")))
+    loss = weight * 2
+    loss.register_hook(lambda _: queue(lambda: seen.append("first")))
+    loss.backward()
+    assert seen == ["gradient", "first", "second"]
 
 
 def writing_to_a_tensor_counts_its_version():
@@ -269,11 +287,25 @@ def threads_show_their_frames():
 NO_ISSUE = "no public name yet, no upstream issue known"
 TABLE = [
     Upstream(
+        "_actions",
+        "commands",
+        "the completion lists the options of each command, of which argparse has no public list",
+        NO_ISSUE,
+        parsers_list_their_options,
+    ),
+    Upstream(
         "_compiled_call_impl",
         "strategies",
         "hooks would break the graph of a model that model.compile() has compiled",
         NO_ISSUE,
         compiled_models_have_a_call,
+    ),
+    Upstream(
+        "_execution_engine",
+        "strategies",
+        "the moment at which a backward pass is computed here, before DDP waits for the other processes",
+        NO_ISSUE,
+        callbacks_end_a_backward_pass_in_the_order_in_which_they_were_added,
     ),
     Upstream(
         "_is_view",

@@ -1,0 +1,205 @@
+"""The JSON schema of recipes, with which editors complete keys and mark errors. Imports nothing heavy.
+
+Generated from the dataclasses, as the reference is: ``python -m hftune.config.schema > recipes/hftune.schema.json``. It knows
+keys, types, choices and defaults. Bounds, and what keys require of each other, are checked when a recipe is loaded.
+
+Draft 7 is the newest draft that all editors understand. The schema must accept whatever ``Recipe.load`` accepts, including what
+YAML 1.1 (OmegaConf, PyYAML) and YAML 1.2 (editors) read differently: a bare ``no`` is false or a text, ``5e-5`` a text or a
+number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from hftune.config.reference import SECTIONS, fields, task_types
+from hftune.config.sections import OPTIMIZERS, PIPELINE_SCHEDULES, SCHEDULES, TRACKERS, UPLOADS, key_of
+from hftune.config.shipped_files import recipe_names, recipe_path
+
+REFERENCE = r"\$\{"
+"""Pattern of texts that refer to other values, such as ``${seed}``: they can stand for a value of any type."""
+DOTTED = r"^[^.\s]+(\.[^.\s]+)+$"
+"""Pattern of dotted paths."""
+PLAIN = {
+    int: ("integer", r"^[-+\d][\d_]*$"),
+    float: ("number", r"^[-+.\d][-+.\d_eE]*$"),
+    bool: ("boolean", "^([Tt]rue|[Ff]alse|[Yy]es|[Nn]o|[Oo]n|[Oo]ff)$"),
+}
+"""The name of each plain type in JSON schema, and a pattern of the texts that OmegaConf reads as such a value."""
+ANY_TEXT = {"type": ["string", "number"]}
+"""OmegaConf takes a number where a text is due, such as a run's name."""
+SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
+    "train.optimizer": (OPTIMIZERS, DOTTED),
+    "train.schedule": (SCHEDULES, DOTTED),
+    "train.micro_batch_size": (("auto",), None),
+    "eval.every": (("epoch",), r"^[1-9]\d* epochs?$"),
+    "parallel.schedule": (PIPELINE_SCHEDULES, None),
+    "track.with": (TRACKERS, DOTTED),
+    "track.upload": (UPLOADS, None),
+    "resume": (("auto", "never"), ""),
+}
+"""Texts that a key can have: these names, or what matches the pattern; "" is any text, None no other."""
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of a recipe file."""
+    sections = {name: _section(type_, f"{name}.") for name, type_ in SECTIONS.items() if name}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "description": "A recipe of hftune.",
+        "type": "object",
+        "properties": {**_of_files(), **_properties(SECTIONS[""]), "task": _any_task(), **sections},
+        "additionalProperties": False,
+        "allOf": [_has_a_task(), *_each_task()],
+        "definitions": {name: _section(type_, "task.", _task_type()) for name, type_ in task_types().items()},
+    }
+
+
+def recipes_by_task() -> dict[str, list[str]]:
+    """Return the names of the shipped recipes, by their ``task.type``."""
+    found: dict[str, list[str]] = {name: [] for name in task_types()}
+    for name in recipe_names():
+        found[_task_of(name)].append(name)
+    return found
+
+
+def metrics(type_: type) -> list[str]:
+    """Return what ``eval.metric`` can be with a shipped task and its defaults."""
+    return ["loss", *type_().metric_directions]
+
+
+def _task_of(recipe: str) -> str:
+    values = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))
+    return values["task"].get("type") or _task_of(values["base"])
+
+
+def _of_files() -> dict[str, Any]:
+    """The keys that only a recipe file has."""
+    names, path = recipe_names(), r"\.ya?ml$"
+    return {
+        "base": _choice(names, path) | {"description": "Recipe to build on: the name of a shipped one, or the path of a file."},
+        "replace": {
+            "type": ["array", "null"],
+            "items": {"type": "string"},
+            "description": "Keys or whole sections that are not inherited from the base, such as task.model_config.",
+        },
+    }
+
+
+def _task_type() -> dict[str, Any]:
+    text = "What is learned: a task of hftune, or the dotted path of your own class."
+    return {"type": _choice([*task_types()], DOTTED) | {"description": text}}
+
+
+def _any_task() -> dict[str, Any]:
+    """The section ``task``, whatever its type. The keys of each type are in ``definitions``."""
+    return {"type": ["object", "null"], "description": "What is learned.", "properties": _task_type()}
+
+
+def _has_a_task() -> dict[str, Any]:
+    """Without a base, a recipe has to name its task."""
+    named = {"required": ["task"], "properties": {"task": {"type": "object", "required": ["type"]}}}
+    return {"if": {"not": {"required": ["base"]}}, "then": named}
+
+
+def _each_task() -> list[dict[str, Any]]:
+    """Choose the keys of ``task`` by ``task.type``, or else by the base. If the base is a file, any task's keys will do."""
+    no_type = {"not": {"type": "object", "required": ["type"]}}
+    known: dict[str, Any] = {}
+    rules = []
+    for name, recipes in recipes_by_task().items():
+        typed = {"type": "object", "properties": {"type": {"const": name}}, "required": ["type"]}
+        is_typed = {"properties": {"task": typed}, "required": ["task"]}
+        inherits = {"properties": {"task": no_type, "base": {"enum": recipes}}, "required": ["base"]}
+        type_ = task_types()[name]
+        eval_ = {"properties": {"metric": {"examples": metrics(type_)}}}
+        then = {"properties": {"task": {"$ref": f"#/definitions/{name}"}, "eval": eval_}}
+        rules.append({"if": {"anyOf": [is_typed, inherits]}, "then": then})
+        for key, value in _properties(type_).items():
+            known.setdefault(key, {"description": value["description"]})
+    unknown = {"properties": {"task": no_type, "base": {"not": {"enum": recipe_names()}}}}
+    any_key = {"properties": {"task": {"properties": {**_task_type(), **known}, "additionalProperties": False}}}
+    return [*rules, {"if": unknown, "then": any_key}]
+
+
+def _section(type_: type, prefix: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The schema of one section; an empty one, null, sets nothing."""
+    return {
+        "type": ["object", "null"],
+        "description": _line(type_.__doc__),
+        "properties": {**(extra or {}), **_properties(type_, prefix)},
+        "additionalProperties": False,
+    }
+
+
+def _properties(type_: type, prefix: str = "") -> dict[str, Any]:
+    hints, texts = get_type_hints(type_), {key: text for key, _, text in fields(type_)}
+    properties = {}
+    for item in dataclasses.fields(type_):
+        key = key_of(item.name)
+        properties[key] = _value(hints[item.name], SUGGESTED.get(prefix + key)) | {"description": _line(texts[key])}
+        if item.default is not dataclasses.MISSING:
+            properties[key]["default"] = item.default
+        elif item.default_factory is not dataclasses.MISSING:
+            properties[key]["default"] = item.default_factory()
+    return properties
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _value(hint: Any, suggested: tuple[Sequence[str], str | None] | None = None) -> dict[str, Any]:
+    """The schema of a value of this type, or of a reference to one."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        value = _either([_value(arg, suggested) for arg in args if arg is not types.NoneType])
+        return _or_null(value) if types.NoneType in args else value
+    if origin is Literal:
+        return _choice([*args, *([False] if "no" in args else [])], None)
+    if origin in (list, tuple):  # tuples here have elements of one type
+        size = {"minItems": len(args), "maxItems": len(args)} if origin is tuple else {}
+        return _either([{"type": ["array"], "items": _value(args[0], suggested), **size}, _text("")])
+    if origin is dict:  # null empties the one of the base
+        return {"type": ["object", "null", "string"], "pattern": REFERENCE}
+    if hint is str:
+        return _choice(*suggested) if suggested else ANY_TEXT
+    kind, text = PLAIN[hint]
+    said = f"Must be of type {kind}, or refer to such a value, as in ${{seed}}."
+    return {**_text(text), "type": [kind, "string"], "patternErrorMessage": said}  # else editors would show the pattern
+
+
+def _choice(names: Sequence[Any], pattern: str | None) -> dict[str, Any]:
+    """One of these names, or a text that matches the pattern."""
+    if pattern == "":
+        return {**ANY_TEXT, "examples": [*names]}
+    return _either([{"enum": [*names]}, _text(pattern or "")])
+
+
+def _text(pattern: str) -> dict[str, Any]:
+    """A text that matches the pattern, or a reference."""
+    return {"type": ["string"], "pattern": f"{pattern}|{REFERENCE}" if pattern else REFERENCE}
+
+
+def _either(values: list[dict[str, Any]]) -> dict[str, Any]:
+    flat = [part for value in values for part in value.get("anyOf", [value])]
+    return {"anyOf": flat} if len(flat) > 1 else flat[0]
+
+
+def _or_null(value: dict[str, Any]) -> dict[str, Any]:
+    if "anyOf" in value:
+        first, *others = value["anyOf"]
+        return {"anyOf": [_or_null(first), *others]}
+    kind = "enum" if "enum" in value else "type"
+    null = None if kind == "enum" else "null"
+    return value if null in value[kind] else {**value, kind: [*value[kind], null]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(schema(), indent=1, ensure_ascii=False))
