@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 
@@ -16,24 +17,33 @@ class Background:
 
     def __init__(self, name: str, failed: Callable[[str, Exception], None]):
         self._failed = failed
-        self._calls: SimpleQueue[tuple[str, Callable[[], object]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[str, Callable[[], object], bool]] = SimpleQueue()
         self._is_over = False
         threading.Thread(target=self._run, name=f"hftune {name}", daemon=True).start()
 
-    def do(self, name: str, call: Callable[[], object]) -> None:
-        """Make a call later, after all those that were given before."""
-        self._calls.put((name, call))
+    def do(self, name: str, call: Callable[[], object], may_wait: bool = False) -> None:
+        """Make a call later, after all those that were given before. ``may_wait``: it may wait for a server."""
+        self._calls.put((name, call, may_wait))
 
-    def drop(self) -> None:
-        """Make none of the calls that are left."""
-        self._is_over = True
+    def hurry(self) -> None:
+        """Make the calls that are left, except those that may wait: in another thread, as one of them does now."""
+        self._is_over, left = True, []
+        while not self._calls.empty():
+            left.append(self._calls.get())
+
+        def make() -> None:
+            for _, call, may_wait in left:
+                if not may_wait:
+                    with suppress(Exception):  # the server is known to be lost
+                        call()
+
+        threading.Thread(target=make, daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            name, call = self._calls.get()
+            name, call, _ = self._calls.get()
             try:
-                if not self._is_over:
-                    call()
+                call()
             except Exception as error:  # whatever a tracker's package raises
                 if not self._is_over:
                     self._failed(name, error)

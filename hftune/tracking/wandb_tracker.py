@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from hftune.tracking.wandb_resume import Continuation, continue_offline, continu
 from hftune.tracking.wandb_server import answers, leave, wait_while_it_answers
 
 ALERT_LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
-HURRY_S = 4.0
-"""For the end of a run that failed or is interrupted: the watchdog ends the process a second later."""
+HURRY_S = 3.0
+"""For the end of a run that failed or is interrupted: the watchdog ends the process two seconds later."""
+FLUSH_S = 1.5
+"""For wandb to write its file, which it does once a second."""
 FINISH_S = 300
 """For a server that answers to take what is left at the end, without models."""
 SLOWEST = 1_000_000
@@ -160,7 +162,7 @@ class WandbRun(TrackerBackend):
             data = [[*row.values()] for row in rows]
             return {name: wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)}
 
-        self._log(step, name, table)
+        self._log(step, name, table, may_wait=True)
 
     def log_confusion_matrix(self, step: int, name: str, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
         """Record it as W&B's own panel, which wandb.plot.confusion_matrix would count from every sample."""
@@ -173,7 +175,7 @@ class WandbRun(TrackerBackend):
             fields = {column: column for column in columns}
             return {name: wandb.plot_table("wandb/confusion_matrix/v1", table, fields, {"title": name})}
 
-        self._log(step, name, panel)
+        self._log(step, name, panel, may_wait=True)
 
     def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
         import wandb
@@ -184,7 +186,7 @@ class WandbRun(TrackerBackend):
 
         self._log(step, name, pictures)
 
-    def _log(self, step: int, name: str, make: Any) -> None:
+    def _log(self, step: int, name: str, make: Callable[[], dict[str, Any]], may_wait: bool = False) -> None:
         """Log values to the row of a step; to the summary if the server has that row from before an interruption."""
 
         def call() -> None:
@@ -193,7 +195,7 @@ class WandbRun(TrackerBackend):
             else:
                 self._run.log(make(), step=step)
 
-        self._background.do(name, call)
+        self._background.do(name, call, may_wait)
 
     def log_best(self, step: int, metric: str, value: float) -> None:
         """Write the summary by hand: define_metric would replace a metric's last value, and forget the best one in a resume."""
@@ -210,7 +212,7 @@ class WandbRun(TrackerBackend):
 
     def close(self) -> None:
         """Send files and models, finish the run, and say where it is."""
-        self._background.do("files", self._log_artifacts)
+        self._background.do("files", self._log_artifacts, may_wait=True)
         if not self._finish(0):
             print(f"W&B does not answer: run {self._run.id} is not complete there. `{self._sync()}` uploads it.", flush=True)
         elif self._mode == "offline":
@@ -262,7 +264,8 @@ class WandbRun(TrackerBackend):
             is_done = wait_while_it_answers(done, is_alive, limit_s)
         finally:  # also if Ctrl-C ends an upload
             if not is_done:
-                self._background.drop()
+                self._background.hurry()
+                done.wait(FLUSH_S)
                 leave()
             if self._owns_data_dir:
                 os.environ.pop("WANDB_DATA_DIR", None)

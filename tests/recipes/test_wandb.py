@@ -21,7 +21,7 @@ FACTS = {"num_steps": 100, "steps_per_epoch": 10, "parameters": 1000, "processes
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     with FakeWandb() as server:
-        for name, value in variables(tmp_path, server).items():
+        for name, value in in_process(variables(tmp_path, server)).items():
             monkeypatch.setenv(name, value)
         yield server
     assert server.unknown == []
@@ -29,11 +29,17 @@ def server(monkeypatch, tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    for name, value in variables(tmp_path).items():
+    for name, value in in_process(variables(tmp_path)).items():
         monkeypatch.setenv(name, value)
 
 
+def in_process(variables):
+    """Let a run that is killed within this process leave nothing behind that listens to its output."""
+    return {**variables, "WANDB_CONSOLE": "off"}
+
+
 def variables(tmp_path, server=None):
+    """The environment of a run, online if there is a server."""
     home = {"HOME": str(tmp_path / "home")}
     if server is None:
         return {**home, "WANDB_MODE": "offline"}
@@ -276,6 +282,20 @@ def test_late_server_gets_an_online_run_of_two_processes_with_everything(server,
     ours = [line for line in said.splitlines() if "wandb" in line.lower() or "W&B" in line]
     assert ours == [f"W&B shows this run at {server.url}/tester/hftune/runs/{run.id}"]
     assert not (folder / "wandb" / "artifacts").exists()  # the copies have been uploaded
+
+    server.late_s = 0.0
+    texts = ["--text", "Great soup.", "--text", "Cold and late."]
+    for words in (["evaluate", str(folder), "--track"], ["predict", str(folder), "--track", *texts]):
+        done = Command(1, *words, module="hftune.cli", **variables(tmp_path, server))
+        assert done.returncode == 0, done.communicate()
+    training, evaluation, prediction = server.runs.values()
+    assert [one.told("jobType") for one in server.runs.values()] == ["train", "evaluate", "predict"]
+    assert {one.told("groupName") for one in server.runs.values()} == {"out"} and training is run
+    (row,) = evaluation.history
+    assert (row["_step"], row["eval/accuracy"]) == (result["best"]["step"], result["best"]["value"])
+    assert row["eval/predictions"]["nrows"] == 37
+    assert prediction.history[0]["predictions"]["nrows"] == 2 and prediction.exit_code == 0
+    assert len(kept) == len([item for item in server.artifacts if item["type"] == "model"]) + 1  # models once
 
 
 def test_server_that_dies_does_not_keep_the_processes(server, tmp_path):
