@@ -213,10 +213,13 @@ class WandbRun(TrackerBackend):
     def close(self) -> None:
         """Send files and models, finish the run, and say where it is."""
         self._background.do("files", self._log_artifacts, may_wait=True)
+        folder, run_id = self._run.settings.sync_dir, self._run.id
         if not self._finish(0):
-            print(f"W&B does not answer: run {self._run.id} is not complete there. `{self._sync()}` uploads it.", flush=True)
+            # Under the same id, sync would append all rows to those that the server has.
+            sync = f"wandb sync --include-online --id {run_id}-complete {folder}"
+            print(f"W&B does not answer: run {run_id} is not complete there. Later, `{sync}` uploads all of it.", flush=True)
         elif self._mode == "offline":
-            print(f"W&B: `{self._sync()}` uploads this run.", flush=True)
+            print(f"W&B: `wandb sync {folder}` uploads this run.", flush=True)
         elif self._mode == "online" and self._owns_data_dir and not self._lost:
             shutil.rmtree(self._folder / "artifacts", ignore_errors=True)  # copies of what has been uploaded
 
@@ -270,9 +273,6 @@ class WandbRun(TrackerBackend):
             if self._owns_data_dir:
                 os.environ.pop("WANDB_DATA_DIR", None)
         return is_done
-
-    def _sync(self) -> str:
-        return f"wandb sync {Path(self._run.settings.sync_dir)}"
 
     def _say_lost(self, name: str, error: Exception) -> None:
         """Say once for each kind of call that it failed; others, and later ones, may succeed."""

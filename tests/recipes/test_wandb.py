@@ -1,6 +1,9 @@
 """W&B: what a run contains, offline and at a server on loopback that is late, dies, refuses, and is come back to."""
 
 import json
+import shlex
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -12,7 +15,7 @@ from hftune.tracking import wandb_server
 from hftune.tracking.backend import EarlierRun
 from hftune.tracking.wandb_tracker import WandbRun
 from tests.support.fake_wandb import FakeWandb
-from tests.support.runs import SMALL, Command
+from tests.support.runs import SMALL, Command, environment
 from tests.support.wandb_read import read
 
 FACTS = {"num_steps": 100, "steps_per_epoch": 10, "parameters": 1000, "processes": 2}
@@ -256,7 +259,7 @@ def test_refused_key_is_said_before_training(server, tmp_path, monkeypatch):
 
 
 def test_late_server_gets_an_online_run_of_two_processes_with_everything(server, tmp_path):
-    server.late_s = 0.3
+    server.late_s = 0.15
     folder = tmp_path / "out"
     words = [*SMALL, "recipe=yelp_demo", "track.with=[wandb]", "track.upload=all", "train.max_steps=8", "eval.every=4"]
     done = Command(2, *words, f"output_dir={folder}", **variables(tmp_path, server))
@@ -307,10 +310,18 @@ def test_server_that_dies_does_not_keep_the_processes(server, tmp_path):
     assert done.returncode == 0, errors
     assert time.monotonic() - began < 60
     (run_id,) = server.runs
-    assert f"W&B does not answer: run {run_id} is not complete there. `wandb sync " in said.splitlines()[-1]
+    last = said.splitlines()[-1]
+    assert f"W&B does not answer: run {run_id} is not complete there. Later, `wandb sync " in last
     assert (tmp_path / "out" / "result.json").is_file()
-    (path,) = files_of(tmp_path / "out")
-    assert numbers(read(path)["history"]).keys() == set(range(1, 9))  # to be uploaded
+
+    server.down, server.dies_at = False, None
+    _, *words = shlex.split(last.split("`")[1])
+    subprocess.run(
+        [sys.executable, "-m", "wandb", *words], env=environment(**variables(tmp_path, server)), cwd=tmp_path, check=True
+    )
+    *_, uploaded = server.runs.values()
+    logged = by_step(tmp_path / "out" / "metrics.jsonl")
+    assert numbers(uploaded.history) == logged and len(uploaded.history) == len(logged) and uploaded.exit_code == 0
 
 
 @pytest.mark.parametrize("is_online", [False, True])
