@@ -288,8 +288,10 @@ class MlflowRun(TrackerBackend):
 
     def close(self) -> None:
         """Send the files and models, and close the run. If the server is gone, say what it lacks."""
-        best = TrainResult.read(self._path("")).best
-        self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
+        best: Mapping[str, Any] = {}
+        if self._path("result.json").is_file():  # not of an evaluation
+            best = TrainResult.read(self._path("")).best
+            self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
         self._send()
         self._attempt(self._stop_monitor)
         for name in FILES:
