@@ -207,7 +207,7 @@ def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
 def test_task_without_answers_has_its_model_as_files_also_in_the_registry():
     train(points("track.project=files", "output_dir=outputs/files", "track.register=files", task="Trapped"))
     run, client = only_run(experiment="files"), mlflow.MlflowClient(URI)
-    names = ["hftune.json", "model.safetensors"]
+    names = ["README.md", "hftune.json", "model.safetensors"]
     assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == [f"model/{name}" for name in names]
     with closing(sqlite3.connect("outputs/mlflow.db")) as database:
         assert database.execute("SELECT source FROM model_versions WHERE name = 'files'").fetchall() == [
