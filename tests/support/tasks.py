@@ -420,7 +420,7 @@ class SlowUpload(Trapped):
     def build_model(self) -> nn.Module:
         from hftune.tracking.tracker import Tracker
 
-        def close(tracker: Tracker) -> None:
+        def close(tracker: Tracker, text: str) -> None:
             print("uploading", flush=True)
             time.sleep(self.upload_s)
             print("uploaded", flush=True)

@@ -100,7 +100,7 @@ def test_card_of_a_model_from_the_hub(folder):
         "[Yelp/yelp_review_full](https://huggingface.co/datasets/Yelp/yelp_review_full) with hftune 0.3.0.\n"
     )
     assert section(text, "Results") == (
-        "| metric | evaluation |\n|---|---|\n| `loss` | 0.7316 |\n| `accuracy` | 0.6787 |\n\n"
+        "| metric | evaluation |\n|---|---|\n| `loss` | 0.732 |\n| `accuracy` | 0.679 |\n\n"
         "This is the model after step 250 of 500, the best of 2 evaluations by `accuracy`."
     )
     assert section(text, "How to use it") == (
@@ -143,7 +143,7 @@ def test_scores_of_the_test_split_stand_beside_those_of_the_evaluation(folder):
     )
     text = card(facts)
     assert section(text, "Results").startswith(
-        "| metric | evaluation | test |\n|---|---|---|\n| `loss` | 3.1 | 3.012 |\n| `perplexity` | 21.5 |  |\n| `tokens` |  | 10 |\n"
+        "| metric | evaluation | test |\n|---|---|---|\n| `loss` | 3.100 | 3.012 |\n| `perplexity` | 21.50 |  |\n| `tokens` |  | 10 |\n"
     )
     data = ModelCard(text).data
     scores = {(result.dataset_split, result.metric_type): result.metric_value for result in data.eval_results}
@@ -167,7 +167,7 @@ def test_what_is_not_known_is_left_out(folder):
     text = card(folder("yelp_demo", run=None, lines=[], result={**RESULT, "commits": {}}))
     assert not re.search(r"None|null|nan|[Mm]ore information|\{\}|\[\]|digest|commit|Labels", text)
     assert "A model that classifies texts, trained from scratch on `hftune.data.demo:reviews` with hftune 0.3.0.\n" in text
-    assert "| `accuracy` | 0.6787 |\n\nThis is the model after step 250 of 500" in text
+    assert "| `accuracy` | 0.679 |\n\nThis is the model after step 250 of 500" in text
     assert "\nhftune train recipe=outputs/mine/recipe.yaml output_dir=outputs/again\n" in text
     data = ModelCard(text).data
     assert (data.base_model, data.datasets) == (None, None)
@@ -230,7 +230,7 @@ def test_card_that_cannot_be_written_costs_one_line_and_not_the_run(folder, tmp_
     facts = folder("yelp_demo", result=None)
     add_card(tmp_path / "out", facts.recipe, {**RESULT, "versions": None})
     said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}/out/model/README.md could not be written: ") and said.endswith(
+    assert said.startswith(f"warning: {tmp_path}/out/model/README.md could not be written: ") and said.endswith(
         ". Everything else is saved.\n"
     )
     assert said.count("\n") == 1 and not (tmp_path / "out" / "model" / CARD).exists()

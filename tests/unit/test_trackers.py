@@ -133,7 +133,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_get_everything(tmp_p
         tracker.log(step, 0.5, {"train/loss": 2.0})
     tracker.close("done")
     assert capsys.readouterr().out == (
-        f"track.with={__name__}.Fails failed: OSError: the server is gone. It gets nothing more; "
+        f"warning: track.with={__name__}.Fails failed: OSError: the server is gone. It gets nothing more; "
         f"{tmp_path}/metrics.jsonl has everything.\n"
     )
     assert [call[0] for call in calls(tracker, "Fails")] == ["start"]

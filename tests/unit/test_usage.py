@@ -158,4 +158,4 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
 
 def test_a_terminal_line_has_none_of_these_numbers(capsys):
     Console(True, num_steps=5).logged(1, 0.5, {"train/loss": 0.5, "perf/host0/cpu_percent": 3.0, "perf/wait_share": 0.1})
-    assert capsys.readouterr().out == "step 1/5  epoch 0.50  loss 0.5\n"
+    assert capsys.readouterr().out == "step 1/5  epoch 0.50  loss 0.500\n"
