@@ -45,10 +45,11 @@ MAX_METRICS, MAX_BATCH, MAX_VALUE = 1000, 100, 6000  # metrics, parameters in a 
 
 
 def prepare_mlflow() -> None:
-    """Set what MLflow reads on import: no telemetry, and only errors are logged."""
+    """Set what MLflow reads on import: no telemetry, only errors are logged, and close says once where the run is."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt; see _forgiven
 
 
@@ -287,8 +288,10 @@ class MlflowRun(TrackerBackend):
 
     def close(self) -> None:
         """Send the files and models, and close the run. If the server is gone, say what it lacks."""
-        best = TrainResult.read(self._path("")).best
-        self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
+        best: Mapping[str, Any] = {}
+        if self._path("result.json").is_file():  # not of an evaluation
+            best = TrainResult.read(self._path("")).best
+            self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
         self._send()
         self._attempt(self._stop_monitor)
         for name in FILES:
@@ -302,8 +305,13 @@ class MlflowRun(TrackerBackend):
 
     def _finish(self) -> None:
         self.client.set_terminated(self.run_id, "FINISHED")
-        shown_by = f" View it with `mlflow ui --backend-store-uri {self.uri}`." if self.uri.startswith("sqlite") else ""
-        print(note(f"MLflow has recorded this run as {self.run_id}.{shown_by}"), flush=True)
+        where = ""
+        if self.uri.startswith("sqlite"):
+            where = f" View it with `mlflow ui --backend-store-uri {self.uri}`."
+        elif self.uri.startswith("http"):
+            experiment = self.client.get_run(self.run_id).info.experiment_id
+            where = f" View it at {_without_password(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
+        print(note(f"MLflow has recorded this run as {self.run_id}.{where}"), flush=True)
 
     def _send_models(self, best: Mapping[str, Any]) -> None:
         """Send the models of ``track.upload``, and register the best one."""

@@ -242,7 +242,7 @@ class Pictured(Trapped):
         return f"drawn {row['draw'] >= 0}"
 
 
-def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for(monkeypatch):
+def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for(capsys):
     words = ("track.project=pictures", "output_dir=outputs/pictures", "track.upload=none", "eval.show_samples=2")
     recipe = points(*words, task="Trapped")
     recipe.task = Pictured()
@@ -256,6 +256,9 @@ def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for
     assert table(run, "eval/images/step_00000004.json")[1] == {"image": "eval/images/1", "caption": "drawn True"}
     assert not client.list_artifacts(run.info.run_id, "model")
     assert not client.search_logged_models([run.info.experiment_id])
+    uri = f"sqlite:///{Path('outputs/mlflow.db').resolve()}"
+    told = f"MLflow has recorded this run as {run.info.run_id}. View it with `mlflow ui --backend-store-uri {uri}`."
+    assert told in capsys.readouterr().out.splitlines()
 
 
 def test_resumed_run_goes_on_as_the_same_one_and_gets_what_it_lacked():
