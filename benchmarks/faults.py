@@ -163,9 +163,7 @@ FAULTS = (
     ),
     Fault("port taken on A", r"[Pp]ort .?29500.* (taken by another program|another process is utilizing it)", also=listener),
     Fault("wrong address", r"Nothing answers at 10\.77\.0\.9:29500", launcher("--main_process_ip", "10.77.0.9")),
-    Fault(
-        "address in no network", r"No network of this machine leads to 10\.88\.0\.1", launcher("--main_process_ip", "10.88.0.1")
-    ),
+    Fault("address in no network", r"This machine has no route to 10\.88\.0\.1", launcher("--main_process_ip", "10.88.0.1")),
     Fault("unknown name", r"'nodeX' does not resolve to an address", launcher("--main_process_ip", "nodeX")),
     Fault(
         "other number of machines",

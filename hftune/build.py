@@ -91,7 +91,7 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
 
     def say_waiting() -> None:
         if ProcessInfo.from_environment().local_rank == 0:
-            print("Waiting for another process that is preparing the same data.", flush=True)
+            print("note: Waiting for another process that is preparing the same data.", flush=True)
 
     with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
         datasets = task.datasets()

@@ -19,7 +19,9 @@ from hftune.commands import (
     evaluate_output,
     plan,
     predict,
+    push,
     recipes,
+    report,
     schema,
     show,
     slurm,
@@ -45,6 +47,8 @@ COMMANDS = {
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
     ),
+    "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
+    "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),

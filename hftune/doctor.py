@@ -37,7 +37,7 @@ from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.rendezvous_backend import PORT, owner_of
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError
-from hftune.run import fail, leave
+from hftune.run import fail, leave, outlive_readers
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tracking.console import hide_progress_bars, print_any_character
 from hftune.tracking.tracker import check_trackers
@@ -129,7 +129,7 @@ def _gpus() -> Iterator[Finding]:
         elif shutil.which("nvidia-smi") and torch.version.cuda is None:
             yield Finding("GPUs", f"torch {torch.__version__} is built without CUDA", FAULT, "install the build for GPUs")
         elif shutil.which("nvidia-smi"):
-            yield Finding("GPUs", "torch finds no GPU", FAULT, "is the driver up, and new enough for this torch (nvidia-smi)?")
+            yield Finding("GPUs", "torch finds no GPU", FAULT, "check that the driver is running and new enough (nvidia-smi)")
         else:
             yield Finding("GPUs", "none: training runs on CPUs, over Gloo")
         return
@@ -137,7 +137,7 @@ def _gpus() -> Iterator[Finding]:
         properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
         found = f"{index}: {properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, CUDA {torch.version.cuda}"
         busy = free < 0.8 * total
-        yield Finding("GPUs", found, NOTICE if busy else OK, "another program holds its memory (nvidia-smi)" if busy else "")
+        yield Finding("GPUs", found, NOTICE if busy else OK, "another program is using its memory (nvidia-smi)" if busy else "")
 
 
 def _backends() -> Finding:
@@ -168,7 +168,7 @@ def _cache() -> Iterable[Finding]:
 def _disk(what: str, folder: Path, setting: str) -> Finding:
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if not os.access(there, os.W_OK | os.X_OK):
-        return Finding(what, f"{folder} cannot be written ({there})", FAULT, f"set {setting} to another folder")
+        return Finding(what, f"{folder} cannot be written ({there})", FAULT, f"set {setting} to a different folder")
     free = shutil.disk_usage(there).free / GIB
     todo = "a checkpoint is three times the model's size, and two are kept" if free < 10 else ""
     return Finding(what, f"{folder}: {free:.0f} GiB free", NOTICE if todo else OK, todo)
@@ -192,7 +192,7 @@ def _open_files() -> Finding:
     world_size = ProcessInfo.from_environment().world_size
     if soft < (needed := files_needed(world_size)):
         what = f"{found}, and {world_size} processes need {needed:,} in the main machine's launcher"
-        return Finding("open files", what, FAULT, "ulimit -n 65536 before the launcher is started")
+        return Finding("open files", what, FAULT, "run ulimit -n 65536 before you start the launcher")
     return Finding("open files", found, NOTICE if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
 
 
@@ -223,7 +223,7 @@ def _port() -> Finding:
             probe.bind(("", PORT))
         except OSError as error:
             taken = f"{PORT}: {error.strerror}{owner_of(PORT)}"
-            return Finding("port", taken, NOTICE, "the shipped configs use it; choose another with --main_process_port")
+            return Finding("port", taken, NOTICE, "the shipped configs use it; choose a different one with --main_process_port")
     return Finding("port", f"{PORT} is free; it has no password: open it, and ports above 32768, to the job's machines only")
 
 
@@ -245,7 +245,7 @@ def _hub() -> Finding:
             "Hub",
             f"{address.hostname} cannot be reached ({why}); {here}",
             NOTICE,
-            "only cached or local models; HF_HUB_OFFLINE=1",
+            "only cached and local models can be used; set HF_HUB_OFFLINE=1",
         )
     return Finding("Hub", f"{address.hostname} can be reached; {here}")
 
@@ -365,6 +365,7 @@ def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Examine, print, and return the exit code. Under a launcher every process calls it."""
     print_any_character()
+    outlive_readers()
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h"):
         print(__doc__)

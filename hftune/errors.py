@@ -43,7 +43,7 @@ _KINDS = {
     float: "a number",
     int: "a whole number",
     bool: "true or false",
-    str: "a text",
+    str: "a string",
     list: "a list such as [a,b]",
     dict: "a section of keys",
     types.NoneType: "null",

@@ -53,6 +53,7 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     num_images: int = 0,
     metrics: Sequence[str] = (),
+    on_scored: Callable[[int, int], None] = lambda count, total: None,
 ) -> Evaluation | None:
     """Score the whole data set. Collective. Return None if ``should_stop`` has become true on any process.
 
@@ -62,6 +63,7 @@ def evaluate(
 
     Args:
         metrics: names of ``eval.metrics``, to compute in addition to the task's.
+        on_scored: called with the number of micro-batches that this process has scored, and of those that it has to.
 
     Raises:
         RuntimeError: a sample came back twice or not at all.
@@ -71,10 +73,11 @@ def evaluate(
     lengths = task.lengths(dataset)
     sizes: dict[str, Any] = {"sizes": task.sizes(dataset), "padded_length": task.padded_length}
     plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False, **sizes)
-    scored = [
-        _score(strategy, micro_batch, batch, num_images)
-        for micro_batch, batch in strategy.evaluation_batches(dataset, plan.epoch(0)[0], num_workers, should_stop)
-    ]
+    micro_batches = plan.epoch(0)[0]
+    total, scored = len(strategy.share(micro_batches)), []
+    for micro_batch, batch in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
+        scored.append(_score(strategy, micro_batch, batch, num_images))
+        on_scored(len(scored), total)
     if strategy.any_process(should_stop()):
         return None
     gathered = strategy.gather_to_main(scored, at_once=max(1, ROWS // batch_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,8 +20,9 @@ from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
 from hftune.optim import lr_at
+from hftune.reporting.page import Reporter
 from hftune.strategies.base import StepBatch, Strategy
-from hftune.tracking.console import Console, is_number
+from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
@@ -46,12 +47,19 @@ class Run:
     ledger: Ledger
     checkpointer: Checkpointer
     stop: StopRequest
+    usage: Callable[[], dict[str, float]]
+    """Returns what training uses of all machines, on the main process."""
     throughput: Throughput = field(default_factory=Throughput)
+    reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
         """Return the seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
+
+    def epoch(self) -> float:
+        """Return the number of finished passes over the training data, with a fraction."""
+        return self.state.progress(self.plan.num_steps)
 
 
 def fit(run: Run) -> None:
@@ -84,7 +92,9 @@ def fit(run: Run) -> None:
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-                log(run, {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **run.throughput.rates()})
+                values = {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **performance(run)}
+                log(run, values)
+                run.console.logged(state.step, run.epoch(), values)
             if report.stop:
                 stop(run)
             if evaluation_is_due(run):
@@ -145,7 +155,7 @@ def say_failed_checkpoint(run: Run) -> None:
     if failure is not None:
         left = f"The last intact one is of step {last}." if last else "This run has no intact one yet."
         text = f"A checkpoint could not be written: {failure}. {left} Training continues; the next one is due later."
-        run.console.line(text)
+        run.console.line(warning(text))
         run.tracker.alert("Checkpoint failed", text, "warning")
         run.checkpointer.failure = None
 
@@ -169,6 +179,7 @@ def evaluate_and_keep(run: Run) -> None:
             lambda: bool(run.stop),
             config.show_samples,
             config.metrics,
+            run.console.scored,
         )
         if evaluation is None:
             stop(run)
@@ -177,6 +188,7 @@ def evaluate_and_keep(run: Run) -> None:
         is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
         if is_best:
             state.best, state.best_step = score, state.step
+        run.console.evaluated(state.step, run.epoch(), evaluation.metrics, state.best, state.best_step)
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
@@ -186,6 +198,7 @@ def evaluate_and_keep(run: Run) -> None:
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
+            run.reporter.write(output_dir, run.console.line)
 
         run.strategy.progress.stage(f"saving after step {state.step}")
         run.strategy.on_main(write)
@@ -216,10 +229,13 @@ def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
-    """Record values at the present step, in the files and on the terminal. Collective."""
-    epoch = run.state.progress(run.plan.num_steps)
-    run.strategy.on_main(lambda: run.tracker.log(run.state.step, epoch, values))
-    run.console.logged(run.state.step, epoch, values)
+    """Record values at the present step, in metrics.jsonl and the trackers. Collective."""
+    run.strategy.on_main(lambda: run.tracker.log(run.state.step, run.epoch(), values))
+
+
+def performance(run: Run) -> dict[str, float]:
+    """Return how fast training was since the last call, how even the work, and how busy the machines are."""
+    return run.throughput.rates() | run.strategy.times.take() | run.usage()
 
 
 def show_evaluation(run: Run, evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:

@@ -54,11 +54,11 @@ def _check_arguments(name: str, kind: type, config: TrainConfig) -> None:
     for key in config.optimizer_args:
         if key not in taken:
             hint = did_you_mean(key, taken)
-            raise ConfigError(f"train.optimizer_args.{key} is not an argument of {name}, which is {shown}.{hint}")
+            raise ConfigError(f"train.optimizer_args.{key}: {shown} has no such argument.{hint}")
     if "lr" not in taken:
-        raise ConfigError(f"train.optimizer={name} takes no lr, by which train.lr and train.schedule act. It is {shown}.")
+        raise ConfigError(f"train.optimizer={name}: {shown} has no argument lr, which train.lr and train.schedule set.")
     if config.weight_decay and "weight_decay" not in taken:
-        raise ConfigError(f"train.weight_decay={config.weight_decay}: {name} has no weight decay. It is {shown}. Set it to 0.")
+        raise ConfigError(f"train.weight_decay={config.weight_decay}: {shown} has no such argument. Set it to 0.")
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -96,7 +96,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     for parameter in (parameter for group in groups for parameter in group["params"]):
         if parameter not in counts:
             raise ConfigError(
-                f"{source} returned {names.get(parameter, 'a tensor')}, which is no trainable parameter of the model."
+                f"{source} returned {names.get(parameter, 'a tensor')}, which is not a trainable parameter of the model."
             )
         counts[parameter] += 1
     for parameter, count in counts.items():

@@ -6,6 +6,7 @@ Exit codes: 0 training finished and everything was saved; 1 training failed; 2 t
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -42,7 +43,7 @@ HELP = f"""hftune {__version__}: fine-tune by recipe, on one process or many, wi
   train.*       epochs, global batch_size, lr, schedule, ...    train.lr=3e-5 train.micro_batch_size=4
   eval.*        when to evaluate, which metric picks the best   eval.every=100 eval.metric=accuracy
   track.*       trackers: wandb, mlflow, tensorboard            track.with=[wandb]
-  checkpoint.*  how often to save a checkpoint, how many stay   checkpoint.every=200
+  checkpoint.*  how often to save a checkpoint, how many to keep   checkpoint.every=200
   parallel.*    pipeline stages                                 parallel.pipeline_stages=2
   seed, output_dir, resume                                      output_dir=outputs/mine resume=never
 
@@ -87,12 +88,14 @@ class _OptionalOutput(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that was closed
+                raise
             with Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
             if self.fileno() == 1:
                 with suppress(OSError):
-                    print("hftune: nobody reads the output any more; the run continues.", file=sys.stderr, flush=True)
+                    print("hftune: the reader of the output has exited; the run continues.", file=sys.stderr, flush=True)
             return len(data)
 
 
@@ -139,7 +142,8 @@ def fail(error: BaseException) -> int:
         report = Report(text, exit_code(error), is_printed_here=is_first or not is_known(error), kind=kind)
     if report.is_printed_here:
         say_last(report.text, report.kind)
-    elif report.code not in (INTERRUPTED, STOPPED):  # after these, every process ends by itself
+    elif report.code not in (INTERRUPTED, STOPPED) and ProcessInfo.from_environment().world_size > 1:
+        # After these two every process ends by itself, and `hftune train --processes` has waited for the one that reports.
         time.sleep(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
     return report.code
 

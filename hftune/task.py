@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # recipes are read and validated before torch is imported
 Direction = Literal["max", "min"]
 
 RENAMED = {
-    "answer": "predict",
-    "pictures": "sample_images",
-    "pipeline": "transformers_pipeline",
-    "problems": "validate",
-    "remarks": "notices",
+    "answer": ("predict", 2),
+    "pictures": ("sample_images", 4),
+    "pipeline": ("transformers_pipeline", 0),
+    "problems": ("validate", 0),
+    "remarks": ("notices", 2),
 }
-"""New names of Task methods, by their names before version 0.3."""
+"""New names of Task methods, by their names before version 0.3, with the number of their arguments."""
 RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
 """New names of Task's class attributes, likewise."""
 
@@ -56,6 +56,8 @@ class Task(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse methods with names from before hftune 0.3, some of which now mean something different.
 
+        A helper that happens to have such a name is let through if it cannot be called as the old method was.
+
         Raises:
             TypeError: a method has an old name; the message gives the new one.
         """
@@ -63,8 +65,9 @@ class Task(ABC):
         methods = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
         if "predict" in methods and list(inspect.signature(methods["predict"]).parameters)[1:2] == ["outputs"]:
             raise TypeError(f"{cls.__name__}.predict(outputs, model, batch) is called predictions(outputs, model, batch) now")
-        if old := [name for name in methods if name in RENAMED]:
-            raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED[old[0]]} now")
+        for name, (now, num_arguments) in RENAMED.items():
+            if name in methods and _takes(methods[name], num_arguments):
+                raise TypeError(f"{cls.__name__}.{name} is called {now} now; if it is a helper of your own, rename it")
         if old := [name for name in RENAMED_ATTRIBUTES if name in vars(cls)]:
             raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED_ATTRIBUTES[old[0]]} now")
 
@@ -204,6 +207,13 @@ class Task(ABC):
         """
         return {}
 
+    def class_counts(self, dataset: Any) -> Mapping[str, int]:
+        """Return the number of samples of each class by its name, in the order of the classes; nothing if there are none.
+
+        Called for the training split, on the main process, to be shown before training.
+        """
+        return {}
+
     def notices(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
         """Return what a user should know before training, such as how many texts are truncated, one sentence each."""
         return []
@@ -251,6 +261,15 @@ class Task(ABC):
             DataError: an input cannot be used; the message begins with "Input" and its index.
         """
         raise NotImplementedError
+
+
+def _takes(method: Any, num_arguments: int) -> bool:
+    """Return whether a method can be called with this number of arguments besides self."""
+    try:
+        inspect.signature(method).bind(*[None] * (1 + num_arguments))
+    except TypeError:
+        return False
+    return True
 
 
 def _survives_json(value: Any) -> bool:

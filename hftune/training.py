@@ -15,7 +15,7 @@ import torch
 
 from hftune import __version__
 from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batch_size
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
+from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OutputDir, TrainResult
@@ -26,14 +26,15 @@ from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
 from hftune.optim import build_optimizer
+from hftune.reporting.card import add_card
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
-from hftune.tracking.console import Console, hide_progress_bars, short
+from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
 from hftune.tracking.facts import Facts, command, git_state, now
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
-from hftune.tracking.summary import print_start, print_summary, processes
+from hftune.tracking.summary import best_and_last, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
 
 
@@ -72,7 +73,9 @@ def claim(output: OutputDir, session: Session) -> None:
         ConfigError: see ``OutputDir.claim`` and ``check_trackers``.
     """
     session.progress.stage("claiming the output folder")
-    if not sys.stderr.isatty():
+    if not session.info.is_main:
+        hide_reports()
+    elif not is_terminal(sys.stderr):
         hide_progress_bars()
     if session.info.is_main:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
@@ -106,7 +109,7 @@ def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> Tra
     if strategy.is_main:
         print(
             f"{recipe.output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
-            f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or another output_dir.",
+            f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or a different output_dir.",
             flush=True,
         )
     return result
@@ -130,17 +133,20 @@ def open_run(
         state,
         provenance,
         tracker=Tracker(recipe),
-        console=Console(strategy.is_main, parts.num_steps, state.step),
+        console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
         ledger=Ledger(output.path / "ledger.jsonl"),
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
         stop=session.accept_stop_requests(),
+        usage=session.sample_usage(strategy.device, output.path),
     )
     if strategy.is_main:
+        session.at_failure(lambda report: run.console.close())
         session.at_failure(run.tracker.end_early)
         session.at_end(run.checkpointer.wait)  # before the folder is released
     output.find_best(strategy, state)
 
     def open_files() -> dict[str, str]:
+        counts = recipe.task.class_counts(run.datasets["train"])
         parts.notices += output.start.notices
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
@@ -151,11 +157,10 @@ def open_run(
         facts.write(output.path)
         run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
         run.ledger.begin(state.step, run.plan, strategy.num_processes)
+        print_start(recipe, run.plan, facts, counts)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
-    if strategy.is_main:
-        print_start(recipe, run.plan, strategy.num_processes, strategy.device, parts.notices)
     return run
 
 
@@ -191,8 +196,9 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         Interrupted: a signal asked to stop; the message says how to resume.
     """
     strategy = run.strategy
-    warm_up(run)
+    run.console.start()
     try:
+        warm_up(run)
         fit(run)
         result = finish(run, output)
     except Interrupted as error:
@@ -204,15 +210,23 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
         # Once everything is saved: an upload may take hours, or fail.
         output.before_release(lambda: run.tracker.close(outcome))
-        speed = run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9)
-        rows = {
-            "steps": f"{result.steps} in {result.seconds:.0f} s on {processes(result.world_size)}",
-            "speed": f"{speed:,.0f} samples/s in training",
-            "model": f"{result.model_dir} (the last one: model_last)",
-            "log": f"{result.output_dir / 'metrics.jsonl'}",
-        }
-        print_summary(result.metrics, result.test, result.best, rows)
+        say_result(run, result)
     return result
+
+
+def say_result(run: Run, result: TrainResult) -> None:
+    """Print the metrics of the best and the last model, and where everything is. Main process only."""
+    log_file, speed = (
+        result.output_dir / "metrics.jsonl",
+        run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9),
+    )
+    evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
+    rows = {
+        "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
+        "model": f"{result.model_dir} (the last one: model_last)",
+        "log": str(log_file),
+    }
+    print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, rows)
 
 
 def warm_up(run: Run) -> None:
@@ -223,7 +237,7 @@ def warm_up(run: Run) -> None:
     dataset, (first, *_) = first_epoch(recipe, run.datasets), run.plan.epoch(0)[0]
     kinds = run.strategy.warm_up(dataset, first, frozen=recipe.train.batch_norm == "frozen")
     if notice := statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
-        run.console.line(notice)
+        run.console.line(note(notice))
 
 
 def how_to_resume(run: Run) -> str:
@@ -236,7 +250,7 @@ def how_to_resume(run: Run) -> str:
 
 
 def finish(run: Run, output: OutputDir) -> TrainResult:
-    """Export the last model, score the best one on the test split, and write result.json. Collective.
+    """Export the last model, score the best one on the test split, and write its card and result.json. Collective.
 
     Raises:
         Interrupted: a signal asked to stop during the test; everything but its scores and result.json is saved.
@@ -263,8 +277,10 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     def save() -> None:
         run.checkpointer.wait()
         run.ledger.close()
-        with named_where_it_fails(output.path / "result.json"):
+        add_card(output.path, recipe, result.to_json())
+        with explain_write_errors(output.path / "result.json"):
             write_text(output.path / "result.json", strict_json(result.to_json(), indent=2) + "\n")
+        run.reporter.write(output.path, run.console.line, is_last=True)
         if run.checkpointer.failure is not None:
             raise TrainingError(f"Everything is saved except the last checkpoint: {run.checkpointer.failure}.")
 
@@ -290,10 +306,13 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
-    evaluation = evaluate(strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics)
+    evaluation = evaluate(
+        strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics, on_scored=run.console.scored
+    )
     if evaluation is None:
-        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped in the test of the best model.")
+        raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")
     log(run, {f"test/{name}": value for name, value in evaluation.metrics.items()})
+    run.console.evaluated(run.state.step, run.epoch(), evaluation.metrics)
     return evaluation.metrics
 
 

@@ -1,4 +1,4 @@
-"""A metric of your own: a function of all rows of a split, as the task's `predictions` returns them: a number or a dict of them."""
+"""A metric of your own: a function of a split's rows, as the task's `predictions` returns them; a number or a dict."""
 
 
 def balanced_accuracy(rows):

@@ -17,7 +17,7 @@ from hftune.errors import ConfigError, TrainingError
 
 
 @contextmanager
-def named_where_it_fails(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn a write error into one that names the path and says what is safe.
 
     Raises:
@@ -73,7 +73,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         if not isinstance(error, Timeout):
             raise ConfigError(
                 f"output_dir={folder} is on a file system without file locks ({error.strerror or error}), which keep two runs "
-                "out of one folder. Set output_dir=... to a folder on a different file system, and copy it afterwards."
+                "from using the same folder. Set output_dir=... to a folder on a different file system, and copy it afterwards."
             ) from error
         user = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from hftune.atomic import atomic_path, restore, set_aside
-from hftune.checkpoints.atomic_files import named_where_it_fails
+from hftune.checkpoints.atomic_files import explain_write_errors
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, An
     Raises:
         TrainingError: it cannot be written. The earlier export stays.
     """
-    with named_where_it_fails(directory), atomic_path(directory) as temporary:
+    with explain_write_errors(directory), atomic_path(directory) as temporary:
         temporary.mkdir(parents=True)
         task.save(model, temporary)
         if about is not None:
@@ -59,15 +59,18 @@ def readable(directory: Path) -> Path:
 
 
 def read(directory: Path, load: Callable[[Path], Any]) -> Any:
-    """Load a model that a run may replace at any moment. Try again if it was replaced while it was read."""
+    """Load a model that a run may replace at any moment. Try again if it was replaced meanwhile: its files belong together."""
     for attempt in range(1, TRIES + 1):
         path = readable(directory)
         before = _identity(path)
         try:
-            return load(path)
+            loaded = load(path)
         except (OSError, SafetensorError):
             if attempt == TRIES or _identity(readable(directory)) == before:
                 raise
+        else:
+            if attempt == TRIES or _identity(readable(directory)) == before:
+                return loaded
     return None
 
 

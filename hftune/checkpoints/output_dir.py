@@ -196,12 +196,12 @@ def start_folder(path: Path) -> None:
     """Remove an earlier run from the folder; its model, too, which would be taken for the new recipe's."""
     path.mkdir(parents=True, exist_ok=True)
     if (path / "result.json").exists() or steps(path / "checkpoints"):
-        print(f"{path} holds an earlier run; this run replaces it.", flush=True)
+        print(f"note: {path} holds an earlier run; this run replaces it.", flush=True)
     for name in ("model", "model_last"):
         restore_export(path / name)  # a kill may have left it under its other name
     for name in ("model", "model_last", "checkpoints", SAMPLE_IMAGES, "tensorboard"):  # which would draw both runs in one plot
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", *HISTORY):
+    for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hftune.checkpoints.export import readable
+from hftune.checkpoints.export import ABOUT, readable
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError
 from hftune.task import Task
@@ -15,7 +15,8 @@ def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, P
     """Return the recipe of a run and the folder of its model.
 
     Args:
-        directory: a run's output folder, or one of its models, such as outputs/bigbird/model_last.
+        directory: a run's output folder; one of its models, such as outputs/bigbird/model_last; or what ``hftune push`` made of
+            it, a model with its recipe.
         trust_code: import the code that the recipe names. The recipe came with the folder, wherever that came from.
 
     Raises:
@@ -30,7 +31,9 @@ def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, P
             f"recipe={directory / 'recipe.yaml'} --checkpoint {directory} scores the checkpoint."
         )
     is_run = (directory / "recipe.yaml").is_file()
-    run, folder = (directory, directory / "model") if is_run else (directory.resolve().parent, directory)
+    is_pushed = is_run and (directory / ABOUT).is_file()
+    run = directory if is_run else directory.resolve().parent
+    folder = directory / "model" if is_run and not is_pushed else directory
     if not (run / "recipe.yaml").is_file():
         raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
     if not readable(folder).is_dir():

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copy", nargs="?", const=Path(), type=Path, metavar="PATH", help="file to copy it to (default ./NAME.yaml)"
     )
-    parser.add_argument("--force", action="store_true", help="permission for --copy to overwrite a file")
+    parser.add_argument("--force", action="store_true", help="let --copy overwrite an existing file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,9 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine this machine, and the recipe if there is one. Exit code 1 if there is a fault."""
-    from hftune.run import outlive_readers
-
-    outlive_readers()
     find_modules_here()
     if options.words:
         from hftune.config import Recipe

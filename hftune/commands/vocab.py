@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns", nargs="+", default=["content", "title"], help="columns that hold the texts (default content title)"
     )
-    parser.add_argument("--size", type=int, default=40_000, help="largest number of tokens (default %(default)s)")
-    parser.add_argument("--output", required=True, type=Path, help="folder to write, as a value for task.vocabulary")
+    parser.add_argument("--size", type=int, default=40_000, help="maximum number of tokens (default %(default)s)")
+    parser.add_argument("--output", required=True, type=Path, help="folder to write it to, the value for task.vocabulary")
 
 
 def run(options: argparse.Namespace) -> int:

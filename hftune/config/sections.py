@@ -14,7 +14,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 """The bare names of ``train.optimizer``; hftune.optim.OPTIMIZERS has the classes."""
 SCHEDULES = ("linear", "cosine", "constant", "step")
 """The bare names of ``train.schedule``; hftune.optim.SCHEDULES has the functions."""
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
 """The bare names of ``track.with``; hftune.tracking.tracker.TRACKERS has the classes."""
 
 
@@ -114,8 +114,8 @@ class TrainConfig(Section):
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
     items of all steps since the previous line, train/loss_step that of the last step alone."""
     dead_after_s: float = 60.0
-    """Seconds without a heartbeat, sent once a second, after which a process counts as dead and the job ends; at least 3. A
-    process that another one on its node sees to be alive, such as in C code that holds Python's lock, has stall_after_s."""
+    """Seconds without a heartbeat, sent once a second, after which a process counts as dead and the job ends; at least 3. If
+    another process on its node can see that it is alive, perhaps in C code that holds Python's lock, stall_after_s applies."""
     stall_after_s: float | None = 1800.0
     """Seconds in which no process finishes a micro-batch or a save, after which the job ends; at least 3. null: no limit."""
 
@@ -165,9 +165,9 @@ class TrainConfig(Section):
                 no_limit = "; null sets no limit" if name == "stall_after_s" else ""
                 yield f"train.{name}={value} must be at most 1e8, which is three years{no_limit}."
         if not all(0 <= beta < 1 for beta in self.betas):
-            yield f"train.betas={list(self.betas)} must both lie in [0, 1)."
+            yield f"train.betas={list(self.betas)} must both be in [0, 1)."
         if not 0 <= self.warmup_ratio < 1:
-            yield f"train.warmup_ratio={self.warmup_ratio} must lie in [0, 1): it is a share of all steps."
+            yield f"train.warmup_ratio={self.warmup_ratio} must be in [0, 1): it is a share of all steps."
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield f"train.clip_norm={self.clip_norm} must be above 0; null turns clipping off."
 
@@ -193,7 +193,7 @@ class TrainConfig(Section):
         if self.gamma is None:
             yield "train.schedule=step needs train.gamma, the factor by which the learning rate decays, such as 0.95."
         elif not 0 < self.gamma <= 1:
-            yield f"train.gamma={self.gamma} must lie in (0, 1]: the learning rate is multiplied by it."
+            yield f"train.gamma={self.gamma} must be in (0, 1]: the learning rate is multiplied by it."
         if self.step_size < 1:
             yield f"train.step_size={self.step_size} must be at least 1 epoch."
 
@@ -224,8 +224,8 @@ class EvalConfig(Section):
     metric: str = "loss"
     """The metric that picks the best model: loss, or one that the task or eval.metrics computes."""
     metrics: list[str] = field(default_factory=list)
-    """Metrics to compute beside the task's: names of evaluate modules or paths of their scripts, or dotted paths of functions
-    that take the rows of a whole split and return a dict of metrics or one number."""
+    """Metrics to compute in addition to the task's: names of evaluate modules, paths of their scripts, or dotted paths of
+    functions that take the rows of a whole split and return a dict of metrics or one number."""
     greater_is_better: bool | None = None
     """Whether a greater eval.metric is better. null: as the task declares; required if it does not."""
     show_samples: int = 3
@@ -280,8 +280,8 @@ class ParallelConfig(Section):
     """Pipeline parallelism: how one model is cut into stages on several processes. Results do not depend on it."""
 
     pipeline_stages: int = 1
-    """Number of processes in a pipeline, each with some of the model's layers. It must divide the number of all processes; the
-    pipelines are data parallel. 1: no pipeline, each process has the whole model."""
+    """Number of processes in a pipeline; each has some of the model's layers. It must divide the total number of processes;
+    the pipelines run data parallel. 1: no pipeline; each process has the whole model."""
     schedule: str = "1f1b"
     """Order of the micro-batches' forward and backward passes: gpipe, 1f1b, interleaved or zero_bubble. interleaved idles less
     and communicates more; zero_bubble computes weight gradients while it would otherwise idle."""
@@ -337,25 +337,26 @@ class TrackConfig(Section):
     """Experiment trackers. metrics.jsonl is always written."""
 
     with_: list[str] = field(default_factory=list)
-    """List of trackers: wandb, mlflow, tensorboard, or dotted paths of hftune.TrackerBackend classes of your own."""
+    """Trackers to log to: wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, or dotted paths of
+    your own subclasses of hftune.TrackerBackend."""
     project: str = "hftune"
-    """Name of the project at the trackers; of the experiment at MLflow."""
+    """Name of the project in the trackers; in MLflow, of the experiment."""
     run_name: str | None = None
-    """Name of this run at the trackers. null: the recipe's name."""
+    """Name of this run in the trackers. null: the recipe's name."""
     entity: str | None = None
-    """User or team that owns the project at W&B. null: your default one, or WANDB_ENTITY."""
+    """User or team that owns the project in W&B. null: your default one, or WANDB_ENTITY."""
     group: str | None = None
-    """Group that trackers show runs under, such as the runs of one comparison, or a training and its evaluations."""
+    """Group of runs that belong together, such as those of a comparison, or a training run and its evaluations."""
     tags: list[str] = field(default_factory=list)
-    """Tags of the run at the trackers."""
+    """Tags of the run in the trackers."""
     notes: str | None = None
     """A longer description of the run, in Markdown."""
     job_type: str = "train"
-    """Kind of the run at W&B."""
+    """Kind of the run in W&B."""
     upload: str | None = None
-    """Models to upload when the run ends: none, best or all (best and last). null: best at MLflow, none at W&B."""
+    """Models to upload when the run ends: none, best or all (best and last). null: best in MLflow, none in W&B."""
     register: str | None = None
-    """Name under which MLflow's model registry, or W&B's, gets the best model as a new version. null: it is not registered."""
+    """Name in the model registry of MLflow or W&B, where the best model becomes a new version. null: it is not registered."""
 
     def problems(self) -> Iterator[str]:
         for name in self.with_:
@@ -373,7 +374,7 @@ UPLOADS = ("none", "best", "all")
 
 @dataclass(kw_only=True)
 class RunConfig(Section):
-    """The keys at the top of a recipe. A recipe file can have two more:
+    """The top-level keys of a recipe. A recipe file can have two more:
 
     `base: yelp` builds on a shipped recipe or on a file; its sections and mappings are merged with those of this file.
     `replace: [task.model_config]` lists keys or whole sections that are not inherited from the base. On the command line,
@@ -399,7 +400,7 @@ class RunConfig(Section):
 
     def problems(self) -> Iterator[str]:
         if not 0 <= self.seed < 2**32:
-            yield f"seed={self.seed} must lie in 0 to {2**32 - 1}."
+            yield f"seed={self.seed} must be in the range 0 to {2**32 - 1}."
 
 
 def key_of(field_name: str) -> str:

@@ -80,7 +80,9 @@ def copy_config(name: str, target: Path, overwrite: bool) -> Path:
         with target.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError as error:
-        raise ConfigError(f"{target} exists. Name another file, --copy PATH, or overwrite it with --force.") from error
+        raise ConfigError(
+            f"{target} exists. Name a different file with --copy PATH, or overwrite this one with --force."
+        ) from error
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
     return target

@@ -121,7 +121,7 @@ def failure(error: BaseException, kind: str, name: str, key: str, instead: str =
         instead: a sentence on how to do without the Hub, added if the Hub does not answer.
     """
     instead = f"Without the Hub, name a folder: {key}=FOLDER." if kind == "model" else instead
-    return f"{key}={name} cannot be loaded: {_reason([*_causes(error)], kind, name, key, instead)}".rstrip()
+    return f"{key}={name} cannot be loaded: {_reason([*causes_of(error)], kind, name, key, instead)}".rstrip()
 
 
 def _reason(causes: Sequence[BaseException], kind: str, name: str, key: str, instead: str) -> str:
@@ -143,27 +143,28 @@ def _reason(causes: Sequence[BaseException], kind: str, name: str, key: str, ins
         )
     if status is not None and status >= 500:
         return f"the Hub ({constants.ENDPOINT}) answers {status}. Try again later; finished downloads are kept. {instead}"
-    if (reached := _network_reason(causes)) is not None:
+    if (reached := network_reason(causes)) is not None:
         return (
             f"the Hub ({constants.ENDPOINT}) {reached}. Check the network and try again; finished downloads are kept. "
             f"HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; HF_HUB_OFFLINE=1 uses the cache only. {instead}"
         )
-    return _first_line(causes[0])
+    return first_line(causes[0])
 
 
-def _network_reason(causes: Sequence[BaseException]) -> str | None:
+def network_reason(causes: Sequence[BaseException]) -> str | None:
+    """Return in which way the Hub was not reached: "does not answer in time"; None if these errors are of another kind."""
     from huggingface_hub.utils import httpx
 
     if _first(causes, httpx.TimeoutException, TimeoutError):
         return "does not answer in time"
     if broken := _first(causes, httpx.RemoteProtocolError):
-        return f"closed the connection ({_first_line(broken).rstrip('.')})"
+        return f"closed the connection ({first_line(broken).rstrip('.')})"
     if lost := _first(causes, httpx.TransportError, ConnectionError):
-        return f"cannot be reached ({_first_line(lost).rstrip('.')})"
+        return f"cannot be reached ({first_line(lost).rstrip('.')})"
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and then the errors that caused it."""
     while error is not None:
         yield error
@@ -174,7 +175,8 @@ def _first(causes: Sequence[BaseException], *kinds: type[BaseException]) -> Any:
     return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; of one without a message, its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

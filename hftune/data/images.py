@@ -214,7 +214,7 @@ def to_pixels(image: Image.Image, name: str, layout: Layout) -> np.ndarray:
     if image.mode.startswith(("I", "F")):
         raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
     if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
-        raise DataError(f"{name} has transparent parts. Put it on a background.")
+        raise DataError(f"{name} has transparent parts. Flatten it onto a background.")
     if image.size != (layout.size, layout.size):
         if not layout.resize:
             width, height = image.size

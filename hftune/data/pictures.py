@@ -158,7 +158,7 @@ def paired(folders: Mapping[str, Path], source: str) -> dict[str, list[Path]]:
         for path in list_images(folder, source):
             other = images[name].setdefault(path.relative_to(folder).with_suffix(""), path)
             if other != path:
-                raise DataError(f"{source}: {other} and {path} have the same name but for the suffix. Rename one.")
+                raise DataError(f"{source}: {other} and {path} have the same name except for the suffix. Rename one.")
     for files in images.values():
         for partner, partners in images.items():
             if lonely := sorted(files.keys() - partners.keys()):
@@ -260,7 +260,9 @@ def read_pair(value: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
     """
     name = f"Input {index}"
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise DataError(f"{name} is a {type(value).__name__}, not a pair of image and mask. `hftune predict` takes --masks.")
+        raise DataError(
+            f"{name} is a {type(value).__name__}, not a pair of an image and a mask. For `hftune predict`, set --masks."
+        )
     (image, image_name), (mask, mask_name) = (read_image(item, name) for item in value)
     sizes = {"image": (image.height, image.width), "mask": (mask.height, mask.width)}
     check_sizes(sizes, {"image": image_name, "mask": mask_name})

@@ -227,7 +227,7 @@ def find_column(rows: datasets.Dataset, key: str, choices: Sequence[str]) -> str
 
 
 def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool = False) -> None:
-    """Raise DataError if a text is missing, is not a text, or is empty and must not be; the message names the first rows."""
+    """Raise DataError if a text is missing, is not a string, or is empty and must not be; the message names the first rows."""
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")

@@ -33,7 +33,7 @@ def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, fo
         DataError: a file cannot be read, lacks the columns, or has no text.
     """
     if folder.exists() and not (folder / "vocab.txt").is_file() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} has other files than a vocabulary. Name a different folder, or empty it.")
+        raise ConfigError(f"{folder} contains files other than a vocabulary. Choose a different folder, or empty it.")
     tokenizer = train_tokenizer(texts := _read(files, columns), size)
     try:
         check_tokenizer(tokenizer, str(folder))  # as loading it does

@@ -112,11 +112,11 @@ _NAMES = {
     "commits": "different commits",
 }
 _REMEDIES = {
-    "code": "Install the same hftune, and put the same task file, on all machines.",
+    "code": "Install the same version of hftune on all machines, and use the same task file.",
     "packages": "Install the same versions on all machines.",
     "recipe": "Start all processes with the same recipe and the same overrides.",
-    "data": "Give all machines the same files, or the same data set of the Hub at the same revision.",
-    "commits": "The repository changed on the Hub meanwhile: pin it with task.model_revision or task.dataset_revision.",
+    "data": "Use the same files on all machines, or the same revision of the data set on the Hub.",
+    "commits": "The repository has just changed on the Hub: pin it with task.model_revision or task.dataset_revision.",
 }
 
 
@@ -136,10 +136,10 @@ def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str
     different = differences(own, main)
     if not different:
         return None
-    who = f"Process {ranks[0]}" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks))}"
+    who = f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
     return (
-        f"{who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} {'; '.join(different.values())}. "
-        f"Compared with process 0 on {main['host']}. {' '.join(_REMEDIES[kind] for kind in different)}"
+        f"Compared with process 0 on {main['host']}, {who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} "
+        f"{'; '.join(different.values())}. {' '.join(_REMEDIES[kind] for kind in different)}"
     )
 
 

@@ -107,9 +107,8 @@ def say_last(text: str, kind: str) -> None:
     Args:
         kind: name of the exception, which ``hftune.launch`` raises again.
     """
-    if sys.stderr.isatty():
-        text = f"\n{text}"  # there may be a progress bar
-    print(text, file=sys.stderr, flush=True)
+    below = "\n" if sys.stderr.isatty() else ""  # the main process may have a progress bar there
+    print(f"{below}{text}", file=sys.stderr, flush=True)
     if path := ProcessInfo.from_environment().error_file:
         message = {"message": text, "extraInfo": {"timestamp": int(time.time()), "kind": kind}}
         Path(path).write_text(json.dumps({"message": message}))

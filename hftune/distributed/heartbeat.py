@@ -31,6 +31,7 @@ from hftune.distributed.failure_report import (
 from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
+from hftune.distributed.usage import Usage, by_host
 from hftune.distributed.watchdog import CLOSING_S, Watchdog
 from hftune.errors import ElsewhereError, Interrupted, TrainingError
 
@@ -55,6 +56,7 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._connection: Any = None
         self._watch: Watchdog | None = None
+        self._usage: Usage | None = None
 
     def __enter__(self) -> Heartbeat:
         """Start beating before there is a process group, if the launcher already has a store.
@@ -109,7 +111,8 @@ class Heartbeat:
         if self.here.rank != self.here.node_ranks[0]:
             return None
         who = "process 0, which has not started" if self._watch is not None else "the other processes"
-        return f"{who}: all {self.here.world_size} must be started with the same command, and reach {self.here.store_address}"
+        where = self.here.store_address
+        return f"{who}: all {self.here.world_size} must be started with the same command, and be able to reach {where}"
 
     def _start_watchdog(self, look: Callable[[], Any | None], has_group: bool, secret: str = "") -> Watchdog:
         return Watchdog(self.here, self.progress, self.limits, self.close_all, look, has_group, secret)
@@ -138,6 +141,19 @@ class Heartbeat:
         """Stop reporting SIGTERM: from here on training itself ends after the current step when it arrives."""
         if self._watch is not None:
             self._watch.reports_sigterm = False
+
+    def share_usage(self, usage: Usage) -> None:
+        """Tell the main process with each sign of life what this process uses of its machine."""
+        self._usage = usage
+        if self._watch is not None:
+            self._watch.usage = usage
+
+    def usage_by_host(self) -> dict[str, float]:
+        """Return what the main process logs of all machines; nothing on the others."""
+        if self._usage is None or not self.here.is_main:
+            return {}
+        own = self._usage.last
+        return by_host({0: own}, {0: 0}) if self._watch is None else self._watch.peers.usage_by_host(own)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._watch is not None:

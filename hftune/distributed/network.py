@@ -79,7 +79,8 @@ def route_to(host: str) -> Route:
             source = probe.getsockname()[0].partition("%")[0]
         except OSError as error:
             raise ConfigError(
-                f"No network of this machine leads to {host} ({error.strerror}). It has {own_addresses()}."
+                f"This machine has no route to {host} ({error.strerror}). It has {own_addresses()}. "
+                "Check that address and the network."
             ) from error
     for name, addresses in interfaces().items():
         if source in addresses:
@@ -143,14 +144,17 @@ def choose_interface(main_host: str) -> Route:
         outward = outward_interfaces()
         if len(outward) != 1 and VARIABLES[0] not in os.environ:
             raise ConfigError(
-                f"{main_host} means {route.address} on this machine, which other machines do not reach. Set main_process_ip "
-                f"to its address in the network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has {own_addresses()}."
+                f"{main_host} resolves to {route.address} on this machine, which other machines cannot reach. Set "
+                f"main_process_ip to its address in the network, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has "
+                f"{own_addresses()}."
             )
         if len(outward) == 1:
             ((name, addresses),) = outward.items()
             route = Route(name, addresses[0])
     if route.interface not in present:
-        raise ConfigError(f"No interface of this machine has {route.address}. It has {own_addresses()}. Set {VARIABLES[0]}.")
+        raise ConfigError(
+            f"No interface of this machine has the address {route.address}. It has {own_addresses()}. Set {VARIABLES[0]}."
+        )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
     if not is_in_nccl_conf("NCCL_SOCKET_IFNAME"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # "=": this one, not all with this prefix

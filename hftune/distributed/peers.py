@@ -19,15 +19,16 @@ import psutil
 from hftune.distributed.failure_report import Report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
+from hftune.distributed.usage import Sample, by_host
 
 HURT_S = 10.0
 """Limit of silence if a connection is broken, too: the process is gone, and there is no need to wait for dead_after_s."""
 FRESH_S = 3.0
-"""Age up to which a sign of life can vouch for a process on the same machine."""
+"""Age up to which a sign of life can vouch for a process on the same machine, and its numbers are shown."""
 SHOWN = 8
 """Processes to list; the rest are counted."""
 
-HELD_UP = "C code holds Python's lock there, or it is stopped or swapping"
+HELD_UP = "C code in it may hold Python's lock, or it may be stopped or swapping"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,17 @@ class Peers:
         more = [f"{len(awaited) - SHOWN} more"] if len(awaited) > SHOWN else []
         return "; ".join(awaited[:SHOWN] + more) or None
 
+    def usage_by_host(self, own: Sample) -> dict[str, float]:
+        """On process 0: return what is logged of all machines. Only this one while others have not been heard of.
+
+        Called by another thread than the methods above.
+        """
+        samples, first_ranks, beats = {0: own}, {0: 0}, self.beats.copy()
+        if len(beats) == self.here.world_size - 1:  # else machines would be numbered differently later
+            first_ranks |= {rank: beat["machine"][0] for rank, beat in beats.items()}
+            samples |= {rank: beat["usage"] for rank, beat in beats.items() if self.silent_s.get(rank, 0.0) <= FRESH_S}
+        return by_host(samples, first_ranks)
+
     def _neighbours(self) -> set[int]:
         """Return the other processes of this machine, if their process ids mean the same here."""
         return set(self.here.node_ranks) - {self.here.rank} if self.here.has_agent else set()
@@ -126,13 +138,13 @@ class Peers:
         if beat is None or not self._lives(rank, beat["machine"], passed_s):
             why = "It was killed, or its machine is down or cut off."
             if not is_hurt:
-                why += f" If it may be in C code that holds Python's lock for so long, raise {key}."
+                why += f" If C code in it may hold Python's lock for that long, raise {key}."
             return self._missing_report(rank, f"has given no sign of life for {silent_s:.0f} s", why, seen)
         what = f"is alive but has not answered for {silent_s:.0f} s"
         limit_s, name = (dead_after_s, key) if is_hurt else (self.stall_after_s, f"train.stall_after_s={self.stall_after_s}")
         if limit_s is not None and silent_s > limit_s:
-            broke = ", because a connection broke meanwhile" if is_hurt else ""
-            return self._missing_report(rank, what, f"{HELD_UP}. {name} is the limit{broke}.", seen)
+            broke = ", because a connection broke in the meantime" if is_hurt else ""
+            return self._missing_report(rank, what, f"{HELD_UP}. The limit is {name}{broke}.", seen)
         if silent_s > dead_after_s and rank not in self.waited_for and self.here.rank == (1 if rank == 0 else 0):
             self.waited_for.add(rank)
             limit = "without a limit" if self.stall_after_s is None else f"for up to {self.stall_after_s:g} s"

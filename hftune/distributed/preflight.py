@@ -64,7 +64,7 @@ def _check_fsdp(recipe: Recipe) -> None:
         raise ConfigError("The launcher's fsdp_offload_params: true is not supported. Set it to false.")
     if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         raise ConfigError(
-            "The launcher's fsdp_activation_checkpointing: true would draw a different dropout when it recomputes. "
+            "The launcher's fsdp_activation_checkpointing: true would draw different dropout masks when it recomputes. "
             "Set it to false, and train.gradient_checkpointing=true in the recipe."
         )
     if on_cpu() and torch.accelerator.is_available():  # torch would shard the weights over the GPUs all the same
@@ -88,8 +88,8 @@ def check_options(train: TrainConfig) -> None:
     """
     if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise ConfigError(
-            "The launcher's parallelism_config is not supported. Set pipelines in the recipe, parallel.pipeline_stages=2; to "
-            "shard the model, use accelerate_configs/fsdp.yaml. Remove it from the launcher's config."
+            "The launcher's parallelism_config is not supported. Remove it from the launcher's config. For a pipeline, set "
+            "parallel.pipeline_stages=2 in the recipe; to shard the model, use accelerate_configs/fsdp.yaml."
         )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", train.mixed_precision):

@@ -214,7 +214,8 @@ class Meeting(StaticTCPRendezvous):
         who = f" Missing: {', '.join(named)}." if named else ""
         return (
             f"{len(here)} of {self.world_size} machines {'is' if len(here) == 1 else 'are'} here: {', '.join(map(str, here))}."
-            f"{who} {count} more must be started with the same command, and reach {self.endpoint} (firewall, address, port)"
+            f"{who} {count} more must be started with the same command, and be able to reach {self.endpoint} "
+            "(firewall, address, port)"
         )
 
     # The others
@@ -280,7 +281,7 @@ class Meeting(StaticTCPRendezvous):
                 if store.check(["refusal"]):
                     raise ConfigError(store.get("refusal").decode())
                 self._wait(
-                    lambda: f"{self.machine} has joined {self.endpoint}, which waits for more of {self.world_size} machines"
+                    lambda: f"{self.machine} has joined {self.endpoint}, which awaits the rest of {self.world_size} machines"
                 )
             store.set(f"ready/{index}", "")
         except DistError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,6 +19,7 @@ from hftune.distributed.preflight import check_hardware, check_launch, check_lau
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
+from hftune.distributed.usage import Usage
 
 
 class Session:
@@ -112,6 +114,16 @@ class Session:
         stop = self._stack.enter_context(StopRequest())
         self.heartbeat.leave_sigterm()
         return stop
+
+    def sample_usage(self, device: Any, folder: Path) -> Callable[[], dict[str, float]]:
+        """From here on sample what training uses of its machines; return what tells the main process of all of them.
+
+        Args:
+            device: of this process.
+            folder: on the file system whose free space is sampled.
+        """
+        self.heartbeat.share_usage(self._stack.enter_context(Usage(self.info, device, folder)))
+        return self.heartbeat.usage_by_host
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call this when the context is left, whatever happens, while the process is still watched."""

@@ -27,6 +27,7 @@ from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
+from hftune.distributed.usage import Usage
 
 BEAT_S = 1.0
 """Between two signs of life."""
@@ -102,6 +103,8 @@ class Watchdog:
         """Where the processes of this attempt meet; None until they have."""
         self.met = threading.Event()
         self.reports_sigterm = True
+        self.usage: Usage | None = None
+        """What this process uses of its machine, once it is sampled; only passed on."""
         self.report: Report | None = None
         """Why the job ends, as all processes have agreed."""
         self.loss: Report | None = None
@@ -255,6 +258,7 @@ class Watchdog:
             "still_s": self._still_s,
             "hurt": self._connection_is_broken,
             "bye": self._bye,
+            "usage": {} if self.usage is None else self.usage.last,
         }
 
     def _stack(self) -> str:

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,8 +25,10 @@ import torch
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.accelerator import on_cpu
+from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.tracking.console import is_terminal
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 
@@ -84,7 +88,7 @@ def count_processes(asked: int | None) -> int:
         raise ConfigError(f"num_processes={asked} must be at least 1.")
     if 0 < num_gpus < asked:
         raise ConfigError(
-            f"num_processes={asked} is more than the GPUs of this machine, {num_gpus}: each process takes one. Lower it; "
+            f"num_processes={asked} exceeds the number of this machine's GPUs, {num_gpus}: each process takes one. Lower it; "
             "train.batch_size and the result stay the same."
         )
     return asked
@@ -104,9 +108,11 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     Raises:
         KeyboardInterrupt: after a second SIGINT; all processes have been killed.
     """
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+    # On a terminal they write to it themselves, with a progress bar. A notebook's stream is none, and takes only what we print.
+    is_theirs = is_terminal(sys.stdout) and is_terminal(sys.stderr)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     # A session of its own: a terminal, and Jupyter, would also send Ctrl-C to torchrun, which would then receive it twice.
-    process = subprocess.Popen(command, env=env, start_new_session=True, **output)
+    process = subprocess.Popen(command, env=env, start_new_session=True, **({} if is_theirs else pipes))
     forwarded: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -117,10 +123,11 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    errors = threading.Thread(target=show, args=(process.stderr or (), "stderr"), name="hftune stderr", daemon=True)
+    errors.start()
     try:
-        for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+        show(process.stdout or (), "stdout")
+        errors.join()
         return process.wait(), bool(forwarded)
     finally:
         for number, handler in before.items():
@@ -129,13 +136,23 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
             for child in [*psutil.Process(process.pid).children(recursive=True), process]:
                 child.kill()
             process.wait()
-        process.stdout.close()
+        errors.join()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def show(lines: Iterable[str], name: str) -> None:
+    """Print lines as they come. If nobody can read them any more, training continues."""
+    for line in lines:
+        with suppress(OSError):
+            print(line, end="", file=getattr(sys, name), flush=True)
 
 
 def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:
-    """Return the exception that the processes ended with."""
-    if (described := read_failure(folder)) is not None:
-        return described
+    """Return the exception that the processes ended with; with a report if they have printed its message."""
+    if (error := read_failure(folder)) is not None:
+        return with_report(error, Report(str(error), exit_code(error), is_printed_here=False))
     if is_stopped:
         return Interrupted("Training was asked to stop, and ended before it could write a checkpoint.")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

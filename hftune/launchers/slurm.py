@@ -136,7 +136,7 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
     recipe = Recipe.from_argv(words)
     recipe.validate()
     if recipe.resume != "auto":
-        raise ConfigError(f"resume={recipe.resume} would start over there each time the job is requeued. Leave it out.")
+        raise ConfigError(f"resume={recipe.resume} would start over each time the job is requeued. Leave it out.")
     name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
     cores, notices = job.cores, []
     if cores is None:

@@ -120,8 +120,8 @@ def make_distributor(num_processes: int, local_mode: bool, use_gpu: bool, allow_
         raise ConfigError(f"use_gpu={use_gpu}: {error}") from error
     if distributor.num_processes != num_processes and not allow_fewer:
         raise ConfigError(
-            f"num_processes={num_processes} is more than the GPUs of the driver, {distributor.num_processes}. Lower it, or set "
-            "allow_fewer=True; train.batch_size and the result stay the same."
+            f"num_processes={num_processes} exceeds the number of the driver's GPUs, {distributor.num_processes}. Lower it, or "
+            "set allow_fewer=True; train.batch_size and the result stay the same."
         )
     return distributor
 
@@ -142,7 +142,7 @@ def check_slots(spark: SparkSession, num_tasks: int) -> None:
         if time.monotonic() > until:
             raise ConfigError(
                 f"The training needs {num_tasks} Spark tasks at once, and the cluster {spark.conf.get('spark.master')} can run "
-                f"{slots}. Lower num_processes, or give it more executors or cores."
+                f"{slots}. Lower num_processes, or give the cluster more executors or cores."
             )
         time.sleep(0.2)
 

@@ -5,6 +5,7 @@ They see the rows of a whole split, as ``Task.metrics`` does. Independent of tas
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,12 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     Raises:
         ConfigError: one cannot be imported or loaded.
     """
-    return {name: _imported(name) if is_function(name) else _loaded(name) for name in names}
+    return {name: _load(name) for name in names}
+
+
+@functools.cache  # each evaluation asks for them, and loading a module of evaluate takes a second
+def _load(name: str) -> Metric:
+    return _imported(name) if is_function(name) else _loaded(name)
 
 
 def is_function(name: str) -> bool:
@@ -57,7 +63,7 @@ def compute(metrics: Mapping[str, Metric], rows: Rows, taken: Collection[str]) -
         for key, value in result.items():
             if key in taken or key in found:
                 raise TrainingError(
-                    f"eval.metrics={name} returned {key}, which is computed already. Return it by another name."
+                    f"eval.metrics={name} returned {key}, which is already computed. Return it under a different name."
                 )
             found[key] = value
     return found
@@ -83,8 +89,8 @@ def _loaded(name: str) -> Metric:
     except Exception as error:  # evaluate raises what its module's own imports do
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"eval.metrics={name} is no module that evaluate can load: {reason}. Give the path of its script, or the dotted "
-            "path of a function that takes the rows."
+            f"eval.metrics={name} is not a module that evaluate can load: {reason}. Give the path of its script, or the "
+            "dotted path of a function that takes the rows."
         ) from error
     return lambda rows: module.compute(**_columns(name, rows))
 

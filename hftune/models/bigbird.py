@@ -319,7 +319,7 @@ def build_encoder_decoder(
     decoder = decoder or {}
     if isinstance(config, EncoderDecoderConfig):
         if encoder or decoder:
-            raise ConfigError(f"task.model already is an encoder-decoder, which is loaded unchanged. Leave {SECTION} empty.")
+            raise ConfigError(f"task.model is already an encoder-decoder, which is loaded unchanged. Leave {SECTION} empty.")
         return load_model(EncoderDecoderModel, model, config, commit)
     encoder_config = BlockSparseBigBirdConfig.warm_start(config, **encoder)
     if not encoder_config.use_bias or encoder_config.rescale_embeddings:

@@ -230,7 +230,7 @@ def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
         near = f"{below} or {below + gpus_per_machine}" if below else str(gpus_per_machine)
         raise ConfigError(
             f"--processes {num_processes} is not a multiple of --gpus-per-machine {gpus_per_machine}: each machine runs one "
-            f"process on each of its GPUs. Say --processes {near}."
+            f"process on each of its GPUs. Use --processes {near}."
         )
     return num_processes // gpus_per_machine
 
@@ -477,7 +477,7 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
 
 def needs_values(error: Exception) -> str:
     """Return the end of a sentence about something that failed because a plan has no values."""
-    return f"needs values, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
+    return f"needs the values of tensors, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
 
 
 def disk(recipe: Recipe, plan: Plan, model_bytes: int, optimizer_bytes: int) -> Disk:

@@ -34,6 +34,7 @@ from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import SavedState, Sharding
+from hftune.strategies.step_times import StepTimes
 from hftune.task import Task
 
 
@@ -194,6 +195,8 @@ class Strategy(Collectives, Step):
     model: nn.Module
     """What ``task.predictions`` may call during an evaluation: a full model, whose forward pass waits for no other process."""
     sharding: Sharding
+    computes_alone = False
+    """Whether a process computes its part of a step without waiting for others until the gradient is summed; see StepTimes."""
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
         super().__init__(accelerator, progress)
@@ -201,6 +204,7 @@ class Strategy(Collectives, Step):
         self.dp_rank, self.dp_size = self.process_index, self.num_processes
         """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
+        self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
         self._micro_losses: list[Tensor] = []
         self._items = torch.zeros(())
 
@@ -237,11 +241,13 @@ class Strategy(Collectives, Step):
         # With workers, the loader runs ahead of the steps, so it needs an iterator of its own.
         assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
         samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
-        loaded = iter(self.loader(dataset, samples, num_workers))
+        with self.times.loading():
+            loaded = iter(self.loader(dataset, samples, num_workers))
         for batch in assigned:
-            for micro_batch in batch.mine:
-                self.progress.samples(micro_batch.samples)
-                batch.batches.append(next(loaded))
+            with self.times.loading():
+                for micro_batch in batch.mine:
+                    self.progress.samples(micro_batch.samples)
+                    batch.batches.append(next(loaded))
             yield batch
 
     def evaluation_batches(
@@ -258,13 +264,15 @@ class Strategy(Collectives, Step):
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
         counts = [*self.counts(batch), stop]
-        sums = self.sum(torch.tensor(counts, dtype=self.exact, device=self.device))
+        sums = self.sum(torch.tensor([*counts, *self.times.told()], dtype=self.exact, device=self.device))
         items = self._items = sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
         loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
-        loss, num_items, num_samples, low, high, stops = torch.cat([loss[None], sums]).tolist()  # waits for the device once
+        # This waits for the device, once.
+        loss, num_items, num_samples, low, high, stops, *seconds = torch.cat([loss[None], sums]).tolist()
         if self.num_processes == 1:
             num_items, num_samples, low, high, stops = counts  # exact even on a device without float64
+        self.times.add(seconds)
         return StepReport(loss, num_items, int(num_samples), format_digest(low, high), stops > 0)
 
     def counts(self, batch: StepBatch) -> list[float]:
@@ -290,6 +298,7 @@ class Strategy(Collectives, Step):
             group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups
         optimizer.step()
         optimizer.zero_grad()
+        self.times.finish()
         scaler = self.accelerator.scaler
         if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more
             raise TrainingError(

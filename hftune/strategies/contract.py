@@ -37,7 +37,7 @@ class BatchLoss(NamedTuple):
 def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray | None) -> list[str]:
     """Compare the loss of two samples together with their losses alone, in evaluation mode on the CPU.
 
-    Skipped for hftune's own tasks, and for models that cannot run like this or are random in evaluation mode.
+    Skipped for hftune's own tasks. Models that cannot run like this, or are random in evaluation mode, get a notice.
 
     Returns:
         Notices for the user.
@@ -45,20 +45,31 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
     Raises:
         ConfigError: the loss is not a sum, or ``num_items`` does not count what it sums over.
     """
-    if type(task).__module__.startswith("hftune.") or len(dataset) < 2:
+    if type(task).__module__.startswith("hftune."):
         return []
+    if len(dataset) < 2:
+        return not_checked(task, "there is only one training sample")
     order = np.arange(len(dataset)) if lengths is None else np.argsort(lengths, kind="stable")
     indices = order[len(order) // 4 :][:2].tolist()  # rather short ones, which take little time
     try:
         samples = [dataset[index] for index in indices]
         batches = [task.collate(some) for some in (samples, samples, samples[:1], samples[1:])]
         together, again, *alone = compute(task, model, batches)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, ImportError, LookupError, AttributeError):
-        return []  # such as a kernel that only GPUs have; a real mistake will be reported when training meets it
-    if together.loss != again.loss or not np.isfinite([together.loss, *(one.loss for one in alone)]).all():
-        return []
+    except (RuntimeError, ValueError, TypeError, AssertionError, ImportError, LookupError, AttributeError) as error:
+        # Such as a kernel that only GPUs have; a real mistake will be reported when training meets it.
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+        return not_checked(task, f"one or two samples cannot be computed on the CPU in evaluation mode ({reason})")
+    if not np.isfinite([together.loss, *(one.loss for one in alone)]).all():
+        return not_checked(task, f"it is not finite for samples {indices[0]} and {indices[1]}")
+    if together.loss != again.loss:
+        return not_checked(task, "it differs between two passes over the same samples in evaluation mode")
     check_loss(task, model, indices, together, alone)
     return check_items(task, indices, together, alone)
+
+
+def not_checked(task: Task, reason: str) -> list[str]:
+    """Return the notice that nobody has made sure of the sum."""
+    return [f"{type(task).__name__}.loss was not checked, because {reason}. Make sure that it returns a sum over the items."]
 
 
 def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[BatchLoss]:

@@ -27,6 +27,8 @@ from hftune.task import Task
 class DataParallel(Strategy):
     """Assign the micro-batches of a step to the processes by cost; all-reduce the gradient once, with the last of them."""
 
+    computes_alone = True
+
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
         super().__init__(accelerator, task, progress)
         self.sharding: Sharding = Replicated(accelerator, self)
@@ -98,6 +100,7 @@ class DataParallel(Strategy):
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale, losses = self.num_processes / items, []
         self._statistics.begin()
+        self.times.begin_computing()
         for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
             self.progress.samples(micro_batch.samples)
             self._seeds.begin(seed, step, micro_batch.index)
@@ -109,7 +112,10 @@ class DataParallel(Strategy):
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
                     outputs = self.sharding.wrapped(**self.task.inputs(inputs))
                 loss = self.task.loss(outputs, self.task.target(inputs))
-                self.accelerator.backward(loss * (scale * weight).to(loss.dtype))
+                scaled = loss * (scale * weight).to(loss.dtype)
+                if is_last:
+                    self.times.end_computing_after(scaled)
+                self.accelerator.backward(scaled)
             losses.append(loss.detach() * weight)
             self._check_gradients()
         self._statistics.finish(self.sum)

@@ -44,6 +44,8 @@ class FullySharded(DataParallel):
     - ``build_model`` still builds the full model on every process, in host memory.
     """
 
+    computes_alone = False  # it waits for the others at each block
+
     sharding: ShardedWeights
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
@@ -93,7 +95,7 @@ class ShardedWeights(Replicated):
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        check_optimizer(optimizer, is_sharded=True)
+        check_optimizer(optimizer, self.accelerator.device, is_sharded=True)
         start_equal(model, self.group)
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
         self.meta_model = meta_copy(model)

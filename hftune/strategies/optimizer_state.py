@@ -50,10 +50,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, is_staged: bool = False) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, is_sharded: bool = False, is_staged: bool = False
+) -> None:
     """Try an optimizer on a few small tensors, and refuse one that cannot be saved or spread over the processes.
 
     Args:
+        device: where this process trains; some optimizers work on GPUs only.
         is_sharded: each process keeps a part of every parameter (FSDP).
         is_staged: each process keeps some of the parameters (pipelines).
 
@@ -64,22 +67,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, 
         return
     name = f"train.optimizer: {type(optimizer).__name__}"
     if is_sharded and optimizer.state:
-        raise ConfigError(f"{name} makes its state when it is built, before FSDP shards the parameters. Train without FSDP.")
-    twin, parameters = _stepped_twin(optimizer)
+        raise ConfigError(f"{name} creates its state when it is built, before FSDP shards the parameters. Train without FSDP.")
+    twin, parameters = _stepped_twin(optimizer, device)
     if other := next((key for key in twin.state if not isinstance(key, Tensor)), None):
-        raise ConfigError(f"{name} keeps {other} for no parameter, which checkpoints cannot hold: only state of a parameter.")
+        raise ConfigError(
+            f"{name} keeps {other}, which belongs to no parameter. Checkpoints hold only the state of parameters."
+        )
     state = [(parameter, key, value) for parameter in parameters for key, value in twin.state[parameter].items()]
     changed = [change for group in changed_options(twin, options_of(optimizer)) for change in group.items()]
     for key, value in [*((key, value) for _, key, value in state if not isinstance(value, Tensor)), *changed]:
         if not isinstance(value, PLAIN):
             raise ConfigError(
-                f"{name} keeps {key}, a {type(value).__name__}, which checkpoints cannot hold: only tensors of a parameter, "
-                "numbers and texts."
+                f"{name} keeps {key}, a {type(value).__name__}, which checkpoints cannot hold: only a parameter's "
+                "tensors, numbers and strings."
             )
     odd = [key for one, key, value in state if isinstance(value, Tensor) and value.ndim and value.shape != one.shape]
     if is_sharded and odd:
         raise ConfigError(
-            f"{name} keeps {odd[0]} in a different shape than its parameter's, which FSDP cannot shard. Train without FSDP."
+            f"{name} keeps {odd[0]} in a shape that differs from its parameter's, which FSDP cannot shard. Train without FSDP."
         )
     if is_staged and (changed or not _is_independent(optimizer, parameters)):
         raise ConfigError(
@@ -90,11 +95,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_sharded: bool = False, 
 
 def _is_independent(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
     """Say whether a parameter's steps depend on its own gradient only: those of the last one are changed to find out."""
-    _, others = _stepped_twin(optimizer, last=-3.0)
+    _, others = _stepped_twin(optimizer, parameters[0].device, last=-3.0)
     return all(torch.equal(one, other) for one, other in zip(parameters[:-1], others[:-1], strict=True))
 
 
-def _stepped_twin(optimizer: torch.optim.Optimizer, last: float = 1.0) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+def _stepped_twin(
+    optimizer: torch.optim.Optimizer, device: torch.device, last: float = 1.0
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """Build an optimizer of the same kind for small tensors, two for each number of dimensions in each group; take two steps.
 
     Args:
@@ -103,7 +110,6 @@ def _stepped_twin(optimizer: torch.optim.Optimizer, last: float = 1.0) -> tuple[
     Raises:
         ConfigError: it cannot be built, or its step fails.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     taken = inspect.signature(type(optimizer)).parameters
     arguments = {key: value for key, value in optimizer.defaults.items() if key in taken}
     groups = []

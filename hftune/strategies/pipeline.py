@@ -185,6 +185,7 @@ class Pipeline(Strategy):
                 unused = self.broadcast(self.gather_to_main(without_gradient(self.sharding.parameters())))
             finally:
                 self.sharding.optimizer.zero_grad()
+                self.times.discard()
         refuse_unused([*dict.fromkeys(unused)])
         for index, stage in self._stages.items():
             places = [place for name, place in changed.items() if name.startswith(f"{index}.")]

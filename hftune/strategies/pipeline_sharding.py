@@ -70,7 +70,7 @@ class StagedWeights(Sharding):
         self.config, self.grid = config, grid
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        check_optimizer(optimizer, is_staged=True)
+        check_optimizer(optimizer, self.accelerator.device, is_staged=True)
         start_equal(model, self.group)
         self.meta_model = meta_copy(model)
         stages = cut(model, self.config.num_stages, self.config.split)

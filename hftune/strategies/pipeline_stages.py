@@ -40,7 +40,7 @@ def cut(model: nn.Module, count: int, split: Sequence[int] | None = None) -> lis
     if hasattr(model, "stage"):
         if split is not None:
             raise ConfigError(
-                f"parallel.split={list(split)}: {type(model).__name__} cuts itself, by its method stage. Leave it null."
+                f"parallel.split={list(split)}: {type(model).__name__} is cut by its own method stage. Set it to null."
             )
         stages = [model.stage(index, count) for index in range(count)]
     else:
@@ -105,7 +105,7 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
     pairs = [[value for value in tree_leaves(either) if isinstance(value, Tensor)] for either in (outputs, expected)]
     if len(pairs[0]) != len(pairs[1]) or not all(map(_alike, *pairs)):
         raise ConfigError(
-            f"{name} cannot be cut into stages: one after the other they do not return what the whole model returns. {HOW}"
+            f"{name} cannot be cut into stages: run one after the other, they do not return what the whole model returns. {HOW}"
         )
 
 
@@ -153,7 +153,7 @@ def _body_and_layers(model: nn.Module) -> tuple[nn.Module | None, str]:
         return None, "it has no head that predicts tokens"
     lists = [*outermost_lists(model)]
     if len(lists) != 1:
-        return None, f"it has {len(lists)} ModuleLists, and a decoder has exactly one, of its layers"
+        return None, f"it has {len(lists)} ModuleLists, but a decoder has exactly one, with its layers"
     body, layers = lists[0]
     if not any(child is model.get_input_embeddings() or isinstance(child, nn.Embedding) for child in body.children()):
         return None, "its embeddings and its layers are not in the same module"

@@ -191,7 +191,7 @@ class Replicated(Sharding):
     """Every process holds everything: one process, or DDP through Accelerate."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, self.accelerator.device)
         self.initial_options = options_of(optimizer)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)

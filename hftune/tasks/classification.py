@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
     from torch import Tensor
+
+
+def count_classes(labels_N: ArrayLike, names: Sequence[str]) -> dict[str, int]:
+    """Return the number of samples of each class, by its name."""
+    import numpy as np
+
+    return dict(zip(names, np.bincount(labels_N, minlength=len(names)).tolist(), strict=True))
 
 
 def most_probable(logits_NK: Tensor) -> list[tuple[int, float]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import evaluation_rows, most_probable, named
+from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -80,7 +80,7 @@ class ImageClassification(ImageTask):
 
     def _value_problems(self) -> Iterator[str]:
         if not 0 <= self.dropout < 1:
-            yield f"task.dropout={self.dropout} must lie in [0, 1)."
+            yield f"task.dropout={self.dropout} must be in [0, 1)."
         if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean):
             yield f"task.mean={self.mean} and task.std={self.std} must both hold one number (grey) or three (red, green, blue)."
         if not all(std > 0 for std in self.std):
@@ -162,6 +162,9 @@ class ImageClassification(ImageTask):
         if self.network is not None:
             return {**self._own_network(), **sizes, "num_classes": num_classes}
         return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
+
+    def class_counts(self, dataset: Images) -> dict[str, int]:
+        return count_classes(dataset.labels, self.labels)
 
     def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from hftune.data import notices

@@ -50,9 +50,9 @@ class ImageRestoration(ImageTask):
     crop: int | None = 64
     """Size in pixels of the random square crops to train on, at least 16. null: whole images, as in evaluation."""
     flip: bool = True
-    """Whether to flip training images left to right at random, half of them."""
+    """Whether to flip training images left to right, each with probability 1/2."""
     mask_weight: float = 1.0
-    """Weight in the loss of pixels inside the mask, above 0; those outside have weight 1."""
+    """Weight in the loss of pixels inside the mask, above 0; pixels outside have weight 1."""
 
     metric_directions = {
         f"{metric}{region}": direction  # type: ignore[misc]  # to mypy, a str

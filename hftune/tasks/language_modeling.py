@@ -41,7 +41,7 @@ class LanguageModeling(TextTask):
     llama, ...)."""
     dataset: str = "Salesforce/wikitext"
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (text, json,
-    csv, parquet or arrow), needed only if their suffixes do not tell."""
+    csv, parquet or arrow), only needed if their suffixes do not show it."""
     dataset_config: str | None = "wikitext-2-v1"
     """Configuration (subset) of the data set on the Hub, if it has several. null: the only one."""
     data_files: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class LanguageModeling(TextTask):
             if self.model is not None:
                 return [
                     f"task.tokenizer={self.tokenizer} builds a vocabulary that does not fit task.model={self.model}. "
-                    "Set task.tokenizer=null to use the tokenizer of the model."
+                    "Set task.tokenizer=null to use the model's own tokenizer."
                 ]
         elif is_folder(self.tokenizer) and not Path(self.tokenizer).expanduser().is_dir():
             return [f"task.tokenizer={self.tokenizer}: there is no such folder."]
@@ -181,8 +181,8 @@ class LanguageModeling(TextTask):
             raise ConfigError(f"task.block_length={self.block_length} exceeds the model's {positions} positions. Lower it.")
         if config.vocab_size < len(self.text_tokenizer):
             raise ConfigError(
-                f"The tokenizer has {len(self.text_tokenizer)} tokens, but task.model={self.model} only {config.vocab_size}. "
-                "Set task.tokenizer=null to use the tokenizer of the model."
+                f"The tokenizer has {len(self.text_tokenizer)} tokens, but task.model={self.model} has only "
+                f"{config.vocab_size}. Set task.tokenizer=null to use the model's own tokenizer."
             )
 
     def notices(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:

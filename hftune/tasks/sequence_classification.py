@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.tasks.classification import evaluation_rows, most_probable, named
+from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
 from hftune.tasks.text import TextTask, beginning
 from hftune.tasks.validation import bound_problems
 
@@ -34,7 +34,7 @@ class SequenceClassification(TextTask):
     trained on the texts."""
     dataset: str = "Yelp/yelp_review_full"
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
-    parquet, arrow or text), needed only if their suffixes do not tell."""
+    parquet, arrow or text), only needed if their suffixes do not show it."""
     eval_split: str = "test"
     """Split of the data set on the Hub to evaluate on."""
     vocab_size: int = 4096
@@ -123,6 +123,9 @@ class SequenceClassification(TextTask):
         )
         numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
         return encoded.add_column("label", numbers).with_format("numpy")
+
+    def class_counts(self, dataset: Dataset) -> dict[str, int]:
+        return count_classes(dataset.select_columns("label").with_format("numpy")[:]["label"], self.labels)
 
     def notices(self, datasets: Mapping[str, Dataset], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices

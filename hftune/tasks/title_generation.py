@@ -35,18 +35,19 @@ class TitleGeneration(TextTask):
     """Fields of the model's config to override; if model is null, those that differ from the defaults of BERT."""
     dataset: str = "csebuetnlp/xlsum"
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
-    parquet or arrow), needed only if their suffixes do not tell."""
+    parquet or arrow), only needed if their suffixes do not show it."""
     data_dir: str | None = None
     """Folder of the Hub repository to read instead of the whole repository, such as XL-Sum's chinese_simplified."""
     architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
-    """prefix_lm: a single stack with full attention on the source generates the title. encoder_decoder: a block-sparse BigBird
-    encoder, whose cost is linear in the source length, and a BERT decoder, both initialized from model; for less memory."""
+    """prefix_lm: one stack of layers, with full attention to the source, generates the title. encoder_decoder: a block-sparse
+    BigBird encoder, whose cost is linear in the source length, and a BERT decoder, both initialized from model; it needs
+    less memory."""
     vocabulary: str | None = None
     """Folder written by `hftune vocab`, for a new model (model: null). null: a vocabulary is trained on the texts."""
     vocab_size: int = 8000
     """Size of the vocabulary that is trained on the texts, if model and vocabulary are null."""
     source_column: str | None = None
-    """Column of the source texts. null: the one of content, text and article that the data have."""
+    """Column of the source texts. null: whichever of content, text and article the data set has."""
     target_column: str = "title"
     """Column of the titles."""
     max_source_length: int = 4096

@@ -68,7 +68,16 @@ class TrackerBackend:
         """
 
     def log_confusion_matrix(self, step: int, name: str, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
-        """Record how often each class was taken for each; a row of ``counts`` is a true class, a column a predicted one."""
+        """Record how often each class was taken for each: as a table, unless a tracker has something better.
+
+        Args:
+            counts: a row for each true class, a column for each predicted one.
+        """
+        columns = [f"as {label}" for label in labels]
+        rows = [
+            {"true class": label, **dict(zip(columns, row, strict=True))} for label, row in zip(labels, counts, strict=True)
+        ]
+        self.log_table(step, name, rows)
 
     def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
         """Record images of samples, each (H, W, 3) uint8, of several sizes, with a caption each."""

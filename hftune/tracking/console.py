@@ -1,59 +1,266 @@
-"""The output in the terminal: a progress bar if stderr is a terminal, plain lines otherwise. Independent of tasks."""
+"""The output in the terminal: lines, and below them a progress bar if stderr is a terminal. Independent of tasks."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import textwrap
+import threading
+import time
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, TextIO
 
-from tqdm import tqdm
+from rich.console import Console as Terminal
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+REDRAW_S = 0.25
+"""At least between two drawings of the progress bar."""
+SHORTEST_BAR, LONGEST_BAR = 10, 20
+"""Columns of the bar alone."""
+ERASE_LINE = "\r\x1b[2K"
+SHOWN = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s")
+"""Training values that a line shows; metrics.jsonl has all."""
+SAMPLE_WIDTH = 88
+"""Columns of a sample's text at most."""
 
 
 class Console:
-    """Prints on the main process and is silent on the others."""
+    """Prints on the main process and is silent on the others.
 
-    def __init__(self, enabled: bool, num_steps: int, step: int = 0):
-        self.enabled = enabled
-        self.num_steps = num_steps
-        wanted = enabled and sys.stderr.isatty()
-        self.bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True) if wanted else None
+    Every evaluation gets a line. The values of training get lines, too, unless a progress bar shows them.
+
+    Args:
+        enabled: whether this is the main process.
+        step: after which training starts.
+        metric: of an evaluation, to show in the bar.
+    """
+
+    def __init__(self, enabled: bool, num_steps: int, step: int = 0, metric: str = "loss"):
+        self.enabled, self.num_steps, self.step, self.metric = enabled, num_steps, step, metric
+        self._widths = {"lr": len("1.00e-05")}
+        self._timed_from: tuple[int, float] | None = None
+        self._scored: tuple[int, int] | None = None
+        self._loss, self._speed, self._evaluation = "", "", Text()
+        self._bar = Bar(sys.stderr) if enabled and is_terminal(sys.stderr) else None
+
+    def start(self) -> None:
+        """Draw the bar, which stays below all that is printed until ``close``."""
+        if self._bar is not None:
+            self._bar.open()
+            self._draw(now=True)
+
+    def close(self) -> None:
+        """Remove the bar. Any thread may call it, and more than once."""
+        if self._bar is not None:
+            self._bar.close()
 
     def line(self, text: str) -> None:
-        """Print one line, above the progress bar if there is one."""
-        if not self.enabled:
-            return
-        if self.bar is not None:
-            self.bar.write(text)
-        else:
+        """Print a line."""
+        if self.enabled:
             print(text, flush=True)
 
     def advance(self, step: int, loss: float) -> None:
-        """Move the bar."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            self.bar.update(step - self.bar.n)
+        """Note that a step was made."""
+        self.step, self._scored = step, None
+        if self._timed_from is None:  # the first step may take far longer than those that follow
+            self._timed_from = step, time.monotonic()
+        if self._bar is not None:
+            self._loss = f"loss {short(loss)}"
+            self._draw()
+
+    def scored(self, count: int, total: int) -> None:
+        """Note that an evaluation has scored ``count`` of this process's ``total`` micro-batches."""
+        self._scored = count, total
+        self._draw(now=count in (1, total))
 
     def logged(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
-        """Print what was logged at a step; training values only without a progress bar, which shows them itself."""
-        part = next(iter(values)).partition("/")[0]
-        if self.bar is None or part in ("eval", "test"):
-            numbers = [f"{name.partition('/')[2]} {short(value)}" for name, value in values.items() if is_number(value)]
-            what = f"{part} " if part in ("eval", "test") else ""
-            self.line(f"step {step}/{self.num_steps}  epoch {epoch:.2f}  {what}{'  '.join(numbers)}")
+        """Show what was logged at a step of training."""
+        numbers = {name.partition("/")[2]: value for name, value in values.items() if is_number(value)}
+        if "samples_per_s" in numbers:
+            self._speed = f"{short(numbers['samples_per_s'])} samples/s"
+        if self._bar is None:
+            cells = [self._cell(name, numbers[name]) for name in SHOWN if name in numbers]
+            self.line(join([*self._position(step, epoch), *cells, self._time_left()]))
+
+    def evaluated(
+        self, step: int, epoch: float, metrics: Mapping[str, Any], best: float | None = None, best_step: int = 0
+    ) -> None:
+        """Print an evaluation. Without ``best``, it is the one on the test split."""
+        self._scored, remark = None, ""
+        if best is not None:
+            is_best = step == best_step
+            remark = "best so far" if is_best else f"best {short(best)} at step {best_step}"
+            found = f"eval {self.metric} {short(metrics[self.metric])}"
+            self._evaluation = Text(f"{found}, the best", "green") if is_best else Text(f"{found}, best {short(best)}")
+        cells = [self._cell(name, value) for name, value in metrics.items() if is_number(value)]
+        kind = "test" if best is None else "eval"
+        self.line(fold([*self._position(step, epoch), kind, *cells, remark], self._columns()))
+        self._draw(now=True)
 
     def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print a few predictions, each as a small table."""
         for sample in samples:
             if sample:
-                row = {name: short(value) if is_number(value) else one_line(str(value)) for name, value in sample.items()}
+                width = max(20, min(SAMPLE_WIDTH, self._columns() - max(map(len, sample)) - 4))
+                row = {
+                    name: short(value) if is_number(value) else one_line(str(value), width) for name, value in sample.items()
+                }
                 self.line("  " + table(row).lstrip() + "\n")
 
+    def _position(self, step: int, epoch: float) -> list[str]:
+        total = f"step {self.num_steps}/{self.num_steps}"
+        return [f"{f'step {step}/{self.num_steps}':<{len(total)}}", f"epoch {epoch:.2f}"]
+
+    def _cell(self, name: str, value: float) -> str:
+        """Return name and value, as wide as any value of that name so far."""
+        text = short(value)
+        width = self._widths[name] = max(self._widths.get(name, 5), len(text))
+        return f"{name.replace('_per_s', '/s')} {text:<{width}}"
+
+    def _time_left(self) -> str:
+        """Return the time left at the present speed, evaluations included; empty before the second step."""
+        if self._timed_from is None or self.step in (self._timed_from[0], self.num_steps):
+            return ""
+        step, since = self._timed_from
+        seconds = (time.monotonic() - since) / (self.step - step) * (self.num_steps - self.step)
+        return f"{duration(seconds)} left"
+
+    def _columns(self) -> int:
+        """Return the width of the terminal; without one, lines are as long as they are."""
+        return self._bar.width if self._bar is not None else 10_000
+
+    def _draw(self, now: bool = False) -> None:
+        if self._bar is not None and (now or self._bar.is_due()):
+            cells = [Text(self._loss), Text(self._time_left()), self._evaluation, Text(self._speed)]
+            if self._scored is None:
+                self._bar.draw(f"step {self.step}/{self.num_steps}", self.step, self.num_steps, cells)
+            else:
+                count, total = self._scored
+                what = "evaluating" if count < total else "computing metrics"
+                self._bar.draw(f"{what} after step {self.step}", count, total, cells[1:3])
+
+
+class Bar:
+    """One line at the bottom of a terminal, drawn again at most every REDRAW_S by whoever has news.
+
+    Not rich's Live: its thread would hold locks while a data loader forks, its proxy reads brackets in data as markup, and it
+    hides the cursor, for good if the process is killed. rich renders the line; whatever else is printed goes above it.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._terminal = stream, Terminal(file=stream, highlight=False)
+        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._is_open, self._is_within_line, self._shown, self._drawn_at = False, False, "", 0.0
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return self._terminal.width
+
+    def open(self) -> None:
+        self._is_open = True
+        for name in ("stdout", "stderr"):
+            if is_terminal(stream := getattr(sys, name)):
+                setattr(sys, name, _Above(stream, self))
+
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        """Remove the bar, and give back sys.stdout and sys.stderr. From here on it passes on what is printed as it is."""
+        with self._lock:
+            if self._is_open:
+                self._write(ERASE_LINE)
+            self._is_open = False
+        for name in ("stdout", "stderr"):
+            if isinstance(stream := getattr(sys, name), _Above) and stream.bar is self:
+                setattr(sys, name, stream.stream)
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._drawn_at >= REDRAW_S
+
+    def draw(self, label: str, count: int, total: int, cells: Iterable[Text]) -> None:
+        """Draw the line: label, bar, and as many of the cells as the terminal is wide enough for."""
+        with self._lock:
+            self._shown, self._drawn_at = self._render(label, count, total, cells), time.monotonic()
+            if self._is_open and not self._is_within_line:
+                self._write(ERASE_LINE + self._shown)
+
+    def _render(self, label: str, count: int, total: int, cells: Iterable[Text]) -> str:
+        width = self.width - 1  # a full last column makes some terminals begin a line
+        room, kept = width - len(label) - 2 - SHORTEST_BAR, []
+        if room < 0:
+            return label[:width]
+        for cell in filter(None, cells):
+            if cell.cell_len + 2 > room:
+                break
+            room -= cell.cell_len + 2
+            kept.append(cell)
+        length = min(SHORTEST_BAR + room, LONGEST_BAR)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(Text(label), ProgressBar(total, count, width=length, complete_style="cyan", finished_style="cyan"), *kept)
+        with self._terminal.capture() as capture:
+            self._terminal.print(grid, no_wrap=True, crop=True)
+        return capture.get().partition("\n")[0]
+
+    @contextmanager
+    def lifted(self, text: str) -> Iterator[None]:
+        """Within ``with``, nothing is in the way of printing ``text``."""
+        if os.getpid() != self._owner:  # a worker of a data loader, which may have been forked while the lock was held
+            yield
+            return
+        with self._lock:
+            if self._is_open and not self._is_within_line:
+                self._write(ERASE_LINE)
+            yield
+            if text:
+                self._is_within_line = not text.endswith("\n")
+            if self._is_open and not self._is_within_line:
+                self._write(self._shown)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class _Above:
+    """sys.stdout or sys.stderr while there is a bar: whole lines appear above it."""
+
+    def __init__(self, stream: TextIO, bar: Bar):
+        self.stream, self.bar = stream, bar
+
+    def write(self, text: str) -> int:
+        with self.bar.lifted(text):
+            written = self.stream.write(text)
+            self.stream.flush()
+        return written
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal that can erase a line."""
+    return hasattr(stream, "isatty") and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def note(text: str) -> str:
+    """Mark what a user should know."""
+    return f"note: {text}"
+
+
+def warning(text: str) -> str:
+    """Mark what went wrong without ending the run."""
+    return f"warning: {text}"
 
 
 def print_any_character() -> None:
@@ -69,9 +276,20 @@ def hide_progress_bars() -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     datasets_logging.disable_progress_bar()
-    disable_progress_bars()  # transformers takes this over when it is imported, which takes half a second and not all tasks need
+    disable_progress_bars()  # transformers adopts this when it is imported: half a second, which not all tasks need
     if "transformers" in sys.modules:
         sys.modules["transformers"].utils.logging.disable_progress_bar()
+
+
+def hide_reports() -> None:
+    """Hide what datasets and transformers report while they load, which is the same on every process."""
+    from datasets.utils import logging as datasets_logging
+
+    hide_progress_bars()
+    datasets_logging.set_verbosity_error()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # transformers reads it when it is imported, which not all tasks need
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.set_verbosity_error()
 
 
 def is_number(value: Any) -> bool:
@@ -80,10 +298,22 @@ def is_number(value: Any) -> bool:
 
 
 def short(value: float) -> str:
-    """Format a number for reading: 0.8312, 2.4e-05, 1,234."""
-    if value and abs(value) < 1e-3:
+    """Format a number for reading, mostly in five columns: 0.831, 1.650, 33.31, 109.3, 1,234, 0.0123, 2.40e-05."""
+    size = abs(value)
+    if size == 0 or (isinstance(value, int) and size < 1e6):
+        return f"{value:,.0f}"
+    if size >= 1e6 or 0 < size < 1e-3:
         return f"{value:.2e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if 0 < size < 0.1:
+        return f"{value:#.3g}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if size < 10 else f"{value:.2f}" if size < 100 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Format a time for reading: 0:02:13, 1 day, 4:05:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def data_size(num_bytes: float) -> str:
@@ -95,16 +325,50 @@ def data_size(num_bytes: float) -> str:
     return f"{num_bytes:,.3g} TiB"
 
 
-def one_line(text: str, width: int = 88) -> str:
-    """Fit a text into ``width`` columns of a terminal, in which Chinese characters take two."""
+def columns_of(text: str) -> list[int]:
+    """Return the column of a terminal in which each character ends; Chinese characters take two."""
+    return list(accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text))
+
+
+def one_line(text: str, width: int = SAMPLE_WIDTH) -> str:
+    """Fit a text into ``width`` columns of a terminal."""
     text = " ".join(text.split())
-    ends = list(accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text))
+    ends = columns_of(text)
     if not ends or ends[-1] <= width:
         return text
     return text[: bisect_right(ends, width - 1)] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def table(rows: Mapping[str, Any]) -> str:
-    """Format two columns."""
+def join(cells: Iterable[str]) -> str:
+    """Join the cells of a line."""
+    return "  ".join(filter(None, cells)).rstrip()
+
+
+def fold(cells: Iterable[str], width: int) -> str:
+    """Join the cells of a line, and start an indented one wherever the next cell would not fit."""
+    lines: list[list[str]] = [[]]
+    for cell in filter(None, cells):
+        if lines[-1] and len(join([*lines[-1], cell])) > width:
+            lines.append(["  "])
+        lines[-1].append(cell)
+    return "\n".join(map(join, lines))
+
+
+def table(rows: Mapping[str, Any], total_width: int | None = None) -> str:
+    """Format two columns; the second one is wrapped if there is a ``total_width``."""
     width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    between = "\n" + " " * (2 + width + 2)
+
+    def wrapped(value: Any) -> str:
+        if total_width is None:
+            return str(value)
+        return between.join(
+            textwrap.wrap(str(value), max(20, total_width - len(between)), break_long_words=False, break_on_hyphens=False)
+        )
+
+    return "\n".join(f"  {name:<{width}}  {wrapped(value)}" for name, value in rows.items())
+
+
+def printed_width() -> int | None:
+    """Return the width of the terminal that stdout is; None if it is none."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None

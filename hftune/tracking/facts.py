@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_text
+from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.tracking.jsonl import strict_json
 
 NAME = "run.json"
@@ -54,7 +54,7 @@ class Facts:
         Raises:
             TrainingError: it cannot be written.
         """
-        with named_where_it_fails(output_dir / NAME):
+        with explain_write_errors(output_dir / NAME):
             write_text(output_dir / NAME, strict_json(asdict(self), indent=2, ensure_ascii=False) + "\n")
 
 

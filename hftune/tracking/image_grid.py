@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from hftune.atomic import atomic_path
-from hftune.checkpoints.atomic_files import named_where_it_fails
+from hftune.checkpoints.atomic_files import explain_write_errors
 
 GAP = 4
 """White pixels between two images."""
@@ -35,7 +35,7 @@ def write_image(path: Path, pixels_HWC: np.ndarray) -> None:
     Raises:
         TrainingError: it cannot be written.
     """
-    with named_where_it_fails(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
             Image.fromarray(pixels_HWC).save(temporary, format="PNG")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import named_where_it_fails, write_lines, write_text
+from hftune.checkpoints.atomic_files import explain_write_errors, write_lines, write_text
 
 
 def strict_json(value: Any, **settings: Any) -> str:
@@ -31,12 +31,12 @@ class LineFile:
     def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
         """Replace the contents of the file by ``lines``, and append to them."""
         self.path = path
-        with named_where_it_fails(path):
+        with explain_write_errors(path):
             write_text(path, "".join(map(_format, lines)))
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        with named_where_it_fails(self.path):
+        with explain_write_errors(self.path):
             self._file.write(_format(line))
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[],
                 tick()
             yield strict_json({"index": index, **row}, ensure_ascii=False) + "\n"
 
-    with named_where_it_fails(path):
+    with explain_write_errors(path):
         write_lines(path, lines())
 
 

@@ -1,4 +1,4 @@
-"""One run at MLflow: parameters, metrics, files and the model. Independent of training, which continues if the server dies.
+"""One run at MLflow: parameters, metrics, tables, images, files, model. Independent of training, which survives the server.
 
 Not Accelerate's MLflowTracker: it drops long parameters, raises in the middle of training if the server is gone, and cannot
 continue a run whose recipe has changed.
@@ -10,14 +10,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import numpy as np
 
+from hftune.checkpoints.output_dir import TrainResult
 from hftune.config import Recipe
 from hftune.config.recipe import flat
 from hftune.errors import ConfigError
@@ -26,15 +28,20 @@ from hftune.tracking.console import is_number
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run as MlflowRecord
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 STORE = Path("outputs/mlflow.db")
 """The default store; the files of the runs are next to it, in mlflow-artifacts."""
-FILES = ("recipe.yaml", "metrics.jsonl", "result.json", "predictions.jsonl")
+FILES = ("recipe.yaml", "run.json", "metrics.jsonl", "result.json", "predictions.jsonl", "report.html")
+MODELS = {None: ("model",), "best": ("model",), "all": ("model", "model_last"), "none": ()}
+"""The folders that a finished run sends, by ``track.upload``."""
+NOT_IN_FILE = ("system/", "best/", "test/")
+"""First words of metrics that a run at MLflow may have without metrics.jsonl, which a resumed run begins without its test."""
 SEND_S = 1.0  # a request takes 25 ms, a step may take less: what one second brought is sent together
 RETRY_S = 60.0  # between two attempts to reach a server that does not answer
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds, and the number of retries
-MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # in one request, and characters of a parameter: MLflow's own bounds
+MAX_METRICS, MAX_BATCH, MAX_VALUE = 1000, 100, 6000  # metrics, parameters in a request; characters of one: MLflow's bounds
 
 
 def prepare_mlflow() -> None:
@@ -86,7 +93,7 @@ def named_where_it_refuses(uri: str) -> Iterator[None]:
     except (MlflowException, OSError) as error:
         raise ConfigError(
             f"track.with=mlflow: {_without_password(uri)} cannot be used: {_reason(error)}. Start that server, or set "
-            f"MLFLOW_TRACKING_URI to another; without it, runs are kept in {STORE}."
+            f"MLFLOW_TRACKING_URI to a different one; without it, runs are kept in {STORE}."
         ) from error
 
 
@@ -105,14 +112,14 @@ def briefly() -> Iterator[None]:
 class MlflowRun(TrackerBackend):
     """A run at MLflow. At its end it has every line of metrics.jsonl, even if the server was down for a while."""
 
-    run_id: str | None = None
+    run_id: str | None = None  # until start has found or created the run
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.uri = tracking_uri()
         self.client = _connect(self.uri)
         self._params: Mapping[str, str] = {}  # that the run has, and cannot change
-        self._known: set[tuple[str, int, float]] = set()  # metrics that it had before
+        self._known: set[tuple[str, int]] = set()  # names and steps of metrics that it had before, and of best/
         self._unsent: list[Any] = []
         self._send_at = 0.0
         self._is_lost = False
@@ -120,6 +127,14 @@ class MlflowRun(TrackerBackend):
 
     @classmethod
     def check(cls, recipe: Recipe) -> None:
+        """Find out whether the store answers, and whether its registry can have the name of ``track.register``.
+
+        Raises:
+            ConfigError: one of them is not so.
+        """
+        name = recipe.track.register or ""
+        if wrong := re.search("[/:]", name):
+            raise ConfigError(f"track.register={name}: MLflow does not allow {wrong[0]} in a model's name. Use - or _.")
         check_mlflow()
 
     def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
@@ -130,36 +145,62 @@ class MlflowRun(TrackerBackend):
         """
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        self.run_id = earlier.run_id
         with named_where_it_refuses(self.uri):
-            is_new = not self._reopen()
+            is_new = not self._reopen(earlier)
             if is_new:
                 self._create()
             for line in earlier.lines:
                 self.log(line["step"], line)
             self._send()
+            self._log_config({name: str(value) for name, value in flat(config).items()})
+            if is_new and earlier.run_id:
+                self._put_below(earlier)
         self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=not is_new, tracking_uri=self.uri)
         self._monitor.start()
-        self._log_params({name: str(value) for name, value in flat(config).items()})
 
-    def _reopen(self) -> bool:
-        """Reopen the earlier run with what it has; return whether the store has it."""
+    def _reopen(self, earlier: EarlierRun) -> bool:
+        """Reopen the earlier run; return whether the store has it, and nothing of it that was lost when it was killed.
+
+        MLflow keeps every value that it got. A run that was killed after its last checkpoint would have two for some steps.
+        """
+        run = self._find(earlier.run_id)
+        if run is None:
+            return False
+        names = [name for name in run.data.metrics if not name.startswith("system/")]
+        histories = [self.client.get_metric_history(run.info.run_id, name) for name in names]
+        known = {(metric.key, metric.step) for history in histories for metric in history}
+        counted = {(_clean(name), line["step"]) for line in earlier.lines for name in line}
+        if any(not name.startswith(NOT_IN_FILE) for name, _ in known - counted):
+            return False
+        self.run_id, self._known, self._params = run.info.run_id, known, run.data.params
+        self.client.update_run(self.run_id, status="RUNNING")
+        return True
+
+    def _find(self, run_id: str | None) -> MlflowRecord | None:
+        """Return what the store has of a run, if it has it and nobody has deleted it."""
         from mlflow.exceptions import MlflowException
 
         try:
-            run = self.client.get_run(self.run_id) if self.run_id else None
+            run = self.client.get_run(run_id) if run_id else None
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            run = None
-        if run is None or run.info.lifecycle_stage != "active":
-            return False
-        self.client.update_run(self.run_id, status="RUNNING")
-        self._params = run.data.params
-        names = [name for name in run.data.metrics if not name.startswith("system/")]
-        histories = [self.client.get_metric_history(self.run_id, name) for name in names]
-        self._known = {(metric.key, metric.step, metric.value) for history in histories for metric in history}
-        return True
+            return None
+        return run if run is not None and run.info.lifecycle_stage == "active" else None
+
+    def _put_below(self, earlier: EarlierRun) -> None:
+        """Show the killed run as a child of this one, which has its values up to the step that counts."""
+        run = self._find(earlier.run_id)
+        if run is None:
+            return
+        self.client.set_tag(run.info.run_id, "mlflow.parentRunId", self.run_id)
+        if run.info.status == "RUNNING":
+            self.client.set_terminated(run.info.run_id, "KILLED")
+        print(
+            f"MLflow has values of run {run.info.run_id} that do not count: it was killed later than step {earlier.step}. "
+            f"It goes on as run {self.run_id}, with the values that do.",
+            flush=True,
+        )
 
     def _create(self) -> None:
         from mlflow.tracking.context.registry import resolve_tags
@@ -187,18 +228,29 @@ class MlflowRun(TrackerBackend):
                 raise
             return self.client.get_experiment_by_name(name).experiment_id  # another run has just made it
 
-    def _log_params(self, values: Mapping[str, str]) -> None:
-        """Record the recipe's keys as parameters; a key that has changed since the run began, as a tag of that name."""
+    def _log_config(self, values: Mapping[str, str]) -> None:
+        """Record recipe and facts as parameters; one that has changed since the run began, as a tag of that name."""
         from mlflow.entities import Param, RunTag
 
         values = {_clean(name): _cut(value) for name, value in values.items()}
         new = [Param(name, value) for name, value in values.items() if name not in self._params]
-        changed = [RunTag(name, value) for name, value in values.items() if self._params.get(name, value) != value]
-        with named_where_it_refuses(self.uri):
-            for start in range(0, max(len(new), len(changed)), MAX_PARAMS):
-                batch = slice(start, start + MAX_PARAMS)
-                self.client.log_batch(self.run_id, params=new[batch], tags=changed[batch])
-            self.client.log_artifact(self.run_id, str(self._path("recipe.yaml")))
+        changed = {name: value for name, value in values.items() if self._params.get(name, value) != value}
+        tags = [RunTag(name, value) for name, value in (changed | self._tags()).items()]
+        for start in range(0, max(len(new), len(tags)), MAX_BATCH):
+            batch = slice(start, start + MAX_BATCH)
+            self.client.log_batch(self.run_id, params=new[batch], tags=tags[batch])
+        for name in ("recipe.yaml", "run.json"):
+            self._send_file(name)
+
+    def _tags(self) -> dict[str, str]:
+        """Return the tags that the recipe asks for. MLflow's are names with values: a mere name gets "true"."""
+        track = self.recipe.track
+        known = {"group": track.group, "mlflow.note.content": track.notes}
+        return {_clean(name): "true" for name in track.tags} | {name: _cut(value) for name, value in known.items() if value}
+
+    def _send_file(self, name: str) -> None:
+        if (path := self._path(name)).is_file():
+            self.client.log_artifact(self.run_id, str(path))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of one step; they are sent once a second."""
@@ -206,66 +258,96 @@ class MlflowRun(TrackerBackend):
 
         now_ms = int(time.time() * 1000)
         numbers = {_clean(name): float(value) for name, value in values.items() if name != "step" and is_number(value)}
-        new = {name: value for name, value in numbers.items() if (name, step, value) not in self._known}
+        new = {name: value for name, value in numbers.items() if (name, step) not in self._known}
         self._unsent += [Metric(name, value, now_ms, step) for name, value in new.items()]
         if time.monotonic() >= self._send_at:
             self._send()
 
+    def log_best(self, step: int, metric: str, value: float) -> None:
+        """Record value and step of the best evaluation as metrics, by which MLflow sorts runs."""
+        best = {"best/value": value, "best/step": step}
+        self.log(step, best)
+        self._known |= {(name, step) for name in best}  # the same one comes again after each evaluation that is no better
+
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        data = {name: [row[name] for row in rows] for name in rows[0]}
-        if not self._is_lost:
-            with self._forgiven():
-                self.client.log_table(self.run_id, data, f"{name}/step_{step:08d}.json")
+        columns = {column: [row[column] for row in rows] for column in rows[0]}
+        self._attempt(self._send)  # before the table: a resumed run knows by its metrics what it has
+        self._attempt(lambda: self.client.log_table(self.run_id, columns, f"{name}/step_{step:08d}.json"))
 
     def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
-        if not self._is_lost:
-            with self._forgiven():
-                for index, image_HWC in enumerate(images):
-                    self.client.log_image(self.run_id, image_HWC, f"{name}/step_{step:08d}/{index}.png")
+        """Record each image under a name of its own, so that one sees a sample change over the steps; captions as a table."""
+        names = [f"{name}/{index}" for index in range(len(images))]
+        for key, image_HWC in zip(names, images, strict=True):
+            self._attempt(partial(self.client.log_image, self.run_id, image_HWC, key=key, step=step))
+        self.log_table(step, name, [{"image": key, "caption": text} for key, text in zip(names, captions, strict=True)])
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Set a tag for the last event of a level; MLflow itself sends no messages."""
+        self._attempt(lambda: self.client.set_tag(self.run_id, f"alert.{level}", _cut(f"{title}: {text}")))
 
     def close(self) -> None:
-        """Send the files and the model, and close the run. If the server is gone, say what it lacks."""
+        """Send the files and models, and close the run. If the server is gone, say what it lacks."""
+        best = TrainResult.read(self._path("")).best
+        self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
         self._send()
+        self._attempt(self._stop_monitor)
+        for name in FILES:
+            self._attempt(partial(self._send_file, name))
         if not self._is_lost:
-            with self._forgiven():
-                self._monitor.finish()
-                for name in FILES:
-                    if (path := self._path(name)).is_file():
-                        self.client.log_artifact(self.run_id, str(path))
-        if not self._is_lost:
-            self._log_model()
-        if not self._is_lost:
-            with self._forgiven():
-                self.client.set_terminated(self.run_id, "FINISHED")
-                shown_by = f" `mlflow ui --backend-store-uri {self.uri}` shows it." if self.uri.startswith("sqlite") else ""
-                print(f"MLflow has it as run {self.run_id}.{shown_by}", flush=True)
+            self._send_models(best)
+        self._attempt(self._finish)
         if self._is_lost:
             print(
-                f"MLflow lacks {len(self._unsent)} values of run {self.run_id} and perhaps files; all of them are in "
+                f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow. They are all in "
                 f"{self.recipe.output_dir}.",
                 flush=True,
             )
 
-    def _log_model(self) -> None:
-        """Send the model. Training is done and saved by now, so whatever is wrong with this copy is only reported."""
-        from hftune.tracking.mlflow_model import log_model
+    def _finish(self) -> None:
+        self.client.set_terminated(self.run_id, "FINISHED")
+        shown_by = f" View it with `mlflow ui --backend-store-uri {self.uri}`." if self.uri.startswith("sqlite") else ""
+        print(f"MLflow has recorded this run as {self.run_id}.{shown_by}", flush=True)
 
+    def _send_models(self, best: Mapping[str, Any]) -> None:
+        """Send the models of ``track.upload``, and register the best one."""
+        from hftune.tracking.mlflow_model import log_model, register
+
+        sources = {}
+        for name in MODELS[self.recipe.track.upload]:
+            # A model takes its time, so this is not brief.
+            with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"), self._forgiven(is_brief=False):
+                sources[name] = log_model(self.recipe, self.run_id, self.uri, name)
+        if (name := self.recipe.track.register) and "model" in sources:
+            with self._reported(f"The model was not registered at MLflow as {name}"):
+                number = register(self.recipe, self.run_id, self.uri, sources["model"], best)
+                print(f"The model is version {number} of {name} in MLflow's registry.", flush=True)
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Report whatever is wrong with MLflow's copy of a model: training is done and saved by now."""
         try:
-            with self._forgiven(is_brief=False):  # a model takes its time
-                log_model(self.recipe, self.run_id, self.uri)
-        except Exception as error:  # of transformers, of MLflow's flavors, or of the task's own examples and answers
+            yield
+        except Exception as error:  # of transformers, of MLflow, or of the task's own examples and answers
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            where = self._path("model")
-            print(f"MLflow gets no model of run {self.run_id}: {reason}. The model itself is whole, in {where}.", flush=True)
+            print(f"{what}: {reason}. The model itself is intact, in {self._path('model')}.", flush=True)
+
+    def interrupt(self) -> None:
+        """Close a run that will be resumed, with MLflow's word for it."""
+        self._end("KILLED")
 
     def abandon(self) -> None:
         """Close a run that failed."""
+        self._end("FAILED")
+
+    def _end(self, status: str) -> None:
         self._send()
-        if not self._is_lost:
-            with self._forgiven():
-                if self._monitor is not None:
-                    self._monitor.finish()
-                self.client.set_terminated(self.run_id, "FAILED")
+        self._attempt(self._stop_monitor)
+        if self.run_id is not None:
+            self._attempt(lambda: self.client.set_terminated(self.run_id, status))
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.finish()
 
     def _send(self) -> None:
         was_lost, self._is_lost = self._is_lost, False
@@ -274,8 +356,14 @@ class MlflowRun(TrackerBackend):
                 self.client.log_batch(self.run_id, metrics=self._unsent[:MAX_METRICS])
                 del self._unsent[:MAX_METRICS]
             if was_lost:
-                print("MLflow answers again, and has got what it missed.", flush=True)
+                print("MLflow answers again and has received everything that it missed.", flush=True)
         self._send_at = time.monotonic() + (RETRY_S if self._is_lost else SEND_S)
+
+    def _attempt(self, send: Callable[[], Any]) -> None:
+        """Make requests and forgive a failure; make none if the server did not answer the last time."""
+        if not self._is_lost:
+            with self._forgiven():
+                send()
 
     @contextmanager
     def _forgiven(self, is_known: bool = False, is_brief: bool = True) -> Iterator[None]:
@@ -291,8 +379,8 @@ class MlflowRun(TrackerBackend):
         except (MlflowException, OSError) as error:
             self._is_lost = True
             if not is_known:
-                where = f"MLflow at {_without_password(self.uri)} does not take what is logged: {_reason(error)}."
-                print(f"{where} Training goes on, and tries again.", flush=True)
+                what = f"Logging to MLflow at {_without_password(self.uri)} failed: {_reason(error)}."
+                print(f"{what} Training continues and will retry.", flush=True)
 
     def _path(self, name: str) -> Path:
         return Path(self.recipe.output_dir) / name

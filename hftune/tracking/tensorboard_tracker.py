@@ -11,7 +11,6 @@ from accelerate.tracking import TensorBoardTracker
 
 from hftune.config.recipe import flat
 from hftune.tracking.backend import EarlierRun, TrackerBackend
-from hftune.tracking.image_grid import grid
 
 
 class TensorBoardRun(TrackerBackend):
@@ -23,17 +22,27 @@ class TensorBoardRun(TrackerBackend):
         self._tracker = TensorBoardTracker(self.recipe.track.project, folder, **purge)
         self._tracker.start()
         self._tracker.store_init_configuration({name: str(value) for name, value in flat(config).items()})
+        if self.recipe.track.notes:
+            self._tracker.log({"notes": self.recipe.track.notes}, step=earlier.step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log(dict(values), step=step)
 
+    def log_best(self, step: int, metric: str, value: float) -> None:
+        """Record value and step as scalars; again the same ones after an evaluation that is no better."""
+        self._tracker.log({"best/value": value, "best/step": step}, step=step)
+
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows as text in Markdown, which TensorBoard renders."""
-        lines = [[*rows[0]], ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+        lines = [[*map(cell, rows[0])], ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
         self._tracker.log({name: "\n".join(f"| {' | '.join(line)} |" for line in lines)}, step=step)
 
     def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
-        self._tracker.log_images({name: grid(images)[None]}, step=step, dataformats="NHWC")
+        """Write each image under a name of its own, so that one sees a sample change over the steps; captions as a table."""
+        names = [f"{name}/{index}" for index in range(len(images))]
+        for key, image_HWC in zip(names, images, strict=True):
+            self._tracker.log_images({key: image_HWC[None]}, step=step, dataformats="NHWC")
+        self.log_table(step, name, [{"image": key, "caption": text} for key, text in zip(names, captions, strict=True)])
 
     def close(self) -> None:
         self._tracker.finish()

@@ -23,8 +23,19 @@ TRACKERS = {
     "wandb": "hftune.tracking.wandb_tracker.WandbRun",
     "mlflow": "hftune.tracking.mlflow_tracker.MlflowRun",
     "tensorboard": "hftune.tracking.tensorboard_tracker.TensorBoardRun",
+    "trackio": "hftune.tracking.accelerate_tracker.TrackioRun",
+    "swanlab": "hftune.tracking.accelerate_tracker.SwanLabRun",
+    "comet_ml": "hftune.tracking.accelerate_tracker.CometRun",
+    "aim": "hftune.tracking.accelerate_tracker.AimRun",
+    "clearml": "hftune.tracking.accelerate_tracker.ClearMLRun",
+    "dvclive": "hftune.tracking.accelerate_tracker.DVCLiveRun",
 }
-"""The classes of the trackers with a bare name, imported when a recipe names them. hftune.config.sections lists the names."""
+"""The classes of the trackers with a bare name, imported when a recipe names them. hftune.config.sections lists the names.
+
+A name is also that of the package that the tracker needs.
+"""
+EXTRAS = ("mlflow", "tensorboard")
+"""The trackers whose package is an extra of hftune in pyproject.toml."""
 
 
 MOST_ROWS = 200
@@ -50,7 +61,7 @@ def tracker_class(name: str) -> type[TrackerBackend]:
     if not is_dotted(name):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: just a folder of that name, such as the logs of earlier runs
-            package = "wandb" if name == "wandb" else f'"hftune[{name}]"'
+            package = f'"hftune[{name}]"' if name in EXTRAS else name.replace("_", "-")
             raise ConfigError(f"track.with={name} needs a package that is not installed: pip install {package}.")
     module, _, attribute = TRACKERS.get(name, name).rpartition(".")
     found = import_named("track.with", name, module, attribute)

@@ -42,4 +42,4 @@ def test_training_outlives_the_reader_of_its_output(tmp_path):
         process.stdout.close()
         _, err = process.communicate(b"\n")
     assert (process.returncode, (tmp_path / "trained").exists()) == (0, True)
-    assert err == b"hftune: nobody reads the output any more; the run continues.\n"
+    assert err == b"hftune: the reader of the output has exited; the run continues.\n"

@@ -84,6 +84,10 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         f"this run are {finished}/model and model_last.",
         ("predict", f"{finished}/checkpoints/step_00000005", "--text", "x"): f"{finished}/checkpoints/step_00000005 is a "
         "checkpoint, which a run resumes from. ",
+        ("push", str(finished), "bert"): "bert is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.",
+        ("push", "nope", "me/bert"): "nope: there is no such folder.",
+        ("push", f"{finished}/model", "me/bert"): f"{finished}/model is a single model. Name the output folder of its run, ",
+        ("push", str(finished), "me/bert"): "HF_HUB_OFFLINE is set, and nothing can be pushed without the Hub. Unset it.",
         ("audit", "nope"): "nope holds no ledger.jsonl: name the output folder of a run.",
         ("vocab", "nope.txt", "--output", "words"): "nope.txt: there is no such file.",
         ("slurm", "recipe=nope", "--nodes", "1", "--gpus", "2"): "recipe=nope: there is no such recipe.",

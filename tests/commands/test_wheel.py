@@ -45,6 +45,7 @@ def test_wheel_says_its_licence_and_that_it_is_typed(wheel):
     info = f"hftune-{hftune.__version__}.dist-info"
     assert files.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "hftune/py.typed" in files.namelist()
+    assert {f"hftune/reporting/assets/{name}" for name in ("report.js", "report.css", "uPlot.LICENSE")} <= {*files.namelist()}
     metadata = email.message_from_bytes(files.read(f"{info}/METADATA"))
     assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
     assert "Typing :: Typed" in metadata.get_all("Classifier")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hftune import ConfigError, DataError, Interrupted, Recipe, TrainingError, launch
+from hftune.cli import main
 from hftune.tracking.ledger import audit
 from tests.support.tasks import Faulty
 
@@ -69,9 +70,14 @@ def test_own_errors_come_as_what_they_are():
     with pytest.raises(DataError) as caught:
         launch(Recipe.load(FAULTY, "task.fault=data error", "task.sample=17"), num_processes=2)
     assert str(caught.value) == "Sample 17 has no label."
-    with pytest.raises(ConfigError) as caught:  # that the process finds itself; one alone, without torchrun
-        launch(Recipe.load(FAULTY, "train.mixed_precision=fp16"))
-    assert str(caught.value) == "train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no."
+
+
+def test_the_command_shows_the_message_of_a_process_once(capsys):
+    """A ConfigError that the process finds itself; it is alone, without torchrun."""
+    assert main(["train", "--processes", "1", f"recipe={FAULTY}", "train.mixed_precision=fp16"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "hftune: train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no.\n"
+    assert "fp16" not in shown.out
 
 
 def refused(recipe, num_processes):
@@ -87,7 +93,7 @@ def test_what_cannot_be_launched_is_refused_at_once(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     assert refused(recipe, 3) == (
-        "num_processes=3 is more than the GPUs of this machine, 2: each process takes one. Lower it; train.batch_size and the "
+        "num_processes=3 exceeds the number of this machine's GPUs, 2: each process takes one. Lower it; train.batch_size and the "
         "result stay the same."
     )
     monkeypatch.setenv("WORLD_SIZE", "2")

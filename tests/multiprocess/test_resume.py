@@ -252,10 +252,10 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
     capsys.readouterr()
     again = train(recipe(copy))
     assert again == first and (copy / "metrics.jsonl").read_bytes() == before
-    accuracy = f"{first.best['value']:.4g}"
+    accuracy = f"{first.best['value']:.3f}"
     assert capsys.readouterr().out == (
         f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To train longer, raise train.epochs; to start over, "
-        "set resume=never or another output_dir.\n"
+        "set resume=never or a different output_dir.\n"
     )
 
 
@@ -555,7 +555,7 @@ def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path
     run = Run(train(recipe(tmp_path)).output_dir)
     said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
     assert said == [
-        "A checkpoint could not be written: [Errno 28] No space left on device. The last intact one is of step 5. Training "
+        "warning: A checkpoint could not be written: [Errno 28] No space left on device. The last intact one is of step 5. Training "
         "continues; the next one is due later."
     ]
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())

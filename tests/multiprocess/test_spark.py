@@ -146,11 +146,11 @@ def test_what_the_cluster_cannot_do_is_refused_in_seconds(cluster, monkeypatch, 
     assert refused(num_processes=0) == "num_processes=0 must be at least 1."
     assert refused(num_processes=3) == (
         "The training needs 3 Spark tasks at once, and the cluster local-cluster[2,1,1024] can run 2. Lower num_processes, or "
-        "give it more executors or cores."
+        "give the cluster more executors or cores."
     )
     assert refused(use_gpu=True) == "use_gpu=True: 'spark.task.resource.gpu.amount' was unset, so gpu usage is unavailable."
     assert refused(use_gpu=True, local_mode=True) == (
-        "num_processes=2 is more than the GPUs of the driver, 1. Lower it, or set allow_fewer=True; train.batch_size and the "
+        "num_processes=2 exceeds the number of the driver's GPUs, 1. Lower it, or set allow_fewer=True; train.batch_size and the "
         "result stay the same."
     )
     assert not any(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import json
 import socket
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.support.runs import Command, Run, train_on
 
 SUPPORT = Path(__file__).parents[1] / "support"
 RECIPE = str(SUPPORT / "trapped.yaml")
-JOBS = {"plain": (), "statistics": ("task.trap=running statistics",)}
+JOBS = {"plain": (), "statistics": ("task.trap=running statistics",), "slow": ("task.trap=slow process",)}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,17 @@ def test_numpy_metrics_are_written_and_what_is_not_finite_becomes_null(runs):
     assert (result["metrics"]["numpy"], result["metrics"]["nothing"]) == (0.5, None)
 
 
+def test_a_process_that_makes_the_other_one_wait_is_named(runs):
+    run = runs["slow", 2]
+    assert median(run.logged("perf/slowest_rank")) == 1 and len(run.logged("perf/slowest_rank")) == 7  # of 8 steps
+    # It sleeps a tenth of a second a step, of which the other one waits all, if nothing else holds it up.
+    assert median(run.logged("perf/imbalance")) > 1.3 and median(run.logged("perf/wait_share")) > 0.15
+    assert max(run.logged("perf/wait_share")) <= 1 and max(run.logged("perf/imbalance")) <= 2
+    assert run.logged("train/loss") == pytest.approx(runs["plain", 2].logged("train/loss"), rel=1e-12)
+    alone = runs["slow", 1]
+    assert len(alone.logged("perf/data_share")) == 7 and not alone.logged("perf/slowest_rank")
+
+
 UNUSED = (
     "2 parameters get no gradient: unused.weight, unused.bias. Freeze them in build_model (requires_grad_(False)), or leave them "
     "out of the model."
@@ -82,8 +94,8 @@ def test_other_data_on_one_process_are_noticed_in_the_evaluation_set_too(tmp_pat
     assert code == 2
     host = socket.gethostname()
     assert said == [
-        f"hftune: Process 1 on {host} has different data: eval data. Compared with process 0 on {host}. "
-        "Give all machines the same files, or the same data set of the Hub at the same revision."
+        f"hftune: Compared with process 0 on {host}, process 1 on {host} has different data: eval data. "
+        "Use the same files on all machines, or the same revision of the data set on the Hub."
     ]
 
 

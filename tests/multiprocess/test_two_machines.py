@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -126,10 +127,14 @@ def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_o
 
 def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_from_there(machines, tmp_path):
     out = tmp_path / "out"
-    words = (f"recipe={FAULTY}", f"output_dir={out}", "task.pause_s=0.05", "train.epochs=30", "checkpoint.every=5")
+    words = (f"recipe={FAULTY}", f"output_dir={out}", "task.pause_s=0.05", "train.epochs=300", "checkpoint.every=5")
     launcher = ("--num_processes", "2")
     jobs = [start(machine, "hftune.run", *words, "train.dead_after_s=4", launcher=launcher) for machine in machines]
-    wait_for(lambda: len(list((out / "checkpoints").glob("step_*"))) >= 2, *jobs)
+    log = out / "metrics.jsonl"
+    wait_for(lambda: len(list((out / "checkpoints").glob("step_*"))) >= 2 and "perf/host1/" in log.read_text(), *jobs)
+    line = next(line for line in map(json.loads, log.read_text().splitlines()) if "perf/host1/memory_gib" in line)
+    assert {"perf/host0/cpu_percent", "perf/host0/disk_free_gib", "perf/host1/cpu_percent", "perf/slowest_rank"} <= set(line)
+    assert "perf/host1/disk_free_gib" not in line and "perf/host2/memory_gib" not in line
     machines[1].cut()
     try:
         here, there = finish(*jobs, timeout_s=60.0)
@@ -179,7 +184,7 @@ def test_a_machine_that_does_not_come_is_named_before_a_process_is_started(machi
     assert code == 1 and out == ""
     assert err == (
         f"hftune: 1 of 2 machines is here: machineA (10.77.0.1 on {machines[0].interface}). Missing: machineB. 1 more must be "
-        "started with the same command, and reach 10.77.0.1:29500 (firewall, address, port). Waited 1 s; "
+        "started with the same command, and be able to reach 10.77.0.1:29500 (firewall, address, port). Waited 1 s; "
         "HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
     )
     code, out, err = finish(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
@@ -241,9 +246,9 @@ def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_a
         for machine, name, lr in zip(machines, "AB", ("0.1", "0.2"), strict=True)
     ]
     expected = (
-        "hftune: Process 1 on machineB has different code: mine.py; a different recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Compared with "
-        "process 0 on machineA. Install the same hftune, and put the same task file, on all machines. Start all "
-        "processes with the same recipe and the same overrides."
+        "hftune: Compared with process 0 on machineA, process 1 on machineB has different code: mine.py; a different "
+        "recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Install the same version of hftune on all machines, "
+        "and use the same task file. Start all processes with the same recipe and the same overrides."
     )
     for code, out, err in finish(*jobs):
         assert code == 1 and len(out.splitlines()) <= 1, out  # the main process has greeted

@@ -94,7 +94,8 @@ def test_run_and_plan_say_what_batch_norm_depends_on(tmp_path, capsys):
     def said(name, *words):
         recipe = Recipe.load("restoration_demo", *short, *words, f"output_dir={tmp_path}/{name}")
         train(recipe)
-        return capsys.readouterr().out.splitlines(), make_plan(recipe).notices
+        printed = capsys.readouterr().out.splitlines()
+        return [line.removeprefix("note: ") for line in printed if line.startswith("note: ")], make_plan(recipe).notices
 
     for lines in said("batch"):
         assert NOTICE in lines

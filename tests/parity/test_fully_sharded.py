@@ -130,8 +130,8 @@ def test_a_run_goes_from_fsdp_to_ddp_and_back_as_launched_by_accelerate(runs, fo
     words = ["recipe=yelp_demo", *ODD, f"output_dir={chain.folder}"]
     done = subprocess.run([*command, *words], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    (notice,) = [line for line in done.stdout.splitlines() if line.startswith("FSDP: ")]
-    assert notice == "FSDP: process 0 keeps 22,227 of 44,421 weights; they are gathered one BertLayer at a time."
+    (notice,) = [line for line in done.stdout.splitlines() if line.startswith("note: FSDP: ")]
+    assert notice == "note: FSDP: process 0 keeps 22,227 of 44,421 weights; they are gathered one BertLayer at a time."
     same(chain, runs["fsdp dropout"])
     assert [start["after_step"] for start in audit(chain.folder).starts] == [0, 4, 10]
 
@@ -197,7 +197,7 @@ REFUSED = {
     "checkpointing": (
         {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"},
         (),
-        "The launcher's fsdp_activation_checkpointing: true would draw a different dropout when it recomputes. "
+        "The launcher's fsdp_activation_checkpointing: true would draw different dropout masks when it recomputes. "
         "Set it to false, and train.gradient_checkpointing=true in the recipe.",
     ),
     "auto": (

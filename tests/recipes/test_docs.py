@@ -182,16 +182,6 @@ def test_architecture_names_every_file_and_package_at_the_root_once():
     assert sorted(name for row in cells("The packages", 1) for name in row) == sorted(code)
 
 
-def test_no_import_leads_up_in_the_table_of_layers():
-    layer = {name: index for index, row in enumerate(cells("Layers", 1)) for name in row}
-    for path in sorted((ROOT / "hftune").rglob("*.py")):
-        room = path.relative_to(ROOT / "hftune").parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
-            if room != "__init__" and (module or "").startswith("hftune."):
-                assert layer[room] <= layer[module.split(".")[1]], f"{path.relative_to(ROOT)} imports {module}"
-
-
 # Keys
 
 SECTIONS = {name for name in reference.SECTIONS if name} | {"task"}

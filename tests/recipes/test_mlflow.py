@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -17,15 +18,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from hftune import ConfigError, Recipe, TrainingError, load_model, train
+from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import flat
+from hftune.errors import Interrupted
 from hftune.tracking import tracker as tracking
+from hftune.tracking.console import short
 from hftune.tracking.mlflow_tracker import _without_password
 from tests.support.runs import DATA, TINY, Run, train_on
 from tests.support.tasks import Signs, Trapped
 
 mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install hftune[mlflow]")
+
+from hftune.tracking.mlflow_model import Source, register  # noqa: E402 - it imports mlflow
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ON = "track.with=[mlflow]"
@@ -50,7 +57,9 @@ def yelp(somewhere_else):
     """A run that all three dashboards follow, with the run that MLflow has of it."""
     dashboards = "track.with=[wandb,mlflow,tensorboard]"
     overrides = ("task.dataset=tests.support.tasks:few_reviews", "train.max_steps=5", "train.log_every=2", "eval.every=3")
-    recipe = Recipe.load("yelp_demo", *TINY, *DATA, *overrides, dashboards, "track.run_name=mine")
+    shown = ("track.run_name=mine", "track.group=first ones", "track.tags=[small,by hand]", "track.notes=A *try*.")
+    models = ("track.upload=all", "track.register=stars")
+    recipe = Recipe.load("yelp_demo", *TINY, *DATA, *overrides, dashboards, *shown, *models)
     train(recipe)
     return recipe, only_run()
 
@@ -80,6 +89,64 @@ def test_parameters_are_the_resolved_recipe(yelp):
     assert (run.info.status, run.data.tags["mlflow.runName"]) == ("FINISHED", "mine")
 
 
+def test_parameters_and_tags_say_where_a_run_comes_from(yelp):
+    recipe, run = yelp
+    facts = json.loads((Path(recipe.output_dir) / "run.json").read_text())
+    assert run.data.params["run.processes"] == "1" and run.data.params["run.device"] == "cpu"
+    assert run.data.params["run.data.train.digest"] == facts["data"]["train"]["digest"]
+    asked = {"group": "first ones", "small": "true", "by hand": "true", "mlflow.note.content": "A *try*."}
+    assert asked.items() <= run.data.tags.items()
+
+
+def test_best_value_its_step_and_the_end_are_there_at_a_glance(yelp):
+    recipe, run = yelp
+    best = TrainResult.read(Path(recipe.output_dir)).best
+    assert (run.data.metrics["best/value"], run.data.metrics["best/step"]) == (best["value"], best["step"])
+    value = short(best["value"])
+    assert run.data.tags["alert.info"] == f"mine finished: 5 steps, accuracy {value} at step {best['step']}."
+    steps = [step for step, _ in history(run, "best/value")]
+    assert steps == sorted(set(steps)) and set(steps) <= {3, 5}
+
+
+def test_tables_hold_the_worst_predictions_and_the_confusion_matrix(yelp):
+    recipe, run = yelp
+    made = Run(Path(recipe.output_dir))
+    worst = table(run, "eval/predictions/step_00000005.json")
+    kept = sorted(made.predictions, key=lambda row: -row["error"])
+    assert [row["index"] for row in worst] == [row["index"] for row in kept]
+    assert [row["text"] for row in worst] == [row["text"] for row in kept] and worst[0]["label"] in recipe.task.labels
+    matrix = table(run, "eval/confusion/step_00000005.json")
+    assert [row.pop("true class") for row in matrix] == recipe.task.labels
+    assert list(matrix[0]) == [f"as {label}" for label in recipe.task.labels]
+    assert [list(row.values()) for row in matrix] == made.result["metrics"]["confusion_matrix"]
+
+
+def table(run, path):
+    """The rows of a table that MLflow has."""
+    held = json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{path}"))
+    return [dict(zip(held["columns"], row, strict=True)) for row in held["data"]]
+
+
+def test_best_model_is_a_version_in_the_registry(yelp, monkeypatch):
+    recipe, run = yelp
+    best = TrainResult.read(Path(recipe.output_dir)).best
+    client = mlflow.MlflowClient(URI)
+    version = client.get_model_version_by_alias("stars", "best")
+    assert (str(version.version), version.run_id) == ("1", run.info.run_id)
+    assert version.tags == {name: str(best[name]) for name in ("metric", "value", "step")}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
+    texts = ["Wonderful food, we will come back."]
+    said = mlflow.pyfunc.load_model("models:/stars@best").predict(texts)
+    assert list(said["label"]) == [row["label"] for row in load_model(recipe.output_dir, trust_code=True).predict(texts)]
+
+
+def test_last_model_is_beside_the_best_one(yelp):
+    _, run = yelp
+    client = mlflow.MlflowClient(URI)
+    models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id = '{run.info.run_id}'")
+    assert sorted(model.name for model in models) == ["model", "model_last"]
+
+
 def test_metrics_come_with_their_steps(yelp):
     recipe, run = yelp
     made = Run(Path(recipe.output_dir))
@@ -94,8 +161,8 @@ def test_files_lie_beside_the_database(yelp):
     recipe, run = yelp
     assert run.info.artifact_uri.startswith(f"file://{Path('outputs/mlflow-artifacts').resolve()}/")
     folder = Path(run.info.artifact_uri.removeprefix("file://"))
-    names = ["metrics.jsonl", "predictions.jsonl", "recipe.yaml", "result.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    names = ["metrics.jsonl", "predictions.jsonl", "recipe.yaml", "result.json", "run.json"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != "report.html") == names
     for name in names:
         assert (folder / name).read_bytes() == (Path(recipe.output_dir) / name).read_bytes()
 
@@ -131,17 +198,64 @@ def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
     assert set(answers) == {"negative", "positive"}
     model = open_model(run, monkeypatch)
     assert list(model.predict(draw)["label"]) == answers
-    files = [file.path for file in mlflow.MlflowClient(URI).list_artifacts(run.info.run_id, "samples")]
-    assert files == ["samples/step_00000004.json", "samples/step_00000008.json"]
-    table = json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{files[0]}"))
-    assert table["columns"] == ["given"] and len(table["data"]) == 3
+    files = [file.path for file in mlflow.MlflowClient(URI).list_artifacts(run.info.run_id, "eval/samples")]
+    assert files == ["eval/samples/step_00000004.json", "eval/samples/step_00000008.json"]
+    rows = table(run, files[0])
+    assert len(rows) == 3 and all(list(row) == ["given"] for row in rows)
 
 
-def test_task_without_answers_has_its_model_as_files():
-    train(points("track.project=files", "output_dir=outputs/files", task="Trapped"))
-    client = mlflow.MlflowClient(URI)
-    files = client.list_artifacts(only_run(experiment="files").info.run_id, "model")
-    assert [file.path for file in files] == ["model/hftune.json", "model/model.safetensors"]
+def test_task_without_answers_has_its_model_as_files_also_in_the_registry():
+    train(points("track.project=files", "output_dir=outputs/files", "track.register=files", task="Trapped"))
+    run, client = only_run(experiment="files"), mlflow.MlflowClient(URI)
+    names = ["hftune.json", "model.safetensors"]
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == [f"model/{name}" for name in names]
+    with closing(sqlite3.connect("outputs/mlflow.db")) as database:
+        assert database.execute("SELECT source FROM model_versions WHERE name = 'files'").fetchall() == [
+            (f"{run.info.artifact_uri}/model",)
+        ]
+
+
+def test_alias_stays_with_a_better_version(monkeypatch):
+    recipe, client = points("eval.metric=loss", "track.register=loss"), mlflow.MlflowClient(URI)
+    run = client.create_run(client.create_experiment("registry", "file:///nowhere"))
+    for number, (loss, holder) in enumerate([(0.5, 1), (0.7, 1), (0.5, 3), (0.2, 4)], start=1):
+        best = {"metric": "loss", "value": loss, "step": 8}
+        source = Source(f"{run.info.artifact_uri}/model")
+        assert register(recipe, run.info.run_id, URI, source, best) == str(number)
+        assert str(client.get_model_version_by_alias("loss", "best").version) == str(holder)
+
+
+def test_name_that_the_registry_cannot_have_is_refused_before_training():
+    with pytest.raises(ConfigError) as caught:
+        train(points("track.register=me/stars", "output_dir=outputs/refused"))
+    assert str(caught.value) == "track.register=me/stars: MLflow does not allow / in a model's name. Use - or _."
+
+
+@dataclass
+class Pictured(Trapped):
+    """Points that are shown as images of two sizes."""
+
+    def sample_images(self, outputs, model, batch, indices):
+        return [np.full((2 + index, 4 - index, 3), 100 * index, np.uint8) for index in indices]
+
+    def caption(self, row):
+        return f"drawn {row['draw'] >= 0}"
+
+
+def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for(monkeypatch):
+    words = ("track.project=pictures", "output_dir=outputs/pictures", "track.upload=none", "eval.show_samples=2")
+    recipe = points(*words, task="Trapped")
+    recipe.task = Pictured()
+    train(recipe)
+    run, client = only_run(experiment="pictures"), mlflow.MlflowClient(URI)
+    names = [file.path for file in client.list_artifacts(run.info.run_id, "images") if file.path.endswith(".png")]
+    keys = sorted(tuple(Path(name).name.split("+")[:3]) for name in names)
+    assert keys == [(f"eval~images~{index}", "step", str(step)) for index in (0, 1) for step in (4, 8)]
+    shown = Image.open(client.download_artifacts(run.info.run_id, next(name for name in names if "images~1" in name)))
+    assert shown.size == (3, 3) and shown.getpixel((0, 0)) == (100, 100, 100)
+    assert table(run, "eval/images/step_00000004.json")[1] == {"image": "eval/images/1", "caption": "drawn True"}
+    assert not client.list_artifacts(run.info.run_id, "model")
+    assert not client.search_logged_models([run.info.experiment_id])
 
 
 def test_resumed_run_goes_on_as_the_same_one_and_gets_what_it_lacked():
@@ -166,6 +280,56 @@ def test_resumed_run_whose_earlier_part_was_deleted_begins_a_new_one_with_the_wh
     assert [step for step, _ in history(only_run(experiment="deleted"), "train/loss")] == [1, 2, 3]
 
 
+def test_run_that_was_killed_after_its_checkpoint_goes_on_as_one_that_has_each_step_once(capsys):
+    words = ("track.project=killed", "output_dir=outputs/killed", "train.log_every=1", "eval.every=2")
+    train(points(*words, "train.max_steps=5", "checkpoint.every=3", "checkpoint.keep=9"))
+    client = mlflow.MlflowClient(URI)
+    dead = only_run(experiment="killed")
+    client.update_run(dead.info.run_id, status="RUNNING")  # as a killed process leaves it
+    for step in (4, 5):
+        shutil.rmtree(f"outputs/killed/checkpoints/step_0000000{step}")
+    Path("outputs/killed/result.json").unlink()
+    train(points(*words, "train.max_steps=6"))
+
+    (dead_again,) = [run for run in runs("killed") if run.info.run_id == dead.info.run_id]
+    (run,) = [run for run in runs("killed") if run.info.run_id != dead.info.run_id]
+    assert (dead_again.info.status, dead_again.data.tags["mlflow.parentRunId"]) == ("KILLED", run.info.run_id)
+    told = (
+        f"MLflow has values of run {dead.info.run_id} that do not count: it was killed later than step 3. "
+        f"It goes on as run {run.info.run_id}, with the values that do."
+    )
+    assert told in capsys.readouterr().out.splitlines()
+    made = Run(Path("outputs/killed"))
+    assert [step for step, _ in history(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in history(run, "eval/loss")] == [2, 4, 6]
+    for name in run.data.metrics:
+        if not name.startswith(("system/", "best/", "epoch")):
+            assert history(run, name) == logged(made, name), name
+    best = made.result["best"]
+    assert (run.data.metrics["best/value"], run.data.metrics["best/step"]) == (best["value"], best["step"])
+
+
+def runs(experiment):
+    client = mlflow.MlflowClient(URI)
+    return client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+
+
+def test_run_that_a_signal_stopped_is_marked_as_killed_and_goes_on_as_the_same_one():
+    recipe = points("track.project=stopped", "output_dir=outputs/stopped", "train.log_every=1")
+    recipe.task = Stopped()
+    with pytest.raises(Interrupted):
+        train(recipe)
+    first = only_run(experiment="stopped")
+    assert first.info.status == "KILLED" and 0 < len(history(first, "train/loss")) < 8
+    assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+    recipe = points("track.project=stopped", "output_dir=outputs/stopped", "train.log_every=1")
+    recipe.task = Stopped()
+    train(recipe)
+    run, made = only_run(experiment="stopped"), Run(Path("outputs/stopped"))
+    assert (run.info.run_id, run.info.status) == (first.info.run_id, "FINISHED")
+    assert history(run, "train/loss") == logged(made, "train/loss") and len(made.logged("train/loss")) == 8
+
+
 def test_failed_run_is_marked_as_failed():
     with pytest.raises(TrainingError):
         train(
@@ -173,6 +337,7 @@ def test_failed_run_is_marked_as_failed():
         )
     run = only_run(experiment="failed")
     assert run.info.status == "FAILED" and history(run, "train/loss")
+    assert run.data.tags["alert.error"].startswith("trapped failed: After step 4 the evaluation's loss is ")
     assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
 
 
@@ -190,8 +355,8 @@ def test_model_that_cannot_be_logged_is_told_and_the_run_is_finished(capsys):
     assert train(recipe).steps == 8
     run = only_run(experiment="speechless")
     assert run.info.status == "FINISHED" and history(run, "train/loss")
-    told = f"MLflow gets no model of run {run.info.run_id}: LookupError: no examples. None at all. "
-    assert f"{told}The model itself is whole, in outputs/speechless/model." in capsys.readouterr().out.splitlines()
+    told = f"The model of run {run.info.run_id} was not logged to MLflow: LookupError: no examples. None at all. "
+    assert f"{told}The model itself is intact, in outputs/speechless/model." in capsys.readouterr().out.splitlines()
 
 
 def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkeypatch):
@@ -203,7 +368,7 @@ def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkey
         train(points("task.trap=no such trap", "output_dir=outputs/refused"))
     assert str(caught.value) == (
         f"track.with=mlflow: http://127.0.0.1:{port} cannot be used: Connection refused. Start that server, or set "
-        "MLFLOW_TRACKING_URI to another; without it, runs are kept in outputs/mlflow.db."
+        "MLFLOW_TRACKING_URI to a different one; without it, runs are kept in outputs/mlflow.db."
     )
     assert not Path("outputs/refused/recipe.yaml").exists()
 
@@ -254,6 +419,17 @@ def end(process):
 
 
 @dataclass
+class Stopped(Signs):
+    """Points whose training is stopped in its first step, as a preempted machine stops it."""
+
+    def loss(self, outputs, target):
+        self._calls = getattr(self, "_calls", 0) + outputs.requires_grad
+        if self._calls == 3 and not Path("outputs/stopped/checkpoints").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(outputs, target)
+
+
+@dataclass
 class Unplugged(Trapped):
     """Points whose data the server does not live to see the end of."""
 
@@ -269,23 +445,26 @@ class Unplugged(Trapped):
 def test_server_gets_one_run_of_two_processes_and_may_die_during_the_next(server, tmp_path, monkeypatch, capsys):
     process, address = server
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    words = ("task.type=tests.support.tasks.Signs", ON, "train.log_every=1")
+    words = ("task.type=tests.support.tasks.Signs", ON, "train.log_every=1", "track.register=signs")
     made = train_on(2, {"points": words}, tmp_path, recipe=str(SUPPORT / "trapped.yaml"))["points"]
     run = only_run(address)
     assert history(run, "train/loss", address) == logged(made, "train/loss") and len(made.logged("train/loss")) == 8
     text = mlflow.artifacts.load_text(f"{run.info.artifact_uri}/result.json")
     assert json.loads(text)["world_size"] == 2
-    label = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model").predict(np.ones((1, 4)))["label"]
+    label = mlflow.pyfunc.load_model("models:/signs@best").predict(np.ones((1, 4)))["label"]
     assert list(label) == [row["label"] for row in load_model(made.folder, trust_code=True).predict([np.ones(4)])]
 
     recipe = points("train.log_every=1", f"output_dir={tmp_path}/unplugged", task="Trapped")
     recipe.task = Unplugged(server=process.pid)
     assert train(recipe).steps == 8
     said = capsys.readouterr().out
-    assert said.count("does not take what is logged") == 1
+    assert said.count("Logging to MLflow") == 1
     why = r"Connection (refused|reset by peer)|Remote end closed connection without response"
-    assert re.search(rf"MLflow at {address} does not take what is logged: ({why})\. Training goes on, and tries again\.", said)
-    assert re.search(rf"MLflow lacks \d+ values of run \w+ and perhaps files; all of them are in {tmp_path}/unplugged\.", said)
+    assert re.search(rf"Logging to MLflow at {address} failed: ({why})\. Training continues and will retry\.", said)
+    assert re.search(
+        rf"\d+ values of run \w+, and possibly files, did not reach MLflow\. They are all in {tmp_path}/unplugged\.", said
+    )
+    assert "Traceback" not in said and "gets nothing more" not in said
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_pictures_go_to_tensorboard(demo):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(demo[0].folder / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
-    (tag,) = events.Tags()["images"]
-    assert tag.startswith("eval/images") and [event.step for event in events.Images(tag)] == [60, 120]
+    assert events.Tags()["images"] == [f"eval/images/{index}" for index in range(3)]
+    assert [event.step for event in events.Images("eval/images/2")] == [60, 120]
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_what_cannot_be_restored_is_named(demo, damaged, tmp_path, capsys):
         f"hftune: --output {images} is the folder of the inputs, which would be overwritten. Name a different folder.\n"
     )
     assert refusal(capsys, folder, "--input", images, "--output", tmp_path / "out") == (
-        "hftune: Input 0 is a PosixPath, not a pair of image and mask. `hftune predict` takes --masks.\n"
+        "hftune: Input 0 is a PosixPath, not a pair of an image and a mask. For `hftune predict`, set --masks.\n"
     )
     assert refusal(capsys, folder, "--input", images, "--masks", tmp_path / "none", "--output", tmp_path / "out") == (
         f"hftune: --masks {tmp_path}/none: there is no such file or folder.\n"

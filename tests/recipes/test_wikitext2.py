@@ -129,7 +129,7 @@ def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(t
         patched.setattr(training, "evaluate", evaluate)
         train(tiny(tmp_path))
     checkpoint = tmp_path / "checkpoints" / "step_00000008"
-    assert str(caught.value) == (f"SIGTERM: stopped in the test of the best model. The same command resumes from {checkpoint}.")
+    assert str(caught.value) == (f"SIGTERM: stopped while testing the best model. The same command resumes from {checkpoint}.")
     assert not (tmp_path / "result.json").exists() and not Run(tmp_path).logged("test/loss")
     written = {path.name: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
     run = Run(train(tiny(tmp_path)).output_dir)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,26 +55,22 @@ def test_demo_accuracy_rises_clearly_above_chance(demo):
 def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_out(demo):
     run, said = demo
     # On a busy machine the second process may have waited for the data, and said so.
-    lines = [line for line in said.splitlines() if not line.startswith("Another process prepares the same data")]
+    lines = [line for line in said.splitlines() if not line.startswith("note: Waiting for another process")]
     assert lines[0] == f"hftune {__version__}: recipe yelp_demo, 2 processes; loading libraries ..."
-    assert lines[1].split("  ") == [
-        f"hftune {__version__}",
-        "yelp_demo",
-        "2 processes on cpu",
-        "global batch 32 in micro-batches of at most 1024 tokens",
-        "precision no",
-        "4,000 samples",
+    assert [re.split("  +", line)[1:] for line in lines[1:9]] == [
+        ["recipe", f"yelp_demo (hftune {__version__})"],
+        ["model", "BertForSequenceClassification, 400,517 parameters"],
+        ["labels", "1 star: 897, 2 stars: 745, 3 stars: 788, 4 stars: 711, 5 stars: 859"],
+        ["samples", "4,000 train, 800 eval"],
+        ["steps", "188, 125 an epoch"],
+        ["batch", "32 samples, in micro-batches of at most 1024 tokens"],
+        ["runs on", "2 processes, cpu, float32"],
+        ["output", str(run.folder)],
     ]
-    assert [line.split()[0] for line in lines[-9:]] == [
-        "loss",
-        "accuracy",
-        "macro_f1",
-        "mae",
-        "best",
-        "steps",
-        "speed",
-        "model",
-        "log",
+    evaluations = [line for line in lines if "  eval  " in line]
+    assert len(evaluations) == 2 and all(line.endswith("  best so far") for line in evaluations)
+    assert [line.split()[0] for line in lines[-10:] if line.strip()] == [
+        *("best", "loss", "accuracy", "macro_f1", "mae", "best", "steps", "model", "log"),
     ]
     assert f"{run.folder}/model" in said and f"{run.folder}/metrics.jsonl" in said
 
@@ -86,12 +83,15 @@ def test_output_folder_holds_what_the_contract_says(demo):
             "metrics.jsonl",
             "ledger.jsonl",
             "result.json",
+            "report.html",
+            "run.json",
             "predictions.jsonl",
             "model",
             "model_last",
             "checkpoints",
         )
     }
+    assert "Finished</span>" in (run.folder / "report.html").read_text()
     assert set(run.result) == {"metrics", "test", "best", "commits", "steps", "seconds", "world_size", "versions"}
     assert (run.result["steps"], run.result["world_size"]) == (188, 2)
     assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 188}

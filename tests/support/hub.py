@@ -30,9 +30,11 @@ CUT_AFTER = 1000
 class Hub:
     """A Hub that a test fills, starts, and asks what was fetched."""
 
+    handler: type[BaseHTTPRequestHandler]
+
     def __init__(self, root: Path):
         self.root = root
-        self.state: dict[str, dict[str, Any]] = {"revisions": {}, "redirects": {}, "faults": {}}
+        self.state: dict[str, dict[str, Any]] = {"revisions": {}, "redirects": {}, "faults": {}, "private": {}}
 
     def commit(self, kind: str, name: str, files: Mapping[str, bytes], revision: str = "main") -> str:
         """Add a commit to a repository of ``kind`` "models" or "datasets", and return its SHA-1; earlier ones stay."""
@@ -63,7 +65,8 @@ class Hub:
 
     def start(self) -> str:
         """Serve from a thread of this process; return the address for HF_ENDPOINT."""
-        self._server = serve(self.root, "127.0.0.1", 0)
+        self._server = serve(self.root, "127.0.0.1", 0, self.handler)
+        self._server.hub = self
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{self._server.server_port}"
 
@@ -89,9 +92,9 @@ class Hub:
         (self.root / "log.txt").unlink(missing_ok=True)
 
 
-def serve(root: Path, host: str, port: int) -> ThreadingHTTPServer:
+def serve(root: Path, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
     """Return a server of ROOT, not yet running."""
-    server = ThreadingHTTPServer((host, port), Handler)
+    server = ThreadingHTTPServer((host, port), handler)
     server.root, server.lock, server.cut = root, threading.Lock(), set()
     server.daemon_threads = True
     return server
@@ -143,7 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         if not folder.is_dir():
             return self.send(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
         if call == "revision":
-            return self.send(200, {"_id": "1", "id": name, "sha": commit, "private": False, "gated": False, "siblings": []})
+            private = self.state["private"].get(f"{kind}/{name}", False)
+            return self.send(200, {"_id": "1", "id": name, "sha": commit, "private": private, "gated": False, "siblings": []})
         if call == "tree":
             if not (folder / path).is_dir():
                 return self.send(404, {"error": "no such path"}, {"X-Error-Code": "EntryNotFound"})
@@ -212,5 +216,7 @@ def describe(entry: Path, folder: Path) -> dict[str, Any]:
     return {"type": "file", "path": path, "size": entry.stat().st_size, "oid": etag(entry)}
 
 
+Hub.handler = Handler
+
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.argv[3], int(sys.argv[2])).serve_forever()
+    serve(Path(sys.argv[1]), sys.argv[3], int(sys.argv[2]), Handler).serve_forever()

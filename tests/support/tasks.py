@@ -116,6 +116,8 @@ class Trapped(Task):
         return Net(self.trap)
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        if self.trap == "slow process" and os.environ.get("RANK") == "1":
+            time.sleep(0.05)
         return cross_entropy(outputs, target, reduction="sum")
 
     def num_items(self, target: Tensor) -> int:
@@ -442,7 +444,7 @@ class SlowUpload(Trapped):
     def build_model(self) -> nn.Module:
         from hftune.tracking.tracker import Tracker
 
-        def close(tracker: Tracker) -> None:
+        def close(tracker: Tracker, text: str) -> None:
             print("uploading", flush=True)
             time.sleep(self.upload_s)
             print("uploaded", flush=True)

@@ -30,11 +30,11 @@ def test_every_kind_of_difference_is_spelled_out_with_what_to_do():
         "data": {"train data": "xx", "eval data": "cd"},
     }
     assert disagreement([2, 3], other, MAIN) == (
-        "Processes 2, 3 on nodeB have different code: hftune/run.py, mine.py (extra); different versions: torch 2.12.0 instead of "
+        "Compared with process 0 on nodeA, processes 2, 3 on nodeB have different code: hftune/run.py, mine.py (extra); different versions: torch 2.12.0 instead of "
         "2.13.0; a different recipe: train.lr 0.2 instead of 0.1, task.model null instead of bert; different data: train data. "
-        "Compared with process 0 on nodeA. Install the same hftune, and put the same task file, on all machines. Install the "
-        "same versions on all machines. Start all processes with the same recipe and the same overrides. Give all machines the same "
-        "files, or the same data set of the Hub at the same revision."
+        "Install the same version of hftune on all machines, and use the same task file. Install the "
+        "same versions on all machines. Start all processes with the same recipe and the same overrides. Use the same files on all "
+        "machines, or the same revision of the data set on the Hub."
     )
 
 

@@ -659,5 +659,5 @@ def test_fields_for_an_encoder_and_a_decoder_that_are_loaded_as_they_are_are_ref
     with pytest.raises(ConfigError) as refusal:
         build_encoder_decoder("folder", config, start_token_id=START, end_token_id=END, pad_token_id=PAD, block_size=8)
     assert str(refusal.value) == (
-        "task.model already is an encoder-decoder, which is loaded unchanged. Leave task.model_config empty."
+        "task.model is already an encoder-decoder, which is loaded unchanged. Leave task.model_config empty."
     )

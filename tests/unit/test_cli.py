@@ -90,7 +90,7 @@ def test_corpus_that_cannot_be_read(capsys, tmp_path, corpus):
 
 def test_folder_with_something_else_is_not_written_into(capsys, tmp_path, corpus):
     assert refused(capsys, "vocab", corpus, "--output", tmp_path) == (
-        f"{tmp_path} has other files than a vocabulary. Name a different folder, or empty it."
+        f"{tmp_path} contains files other than a vocabulary. Choose a different folder, or empty it."
     )
 
 
@@ -139,7 +139,7 @@ def test_config_is_copied_and_overwrites_nothing_unasked(capsys, tmp_path, monke
     whole = Path("2cpu.yaml").read_text()
     Path("2cpu.yaml").write_text("mine")
     assert refused(capsys, "configs", "2cpu", "--copy") == (
-        "2cpu.yaml exists. Name another file, --copy PATH, or overwrite it with --force."
+        "2cpu.yaml exists. Name a different file with --copy PATH, or overwrite this one with --force."
     )
     assert Path("2cpu.yaml").read_text() == "mine"
     for arguments in (["--copy", "--force"], ["--copy", "other.yaml"]):
@@ -159,7 +159,9 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
-COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, configs, slurm, audit, doctor, vocab, completion"
+COMMANDS = (
+    "train, recipes, show, schema, plan, predict, evaluate, push, report, configs, slurm, audit, doctor, vocab, completion"
+)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,7 @@ def test_launch_configuration_that_is_none_is_refused(capsys, tmp_path, text, pr
 def test_mistyped_key_or_recipe_that_does_not_resume_never_reaches_the_queue(capsys):
     assert refused(capsys, *SLURM, "train.lrr=1") == "train.lrr is not a key of a recipe. Did you mean 'train.lr'?"
     assert refused(capsys, *SLURM, "resume=never") == (
-        "resume=never would start over there each time the job is requeued. Leave it out."
+        "resume=never would start over each time the job is requeued. Leave it out."
     )
 
 

@@ -511,8 +511,8 @@ def test_a_section_that_is_none_is_refused(write, text, message):
         ("train.betas=0.9", "train.betas=0.9 is not a list of 2 numbers, such as [0.9,0.999]."),
         ("train.betas=[0.9]", "train.betas=[0.9] is not a list of 2 numbers, such as [0.9,0.999]."),
         ("train.betas=[0.9,x]", "train.betas=[0.9, 'x'] is not a list of 2 numbers, such as [0.9,0.999]."),
-        ("eval.metric=[a]", "eval.metric=['a'] is not a text, such as loss."),
-        ("output_dir=[a]", "output_dir=['a'] is not a text or null."),
+        ("eval.metric=[a]", "eval.metric=['a'] is not a string, such as loss."),
+        ("output_dir=[a]", "output_dir=['a'] is not a string or null."),
         ("track.with=wandb", "track.with='wandb' is not a list such as [a,b]."),
         ("task.label_names=a", "task.label_names='a' is not a list such as [a,b] or null."),
         ("task.model_config=bert", "task.model_config='bert' is not a section of keys."),
@@ -548,7 +548,7 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
             "train.schedule=stair",
             "train.schedule='stair' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule.",
         ),
-        ("train.schedule=null", "train.schedule=null is not a text, such as linear."),
+        ("train.schedule=null", "train.schedule=null is not a string, such as linear."),
         (
             "train.optimizer=adaw",
             "train.optimizer='adaw' is not one of adamw, adam, sgd, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
@@ -561,7 +561,7 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
         ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16."),
         (
             "track.with=[wanb]",
-            "track.with='wanb' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
+            "track.with='wanb' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
         ),
     ],
 )
@@ -603,12 +603,12 @@ def test_a_wrong_type_in_a_file_names_the_file(write):
         ("train.num_workers=-1", "train.num_workers=-1 must not be negative."),
         ("train.dead_after_s=2", "train.dead_after_s=2.0 must be at least 3: processes send a heartbeat once a second."),
         ("train.stall_after_s=0", "train.stall_after_s=0.0 must be at least 3: processes send a heartbeat once a second."),
-        ("train.betas=[0.9,1]", "train.betas=[0.9, 1.0] must both lie in [0, 1)."),
-        ("train.warmup_ratio=1", "train.warmup_ratio=1.0 must lie in [0, 1): it is a share of all steps."),
-        ("train.warmup_ratio=-0.1", "train.warmup_ratio=-0.1 must lie in [0, 1): it is a share of all steps."),
+        ("train.betas=[0.9,1]", "train.betas=[0.9, 1.0] must both be in [0, 1)."),
+        ("train.warmup_ratio=1", "train.warmup_ratio=1.0 must be in [0, 1): it is a share of all steps."),
+        ("train.warmup_ratio=-0.1", "train.warmup_ratio=-0.1 must be in [0, 1): it is a share of all steps."),
         ("train.clip_norm=0", "train.clip_norm=0.0 must be above 0; null turns clipping off."),
-        ("seed=-1", "seed=-1 must lie in 0 to 4294967295."),
-        ("seed=4294967296", "seed=4294967296 must lie in 0 to 4294967295."),
+        ("seed=-1", "seed=-1 must be in the range 0 to 4294967295."),
+        ("seed=4294967296", "seed=4294967296 must be in the range 0 to 4294967295."),
         ("task.max_length=2", "task.max_length=2 must be at least 3."),
         ("task.vocab_size=99", "task.vocab_size=99 must be at least 100."),
     ],
@@ -655,11 +655,11 @@ def test_all_problems_are_listed_at_once(plain):
         "Recipe 'plain' has 7 problems:\n"
         "  train.lr='abc' is not a number, such as 5e-05.\n"
         "  train.lrr is not a key of a recipe. Did you mean 'train.lr'?\n"
-        "  seed=-1 must lie in 0 to 4294967295.\n"
+        "  seed=-1 must be in the range 0 to 4294967295.\n"
         "  train.batch_size=0 must be at least 1.\n"
         "  train.clip_norm=-1.0 must be above 0; null turns clipping off.\n"
         "  eval.every='never' is neither a number of steps nor 'epoch' nor, say, '2 epochs'.\n"
-        "  track.with='x' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker."
+        "  track.with='x' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker."
     )
 
 
@@ -686,7 +686,7 @@ def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
         (lambda: EvalConfig(every=0), "eval.every=0 must be at least 1."),
         (
             lambda: TrackConfig(with_=["wanb"]),
-            "track.with='wanb' is not one of wandb, mlflow, tensorboard, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
+            "track.with='wanb' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",
         ),
         (
             lambda: TrainConfig(batch_size=0, epochs=0),

@@ -1,6 +1,8 @@
 """What the doctor finds on one machine."""
 
+import os
 import socket
+import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -62,7 +64,7 @@ def test_a_taken_port_names_who_has_it():
         finally:
             doctor.PORT = old
     assert finding.level == NOTICE and finding.found.startswith(f"{port}: Address already in use (")
-    assert finding.todo == "the shipped configs use it; choose another with --main_process_port"
+    assert finding.todo == "the shipped configs use it; choose a different one with --main_process_port"
 
 
 def test_a_small_disk_and_little_shared_memory_are_notices(monkeypatch):
@@ -98,7 +100,7 @@ def test_an_examination_that_fails_is_a_finding_and_the_others_go_on(monkeypatch
 def test_a_home_that_nobody_can_write_to_is_a_fault_of_the_cache(monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     (fault,) = found("disk, cache")
-    assert fault.level == FAULT and fault.todo == "set HF_HOME to another folder"
+    assert fault.level == FAULT and fault.todo == "set HF_HOME to a different folder"
 
 
 def test_faults_make_the_exit_code(monkeypatch, capsys):
@@ -130,3 +132,13 @@ def test_clocks_are_compared_once_a_machine_and_each_comparison_is_a_sign_of_pro
     monkeypatch.setattr(doctor.dist, "send", lambda stamp, rank: None)
     assert doctor.clock_skew_s(strategy, num_rounds=1) == 0.0
     assert heard == [(8, 1), (16, 2)]
+
+
+def test_an_examination_outlives_the_reader_of_its_output(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "__stdout__", stream)
+        assert main(["--help"]) == 0
+        sys.stdout.flush()

@@ -64,8 +64,8 @@ def test_folder_on_a_file_system_without_locks_is_refused(tmp_path, monkeypatch)
 
     monkeypatch.setattr("fcntl.flock", flock)
     assert refused(only_writer(tmp_path).__enter__) == (
-        f"output_dir={tmp_path} is on a file system without file locks (No locks available), which keep two runs out of one "
-        "folder. Set output_dir=... to a folder on a different file system, and copy it afterwards."
+        f"output_dir={tmp_path} is on a file system without file locks (No locks available), which keep two runs from "
+        "using the same folder. Set output_dir=... to a folder on a different file system, and copy it afterwards."
     )
 
 

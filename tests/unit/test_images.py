@@ -260,7 +260,7 @@ def test_missing_folders_and_files_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dropout": 1.0}, "task.dropout=1.0 must lie in [0, 1)."),
+        ({"dropout": 1.0}, "task.dropout=1.0 must be in [0, 1)."),
         ({"width": 0}, "task.width=0 must be at least 1."),
         (
             {"mean": [0.1, 0.2]},
@@ -365,7 +365,7 @@ def test_colours_transparency_and_deep_pixels_are_refused(tmp_path):
             Image.new("RGB", (28, 28), (1, 2, 3)),
             "is in colour, but task.mean has one number, for grey. Give task.mean and task.std three.",
         ),
-        (Image.new("RGBA", (28, 28), (1, 1, 1, 5)), "has transparent parts. Put it on a background."),
+        (Image.new("RGBA", (28, 28), (1, 1, 1, 5)), "has transparent parts. Flatten it onto a background."),
         (Image.new("I;16", (28, 28)), "has more than 8 bits per channel (Pillow mode I;16). Convert it."),
     ]:
         image.save(path)

@@ -177,7 +177,7 @@ FILES = "task.data_files={train: x.txt, eval: x.txt}"
         (
             ["task.model=openai-community/gpt2"],
             "task.tokenizer=words builds a vocabulary that does not fit task.model=openai-community/gpt2. Set "
-            "task.tokenizer=null to use the tokenizer of the model. (task.model: the command line; task.tokenizer: recipe wikitext2)",
+            "task.tokenizer=null to use the model's own tokenizer. (task.model: the command line; task.tokenizer: recipe wikitext2)",
         ),
         (["task.tokenizer=./nowhere"], "task.tokenizer=./nowhere: there is no such folder."),
         (
@@ -269,8 +269,8 @@ def test_tokenizer_that_knows_more_than_the_model_is_refused(task, subwords, tmp
     with pytest.raises(ConfigError) as refused:
         other.build_model()
     assert str(refused.value) == (
-        f"The tokenizer has {len(other.text_tokenizer)} tokens, but task.model={tmp_path}/model only 8. Set "
-        "task.tokenizer=null to use the tokenizer of the model."
+        f"The tokenizer has {len(other.text_tokenizer)} tokens, but task.model={tmp_path}/model has only 8. Set "
+        "task.tokenizer=null to use the model's own tokenizer."
     )
 
 

@@ -130,7 +130,7 @@ def test_what_launchers_do_set_is_not_refused(environment, values):
         (
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
             (),
-            "The launcher's parallelism_config is not supported. Set pipelines in the recipe, parallel.pipeline_stages=2; to shard the model, use accelerate_configs/fsdp.yaml. Remove it from the launcher's config.",
+            "The launcher's parallelism_config is not supported. Remove it from the launcher's config. For a pipeline, set parallel.pipeline_stages=2 in the recipe; to shard the model, use accelerate_configs/fsdp.yaml.",
         ),
     ],
 )

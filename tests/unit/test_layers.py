@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
 errors  atomic
@@ -14,6 +16,7 @@ tasks  strategies
 build  checkpoints  evaluation
 inference
 tracking
+reporting
 loop  planning
 training
 run
@@ -59,8 +62,9 @@ def test_every_file_and_package_has_its_floor_and_the_root_is_short():
     assert len(list(ROOT.glob("*.py"))) <= 15
 
 
-def test_contributing_prints_the_floors():
-    assert FLOORS.strip() in (ROOT.parent / "CONTRIBUTING.md").read_text()
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_pages_print_the_floors(page):
+    assert f"{FLOORS}```" in (ROOT.parent / page).read_text()
 
 
 def test_no_task_and_no_plan_knows_a_rank():

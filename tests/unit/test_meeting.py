@@ -55,7 +55,7 @@ def test_the_store_of_one_machine_is_not_on_the_network():
 def test_the_doctor_counts_the_files_that_the_launcher_needs(few_files, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "512")
     finding = _open_files()
-    assert finding.level == FAULT and finding.todo == "ulimit -n 65536 before the launcher is started"
+    assert finding.level == FAULT and finding.todo == "run ulimit -n 65536 before you start the launcher"
     assert finding.found == "at most 512, and 512 processes need 1,088 in the main machine's launcher"
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     assert _open_files().level == OK

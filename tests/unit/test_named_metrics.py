@@ -1,6 +1,7 @@
 """Metrics that a recipe names: functions of the rows by dotted path, and modules of evaluate by name or script."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_a_number_goes_by_the_name_of_its_function_and_a_dict_by_its_own():
         (["text"], "eval.metrics={here}.text returned 'good', which is neither a dict nor a number."),
         (
             ["share_of_ones", "two_metrics"],
-            "eval.metrics={here}.two_metrics returned share_of_ones, which is computed already. Return it by another name.",
+            "eval.metrics={here}.two_metrics returned share_of_ones, which is already computed. Return it under a different name.",
         ),
     ],
 )
@@ -65,7 +66,7 @@ def test_a_metric_that_cannot_join_the_others_is_named(names, message):
 
 
 def test_a_clash_with_the_tasks_own_metrics_is_refused():
-    with pytest.raises(TrainingError, match="share_of_ones returned share_of_ones, which is computed already"):
+    with pytest.raises(TrainingError, match="share_of_ones returned share_of_ones, which is already computed"):
         computed("share_of_ones", taken=("share_of_ones",))
 
 
@@ -91,7 +92,15 @@ def test_rows_without_the_fields_of_an_evaluate_module_say_which_are_missing(scr
 
 
 def test_a_module_that_evaluate_does_not_find_is_refused_before_training(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.py is no module that evaluate can load: "):
+    with pytest.raises(ConfigError, match=r"none.py is not a module that evaluate can load: "):
         load_metrics([f"{tmp_path}/none.py"])
     with pytest.raises(ConfigError, match=r"^eval.metrics=hftune.metrics.named.nothing cannot be imported: "):
         load_metrics(["hftune.metrics.named.nothing"])
+
+
+def test_a_metric_is_loaded_once_a_process(script):
+    """An evaluation later, its script may be gone."""
+    (first,) = load_metrics([script]).values()
+    Path(script).unlink()
+    (again,) = load_metrics([script]).values()
+    assert again is first

@@ -62,8 +62,8 @@ def test_a_main_machine_whose_name_means_its_loopback_is_asked_for_its_address(p
     with pytest.raises(ConfigError) as caught:
         choose_interface("node1")
     assert str(caught.value) == (
-        "node1 means 127.0.1.1 on this machine, which other machines do not reach. Set main_process_ip to its address in the network, "
-        "or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
+        "node1 resolves to 127.0.1.1 on this machine, which other machines cannot reach. Set main_process_ip to its address in the "
+        "network, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
     )
 
 
@@ -77,7 +77,7 @@ def test_a_route_over_no_known_interface_is_not_handed_to_the_backends(present, 
     with pytest.raises(ConfigError) as caught:
         choose_interface("10.2.0.1")
     assert str(caught.value) == (
-        "No interface of this machine has 10.2.0.5. It has 10.1.0.5 (eth0), 127.0.0.1 (lo). Set GLOO_SOCKET_IFNAME."
+        "No interface of this machine has the address 10.2.0.5. It has 10.1.0.5 (eth0), 127.0.0.1 (lo). Set GLOO_SOCKET_IFNAME."
     )
 
 
@@ -100,7 +100,8 @@ def test_no_way_to_another_network_is_said_at_once(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         route_to("10.9.0.1")
     assert str(caught.value) == (
-        "No network of this machine leads to 10.9.0.1 (Network is unreachable). It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
+        "This machine has no route to 10.9.0.1 (Network is unreachable). It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo). "
+        "Check that address and the network."
     )
 
 

@@ -1,13 +1,18 @@
 """Which optimizers of the user's can be saved and spread, found out on a few small tensors before training."""
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
 
 from hftune import ConfigError
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
+from hftune.strategies.sharding import Replicated
 from tests.support.optimizers import Counted
 
+CPU = torch.device("cpu")
 SHARDED, STAGED = {"is_sharded": True}, {"is_staged": True}
 
 
@@ -47,7 +52,7 @@ def built(kind):
 @pytest.mark.parametrize("how", [{}, SHARDED, STAGED])
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adadelta", "NAdam", "RAdam"])
 def test_torchs_elementwise_optimizers_work_everywhere(name, how):
-    check_optimizer(built(getattr(torch.optim, name)), **how)
+    check_optimizer(built(getattr(torch.optim, name)), CPU, **how)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +67,18 @@ def test_torchs_elementwise_optimizers_work_everywhere(name, how):
         (
             Listed,
             {},
-            "Listed keeps history, a list, which checkpoints cannot hold: only tensors of a parameter, numbers and texts.",
+            "Listed keeps history, a list, which checkpoints cannot hold: only a parameter's tensors, numbers and strings.",
         ),
-        (Global, {}, "Global keeps seen for no parameter, which checkpoints cannot hold: only state of a parameter."),
+        (Global, {}, "Global keeps seen, which belongs to no parameter. Checkpoints hold only the state of parameters."),
         (
             torch.optim.Adafactor,
             SHARDED,
-            "Adafactor keeps row_var in a different shape than its parameter's, which FSDP cannot shard. Train without FSDP.",
+            "Adafactor keeps row_var in a shape that differs from its parameter's, which FSDP cannot shard. Train without FSDP.",
         ),
         (
             torch.optim.Adagrad,
             SHARDED,
-            "Adagrad makes its state when it is built, before FSDP shards the parameters. Train without FSDP.",
+            "Adagrad creates its state when it is built, before FSDP shards the parameters. Train without FSDP.",
         ),
         (
             Together,
@@ -91,7 +96,7 @@ def test_torchs_elementwise_optimizers_work_everywhere(name, how):
 )
 def test_what_cannot_work_is_refused_before_training(kind, how, message):
     with pytest.raises(ConfigError) as caught:
-        check_optimizer(built(kind), **how)
+        check_optimizer(built(kind), CPU, **how)
     assert str(caught.value) == f"train.optimizer: {message}"
 
 
@@ -99,14 +104,31 @@ def test_what_cannot_work_is_refused_before_training(kind, how, message):
     ("kind", "how"), [(torch.optim.Adafactor, STAGED), (torch.optim.Adagrad, STAGED), (Together, {}), (Counted, {})]
 )
 def test_what_works_in_one_way_is_not_refused_there(kind, how):
-    check_optimizer(built(kind), **how)
+    check_optimizer(built(kind), CPU, **how)
 
 
 def test_a_trial_leaves_the_optimizer_and_its_parameters_alone():
     optimizer = built(torch.optim.RMSprop)
     before = [weight.clone() for weight in optimizer.param_groups[0]["params"]]
-    check_optimizer(optimizer, **STAGED)
+    check_optimizer(optimizer, CPU, **STAGED)
     assert not optimizer.state and all(map(torch.equal, optimizer.param_groups[0]["params"], before))
+
+
+class Located(torch.optim.SGD):
+    """Notes where it steps."""
+
+    devices: ClassVar[set[str]] = set()
+
+    def step(self, closure=None):
+        self.devices.update(weight.device.type for group in self.param_groups for weight in group["params"])
+
+
+def test_a_trial_leaves_the_accelerator_alone_if_training_does(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("meta"))
+    accelerator = SimpleNamespace(device=CPU, prepare=lambda *parts: parts, unwrap_model=lambda model: model)
+    Replicated(accelerator, None).prepare(nn.Linear(3, 2), built(Located))
+    assert Located.devices == {"cpu"}
 
 
 def test_numbers_of_state_and_groups_are_found_by_name():

@@ -86,7 +86,7 @@ def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path, o
     plan = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer=optimizer))
     assert plan.memory is None and plan.parameters > 0
     assert plan.notices[-1].startswith(
-        f"The memory cannot be estimated: train.optimizer={optimizer} needs values, and a plan has none ("
+        f"The memory cannot be estimated: train.optimizer={optimizer} needs the values of tensors, and a plan has none ("
     )
 
 
@@ -233,14 +233,14 @@ def test_what_needs_values_is_not_planned_and_the_rest_is(tmp_path):
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.unused_parameters) == (38, None, None) and plan.disk.model_bytes == 152
     assert plan.notices == [
-        "The memory cannot be estimated: the forward pass or the loss needs values, and a plan has none "
+        "The memory cannot be estimated: the forward pass or the loss needs the values of tensors, and a plan has none "
         "(DataDependentOutputException: aten._local_scalar_dense.default)."
     ]
     recipe.task.where = "build_model"
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.disk) == (None, None, None) and plan.steps.total == 3
     assert plan.notices == [
-        "The model cannot be planned: build_model() needs values, and a plan has none "
+        "The model cannot be planned: build_model() needs the values of tensors, and a plan has none "
         "(RuntimeError: Tensor.item() cannot be called on meta tensors)."
     ]
 
@@ -287,11 +287,11 @@ def test_what_cannot_be_planned_is_refused(capsys):
     assert refused(capsys, recipe, "--gpus-per-machine", "-1") == "--gpus-per-machine -1 must be at least 1."
     assert refused(capsys, recipe, "--processes", "5", "--gpus-per-machine", "2") == (
         "--processes 5 is not a multiple of --gpus-per-machine 2: each machine runs one process on each of its GPUs. "
-        "Say --processes 4 or 6."
+        "Use --processes 4 or 6."
     )
     assert refused(capsys, recipe, "--processes", "1", "--gpus-per-machine", "2") == (
         "--processes 1 is not a multiple of --gpus-per-machine 2: each machine runs one process on each of its GPUs. "
-        "Say --processes 2."
+        "Use --processes 2."
     )
     assert refused(capsys, recipe, FEW, "task.model_config.num_attention_heads=3") == (
         "task.model_config cannot be built: The hidden size (128) is not a multiple of the number of attention heads (3)."

@@ -80,7 +80,7 @@ def test_recipes_of_the_pages_are_valid():
         ("eval: {every: epochs}", "eval.every", "'epochs' does not match"),
         ("eval: {metrics: accuracy}", "eval.metrics", "'accuracy' is not of type 'array'"),
         ("parallel: {schedule: zbv}", "parallel.schedule", "'zbv' is not one of ['gpipe', '1f1b'"),
-        ("track: {with: [wanddb]}", "track.with", "'wanddb' is not one of ['wandb', 'mlflow', 'tensorboard']"),
+        ("track: {with: [wanddb]}", "track.with", "'wanddb' is not one of ['wandb', 'mlflow', 'tensorboard', "),
         ("track: {upload: bset}", "track.upload", "'bset' is not one of ['none', 'best', 'all', None]"),
         ("base: yelpp", "base", "'yelpp' is not one of ['bigbird'"),
         ("replace: task", "replace", "'task' is not of type 'array'"),

@@ -95,7 +95,7 @@ def test_a_decoder_whose_stages_would_compute_something_else_is_refused(monkeypa
     with pytest.raises(ConfigError) as caught:
         check_stages(model, 2, None, IDS)
     assert str(caught.value) == (
-        "LlamaForCausalLM cannot be cut into stages: one after the other they do not return what the whole model returns. "
+        "LlamaForCausalLM cannot be cut into stages: run one after the other, they do not return what the whole model returns. "
         + HOW
     )
 
@@ -131,7 +131,7 @@ REFUSED = {
     "split of its own": (
         lambda: Chain(5, 0.0),
         [1, 1, 1, 1, 1],
-        "parallel.split=[1, 1, 1, 1, 1]: Chain cuts itself, by its method stage. Leave it null.",
+        "parallel.split=[1, 1, 1, 1, 1]: Chain is cut by its own method stage. Set it to null.",
     ),
     "copies": (
         lambda: Copying(5, 0.0),

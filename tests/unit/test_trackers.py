@@ -1,9 +1,14 @@
 """Trackers by name and by dotted path: what they are given, and that one that fails stops no training."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.config import sections
@@ -149,7 +154,147 @@ def test_a_class_that_is_no_tracker_is_refused_before_anything_is_loaded():
     assert str(caught.value) == "track.with=tests.support.tasks.Net is not a subclass of hftune.TrackerBackend."
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", ("wandb", "mlflow", "tensorboard"))
 def test_each_bare_name_is_a_tracker(name):
     pytest.importorskip(name)
     assert issubclass(tracker_class(name), TrackerBackend)
+
+
+def scalar(title, series, value):
+    return call.Task.init().get_logger().report_scalar(title=title, series=series, value=value, iteration=2)
+
+
+OTHERS = {
+    "trackio": [
+        call.init(project="hftune", name="unnamed", group=None),
+        call.init().log({"epoch": 0.5, "train/loss": 2.0}, step=2),
+        call.Table(columns=["true class", "as cat", "as dog"], data=[["cat", 1, 0], ["dog", 0, 2]]),
+        call.init().log({"best/value": 0.9, "best/step": 2}, step=2),
+        call.init().finish(),
+    ],
+    "swanlab": [
+        call.init().log({"epoch": 0.5, "train/loss": 2.0}, step=2),
+        call.init().log({"best/value": 0.9, "best/step": 2}, step=2),
+        call.init().finish(),
+    ],
+    "comet_ml": [
+        call.ExperimentConfig(name="unnamed", tags=["small"]),
+        call.start().log_metric("train/loss", 2.0, step=2),
+        call.start().log_metric("best/value", 0.9, step=2),
+        call.start().end(),
+    ],
+    "aim": [
+        call.Run(repo=None, experiment="hftune"),
+        call.Run().track(2.0, name="train/loss", step=2),
+        call.Run().track(0.9, name="best/value", step=2),
+        call.Run().close(),
+    ],
+    "clearml": [
+        scalar("loss", "train", 2.0),
+        scalar("accuracy", "eval", 0.9),
+        call.Task.init()
+        .get_logger()
+        .report_table(
+            title="confusion",
+            series="eval",
+            table_plot=[["true class", "as cat", "as dog"], ["cat", 1, 0], ["dog", 0, 2]],
+            iteration=2,
+        ),
+        call.Task.init().close(),
+    ],
+    "dvclive": [call.Live().log_metric("train/loss", 2.0), call.Live().log_metric("best/value", 0.9), call.Live().end()],
+}
+"""What the package of each other tracker is told, among other things: by Accelerate's class, which is the real one."""
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Put something in the place of a package, which remembers what it was told."""
+
+    def put(name):
+        package = MagicMock(__version__="9.0", __spec__=ModuleSpec(name, None, origin="a test"))
+        package.Task.current_task.return_value = None
+        monkeypatch.setitem(sys.modules, name, package)
+        monkeypatch.setitem(sys.modules, f"{name}.plots", package)
+        return package
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    PartialState()  # Accelerate's logger asks it for the rank
+    yield put
+    PartialState._reset_state()
+
+
+def test_the_other_trackers_are_those_of_the_table():
+    assert {*OTHERS, "wandb", "mlflow", "tensorboard"} == set(TRACKERS) == set(LOGGER_TYPE_TO_CLASS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_tracker_that_accelerate_knows_gets_numbers_and_what_it_has_a_place_for(name, tmp_path, stand_in, capsys):
+    package = stand_in(name)
+    track = TrackConfig(with_=[name], tags=["small"])
+    recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=track)
+    tracker = Tracker(recipe)
+    tracker.start(recipe, 0, False, {}, {"processes": 2})
+    tracker.log(2, 0.5, {"train/loss": 2.0})
+    tracker.log(2, 0.5, {"eval/accuracy": 0.9})
+    tracker.log_confusion_matrix(2, [[1, 0], [0, 2]], ["cat", "dog"])
+    tracker.log_images(2, [np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], ["a cat", "a dog"])
+    for _ in range(2):
+        tracker.log_best(2, "accuracy", 0.9)
+    tracker.close("2 steps.")
+    assert capsys.readouterr().out == ""
+    for expected in OTHERS[name]:
+        assert package.mock_calls.count(expected) == 1, expected
+    assert "'run.processes': '2'" in str(package.mock_calls)
+
+
+def test_a_resumed_run_at_such_a_tracker_is_a_new_one_with_the_earlier_steps(tmp_path, stand_in):
+    package = stand_in("trackio")
+    recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["trackio"]))
+    for step in (0, 1):
+        tracker = Tracker(recipe)
+        tracker.start(recipe, step, False, tracker.run_ids(), {})
+        package.reset_mock() if step == 0 else None
+        tracker.log(step + 1, step + 1.0, {"train/loss": 2.0 - step, "eval/none": float("nan")})
+    assert [made.args[0] for made in package.init().log.call_args_list[1:]] == [
+        {"epoch": 1.0, "train/loss": 2.0},
+        {"epoch": 2.0, "train/loss": 1.0},
+    ]
+
+
+def test_a_missing_package_is_named_as_pip_names_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(Recipe(task=Tagging(), track=TrackConfig(with_=["comet_ml"])))
+    assert str(caught.value) == "track.with=comet_ml needs a package that is not installed: pip install comet-ml."
+
+
+def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["tensorboard"], notes="A *try*."))
+    for step in (0, 1):  # the second time resumed from step 1, after a kill in step 2
+        tracker = Tracker(recipe)
+        tracker.start(recipe, step, True, {}, {})
+        for later in range(step + 1, 3):
+            tracker.log(later, 0.5, {"train/loss": 2.0 + step})
+            tracker.log_predictions(later, [{"text": "a|b", "error": 0.9}])
+            tracker.log_confusion_matrix(later, [[1, 0], [0, 2]], ["cat", "dog"])
+            tracker.log_images(later, [np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], ["a cat", "a dog"])
+            tracker.log_best(1, "accuracy", 0.9)
+        tracker.close("done")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 3.0)]
+    assert {(event.step, round(event.value, 3)) for event in events.Scalars("best/value")} == {(1, 0.9)}
+    assert [event.step for event in events.Images("eval/images/1")] == [1, 2]
+    assert (events.Images("eval/images/1")[0].width, events.Images("eval/images/1")[0].height) == (5, 4)
+    written = {name: events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode() for name in TEXTS}
+    assert written == TEXTS
+
+
+TEXTS = {
+    "notes": "A *try*.",
+    "eval/predictions": "| index | text | error |\n| --- | --- | --- |\n| 0 | a\\|b | 0.9 |",
+    "eval/confusion": "| true class | as cat | as dog |\n| --- | --- | --- |\n| cat | 1 | 0 |\n| dog | 0 | 2 |",
+    "eval/images": "| image | caption |\n| --- | --- |\n| eval/images/0 | a cat |\n| eval/images/1 | a dog |",
+}
+"""What TensorBoard shows as text."""

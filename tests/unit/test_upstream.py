@@ -74,6 +74,17 @@ def views_are_distinguished_from_copies():
     assert value[:1]._is_view() and not value._is_view()
 
 
+def callbacks_end_a_backward_pass_in_the_order_in_which_they_were_added():
+    seen = []
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("gradient") or queue(lambda: seen.append("second")))
+    loss = weight * 2
+    loss.register_hook(lambda _: queue(lambda: seen.append("first")))
+    loss.backward()
+    assert seen == ["gradient", "first", "second"]
+
+
 def writing_to_a_tensor_counts_its_version():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -288,6 +299,13 @@ TABLE = [
         "hooks would break the graph of a model that model.compile() has compiled",
         NO_ISSUE,
         compiled_models_have_a_call,
+    ),
+    Upstream(
+        "_execution_engine",
+        "strategies",
+        "the moment at which a backward pass is computed here, before DDP waits for the other processes",
+        NO_ISSUE,
+        callbacks_end_a_backward_pass_in_the_order_in_which_they_were_added,
     ),
     Upstream(
         "_is_view",

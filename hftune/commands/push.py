@@ -1,0 +1,49 @@
+"""``hftune push``: publish the best model of a run on the Hugging Face Hub, with its card, recipe and result."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="output folder of a run, such as outputs/yelp")
+    parser.add_argument("repository", metavar="USER/NAME", help="model repository on the Hub, created if necessary")
+    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to push to, created if necessary (default: main)")
+    parser.add_argument("--message", help="commit message (default: the model's score)")
+    add_trust_code(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Push, and print the address of the model as the last line."""
+    check_name(options.repository)
+    if options.trust_code:
+        find_modules_here()
+    from hftune.checkpoints.run_folder import open_run
+
+    folder = options.folder.expanduser()
+    recipe, model = open_run(folder, options.trust_code)
+    if model != folder / "model":
+        raise ConfigError(f"{folder} is a single model. Name the output folder of its run, whose best model is pushed.")
+    from hftune.commands.upload import check_token, upload
+
+    check_token()
+    print(upload(folder, recipe, options.repository, options.private, options.revision, options.message), flush=True)
+    return 0
+
+
+def check_name(repository: str) -> None:
+    """Refuse what the Hub would not take as the name of a model, or raise ConfigError."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if repository.count("/") != 1:
+        raise ConfigError(f"{repository} is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"{repository} cannot be the name of a model on the Hub: {error}") from error

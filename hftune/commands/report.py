@@ -1,0 +1,75 @@
+"""``hftune report``: write the page that shows a run, or compares several, and on demand its plots for papers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hftune.errors import ConfigError
+
+COMPARISON = Path("compare.html")
+"""Where the page of several runs goes by default."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="output folder of a run, such as outputs/yelp")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=f"HTML file to write (default: report.html in the run's folder; {COMPARISON} for several)",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help='folder for the plots as PNG files; needs pip install "hftune[plots]"'
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page, and the plots if they are asked for. Prints the paths."""
+    check_folders(options.folders)
+    from hftune.reporting.page import REPORT, page
+
+    if options.png is not None:
+        check_matplotlib()
+    output = options.output or (options.folders[0] / REPORT if len(options.folders) == 1 else COMPARISON)
+    write(output, page(options.folders))
+    print(output)
+    if options.png is not None:
+        from hftune.reporting.plots import write_plots
+
+        try:
+            paths = write_plots(options.folders, options.png)
+        except OSError as error:
+            raise ConfigError(f"--png {options.png} cannot be written: {error.strerror or error}.") from error
+        print(*paths, sep="\n")
+    return 0
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raise ConfigError for a folder that holds no run, and for one that is named twice."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder. Name the output folder of a run, such as outputs/yelp.")
+        if not any((folder / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
+            raise ConfigError(f"{folder} holds no run: neither metrics.jsonl nor recipe.yaml is in it.")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("The same run is named twice. Name each once.")
+
+
+def check_matplotlib() -> None:
+    """Raise ConfigError if plots cannot be drawn here."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError('--png needs a package that is not installed: pip install "hftune[plots]".') from error
+
+
+def write(output: Path, text: str) -> None:
+    """Write the page, or raise ConfigError."""
+    from hftune.checkpoints.atomic_files import write_text
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, text)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror or error}. Name another: --output FILE.") from error

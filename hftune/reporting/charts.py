@@ -1,0 +1,141 @@
+"""Which curves of one run, or of several, belong in one chart. The page and the plots for papers both draw these charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hftune.reporting.curves import Curve, title_of, unit_of
+from hftune.reporting.run_record import RunRecord
+
+GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed and memory"}
+"""Headings by the first part of a metric's name."""
+POINTS = 48_000
+"""Points of all curves of a page together: about 17 bytes each."""
+POINTS_PER_CURVE = (200, 3000)
+"""Least and greatest number of points to which a curve is thinned."""
+NOT_SMOOTHED = ("train/lr",)
+"""Curves without noise."""
+
+
+@dataclass
+class Line:
+    """One curve in a chart."""
+
+    run_index: int
+    label: str
+    curve: Curve
+    is_smoothed: bool
+    """Whether smoothing may be applied: not to evaluations, each of which counts."""
+    best: tuple[int, float] | None = None
+    """Step and value of the best model."""
+
+
+@dataclass
+class Chart:
+    """Curves with one vertical axis."""
+
+    key: str
+    """Of its metric, or of its first; with * for the processes or hosts that it compares."""
+    title: str
+    unit: str
+    group: str
+    lines: list[Line] = field(default_factory=list)
+
+
+def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Sort the curves of these runs into charts, in reading order: training, evaluation, speed, then what an own task logs."""
+    found: dict[str, Chart] = {}
+    is_single = len(runs) == 1
+    joins_losses = is_single and {"train/loss", "eval/loss"} <= runs[0].log.curves.keys()
+    for key in sorted_keys(runs):
+        name = "train/loss" if joins_losses and key == "eval/loss" else chart_key(key)
+        if name not in found:
+            found[name] = Chart(name, title_of(name), unit_of(name), GROUPS.get(name.partition("/")[0], "Other"))
+        for run_index, run in enumerate(runs):
+            if key in run.log.curves:
+                found[name].lines.append(make_line(run_index, run, key, is_single))
+    if joins_losses:
+        found["train/loss"].title = "Loss"
+    return [*found.values()]
+
+
+def sorted_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys of all curves worth a chart, by group; within a group in the order in which the runs log them."""
+    keys = dict.fromkeys(key for run in runs for key in run.log.curves if not key.startswith("test/"))
+    if all(repeats_loss(run) for run in runs):
+        keys.pop("train/loss_step", None)
+    picked = {f"eval/{point[0]}" for run in runs if (point := run.best_point())}
+    groups = [*GROUPS]
+
+    def place(key: str) -> tuple[int, bool]:
+        group = key.partition("/")[0]
+        return (groups.index(group) if group in groups else len(groups)), key not in picked
+
+    return sorted(keys, key=place)
+
+
+def repeats_loss(run: RunRecord) -> bool:
+    """Say whether the loss of single steps is the same curve as the loss, as it is if every step is logged."""
+    loss, single = run.log.curves.get("train/loss"), run.log.curves.get("train/loss_step")
+    return single is None or (loss is not None and loss.steps == single.steps and loss.values == single.values)
+
+
+def chart_key(key: str) -> str:
+    """Return the key of the chart that a curve is drawn in: "perf/*/power" for "perf/host0/power" and "perf/host1/power"."""
+    first, *between, last = key.split("/")
+    return f"{first}/*/{last}" if between else key
+
+
+def make_line(run_index: int, run: RunRecord, key: str, is_single: bool) -> Line:
+    """Describe one curve of a run."""
+    part = "/".join(key.split("/")[1:-1])
+    if is_single:
+        label = part or {"train/loss": "training", "eval/loss": "evaluation"}.get(key, title_of(key).lower())
+    else:
+        label = f"{run.name} {part}".rstrip()
+    point = run.best_point()
+    best = point[1:] if point and key == f"eval/{point[0]}" else None
+    return Line(run_index, label, run.log.curves[key], not key.startswith("eval/") and key not in NOT_SMOOTHED, best)
+
+
+def notes_on_curves(run: RunRecord) -> Iterator[str]:
+    """Say which metrics were not finite somewhere."""
+    for key, curve in run.log.curves.items():
+        if missing := len(curve) - len(curve.finite()):
+            yield f"{key} was not a finite number in {missing:,} of its {len(curve):,} points."
+
+
+def chart_data(runs: Sequence[RunRecord], charts: Sequence[Chart]) -> dict[str, Any]:
+    """Return what report.js draws."""
+    limit = point_limit(charts)
+    return {
+        "runs": [{"name": run.name, "epochs": run.log.epochs_per_step} for run in runs],
+        "charts": [
+            {
+                "title": chart.title,
+                "unit": chart.unit,
+                "group": chart.group,
+                "key": chart.key,
+                "lines": [
+                    {
+                        "run": line.run_index,
+                        "label": line.label,
+                        "points": line.curve.thinned(limit),
+                        "means": line.curve.means(limit) if line.is_smoothed else None,
+                        "smooth": line.is_smoothed,
+                        "best": line.best,
+                    }
+                    for line in chart.lines
+                ],
+            }
+            for chart in charts
+        ],
+    }
+
+
+def point_limit(charts: Sequence[Chart]) -> int:
+    """Return the number of points that each curve of a page may have."""
+    least, most = POINTS_PER_CURVE
+    return max(least, min(most, POINTS // max(1, sum(len(chart.lines) for chart in charts))))

@@ -1,0 +1,155 @@
+"""How long each process loads and computes its part of a step, and how long it waits for the slowest. Shown, never acted on.
+
+The processes of a data-parallel step meet twice: when they count its items, after their samples are loaded, and when they sum
+the gradient, after their last backward pass. So a process waits ``max - own`` seconds at each place, with ``max`` taken over
+all processes. No clock is compared with one of another machine, and what the sums themselves take is no waiting.
+
+It costs neither a collective nor a wait for the device. The seconds of a step travel in the next step's sum of counts. On a
+GPU they are those between two events in its queue, read after the loss has been read, which waits for the device anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+
+class HostInterval:
+    """An interval on a device that has computed when a call returns: the CPU."""
+
+    _began = _ended = 0.0
+
+    def begin(self) -> None:
+        self._began = self._ended = time.perf_counter()
+
+    def end(self) -> None:
+        self._ended = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+
+class CudaInterval:
+    """An interval in the queue of a GPU, which computes later than it is called."""
+
+    def __init__(self):
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def begin(self) -> None:
+        self._began.record()
+        self._ended.record()
+
+    def end(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        """Return 0 if the GPU is not there yet, instead of waiting for it."""
+        return self._began.elapsed_time(self._ended) / 1000 if self._ended.query() else 0.0
+
+
+INTERVALS: dict[str, type[HostInterval] | type[CudaInterval]] = {"cpu": HostInterval, "cuda": CudaInterval}
+
+
+class StepTimes:
+    """The seconds of this process's current step, and what all processes told of their steps since the last ``take``.
+
+    Args:
+        computes_alone: whether a process computes without waiting for others until the gradient is summed; else the seconds
+            of computing are left out, because waiting is part of them.
+    """
+
+    def __init__(self, device: torch.device, rank: int, num_processes: int, computes_alone: bool):
+        self.rank, self.num_processes = rank, num_processes
+        kind = INTERVALS.get(device.type) if computes_alone and num_processes > 1 else None
+        self._computing = None if kind is None else kind()
+        self._told = [0.0, 0.0]
+        """Loading and computing in the last finished step, which this process tells the others in the next one."""
+        self._told_of_s = 0.0
+        """Duration of that step."""
+        self._restart()
+        self._forget()
+
+    def _restart(self) -> None:
+        self._began: float | None = None
+        self._loading_s = 0.0
+
+    def _forget(self) -> None:
+        self.seconds = self.loading_s = self.waiting_s = self.most_computing_s = self.mean_computing_s = 0.0
+        self.busy_s = [0.0] * self.num_processes
+
+    # Of this process, in the order of a step
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Time what this process waits for its samples; the first one begins a step."""
+        began = time.perf_counter()
+        self._began = self._began or began
+        yield
+        self._loading_s += time.perf_counter() - began
+
+    def begin_computing(self) -> None:
+        if self._computing is not None:
+            self._computing.begin()
+
+    def end_computing_after(self, loss: Tensor) -> None:
+        """End it once the backward pass from this loss is computed here, and before it waits for the other processes.
+
+        DDP waits for the sum in a callback at the end of the backward pass, which it adds when its last gradient is there.
+        Callbacks run in the order in which they were added, and a hook of the loss is the first thing in a backward pass.
+        """
+        computing = self._computing
+        if computing is not None and loss.requires_grad:
+            loss.register_hook(lambda grad: Variable._execution_engine.queue_callback(computing.end))
+
+    def finish(self) -> None:
+        """End the step: its gradient is applied."""
+        computing_s = 0.0 if self._computing is None else self._computing.seconds()
+        now = time.perf_counter()
+        self._told, self._told_of_s = [self._loading_s, computing_s], now - (self._began or now)
+        self._restart()
+
+    def discard(self) -> None:
+        """Forget the current step, which was none."""
+        self._restart()
+
+    # Of all processes
+
+    def told(self) -> list[float]:
+        """Return a number for each process and kind, of which the other processes' are 0: their sum is what all told."""
+        before, after = self.rank, self.num_processes - self.rank - 1
+        return [0.0, 0.0] * before + self._told + [0.0, 0.0] * after
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Add what all processes told of the previous step, the sum of their ``told``."""
+        loading_P, computing_P = seconds[0::2], seconds[1::2]
+        busy_P = [sum(own) for own in zip(loading_P, computing_P, strict=True)]
+        self.seconds += self._told_of_s
+        self.loading_s += max(loading_P)
+        self.most_computing_s += max(computing_P)
+        self.mean_computing_s += sum(computing_P) / self.num_processes
+        self.waiting_s += max(loading_P) + max(computing_P) - sum(busy_P) / self.num_processes
+        self.busy_s = [before + own for before, own in zip(self.busy_s, busy_P, strict=True)]
+        self._told, self._told_of_s = [0.0, 0.0], 0.0
+
+    def take(self) -> dict[str, float]:
+        """Return what the steps since the last call were like, and begin anew; nothing if there was none.
+
+        perf/data_share: share of their time in which the slowest process of each waited for its samples.
+        perf/wait_share: mean share in which a process waited for the slowest one.
+        perf/imbalance: computing of the slowest process over the mean of all; 1 is even.
+        perf/slowest_rank: who loaded and computed longest.
+        """
+        if not self.seconds:
+            return {}
+        shares: dict[str, float] = {"perf/data_share": min(self.loading_s / self.seconds, 1.0)}
+        if self.mean_computing_s:
+            shares["perf/wait_share"] = min(self.waiting_s / self.seconds, 1.0)
+            shares["perf/imbalance"] = self.most_computing_s / self.mean_computing_s
+            shares["perf/slowest_rank"] = self.busy_s.index(max(self.busy_s))
+        self._forget()
+        return shares

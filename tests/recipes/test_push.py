@@ -1,0 +1,198 @@
+"""hftune push, as typed, to a Hub on loopback: what lies there afterwards, who can load it, and what is said if it cannot be."""
+
+import json
+import re
+import shutil
+
+import pytest
+from huggingface_hub import ModelCard
+
+import hftune
+from hftune import Recipe
+from tests.support.hub_contents import bert, yelp
+from tests.support.runs import Group, Run, train_on
+from tests.support.writable_hub import WritableHub
+
+SHORT = ("train.max_steps=2", "train.batch_size=8", "train.micro_batch_size=4", "eval.every=1")
+YELP = ("recipe=yelp", *SHORT, "task.max_length=64", "task.max_eval_samples=8")
+PRIVATE = ("--private", "--revision", "v1", "--message", "The first one")
+TEXT = "The food was superb."
+LOADED = f"""
+import json, pathlib, sys
+import hftune
+from huggingface_hub import snapshot_download
+from transformers import pipeline
+
+text = {TEXT!r}
+by_transformers = pipeline("text-classification", model="tester/yelp", device="cpu")(text)[0]["label"]
+by_hftune = hftune.load_model(snapshot_download("tester/yelp"), device="cpu").predict([text])[0]["label"]
+digits = hftune.load_model(snapshot_download("team/digits", revision="v1"), device="cpu").recipe.task.label_names
+pathlib.Path(sys.argv[1]).write_text(json.dumps([by_transformers, by_hftune, digits]))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    hub = WritableHub(tmp_path_factory.mktemp("hub"))
+    hub.commits = {"task.model": bert(hub, "google-bert/bert-base-cased"), "task.dataset": yelp(hub, "Yelp/yelp_review_full")}
+    address, home = hub.start(), tmp_path_factory.mktemp("home")
+    hub.variables = {
+        "HF_ENDPOINT": address,
+        "HF_HOME": str(home),
+        "HF_DATASETS_CACHE": str(home / "datasets"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    yield hub
+    hub.stop()
+
+
+@pytest.fixture(scope="module")
+def runs(hub, tmp_path_factory):
+    jobs = {"yelp": YELP, "digits": ("recipe=mnist_demo", *SHORT, "task.max_train_samples=50", "task.max_eval_samples=20")}
+    return train_on(1, jobs, tmp_path_factory.mktemp("runs"), variables=hub.variables)
+
+
+def typed(hub, folder, *words, token="secret"):
+    """Return the exit code of ``hftune push``, and the lines that it printed."""
+    log = folder / "push.log"
+    log.unlink(missing_ok=True)
+    variables = {"HF_TOKEN": token} if token else {}
+    job = ["hftune.cli", ["push", *map(str, words)], None, variables]
+    (code,) = Group(1, [job], log, hub.variables, as_typed=True).wait()
+    return code, log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def pushed(hub, runs, tmp_path_factory):
+    """What was said when both runs were pushed."""
+    folder = tmp_path_factory.mktemp("pushed")
+    said = typed(hub, folder, runs["yelp"].folder, "tester/yelp")
+    assert typed(hub, folder, runs["digits"].folder, "team/digits", *PRIVATE)[0] == 0
+    return said
+
+
+def test_one_commit_has_model_card_recipe_and_result(hub, runs, pushed):
+    folder, files = runs["yelp"].folder, hub.files("tester/yelp")
+    model = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "hftune.json"} <= model.keys()
+    extra = {name: (folder / name).read_bytes() for name in ("recipe.yaml", "result.json")}
+    assert {name: files[name] for name in files if name not in (".gitattributes", "README.md")} == {
+        **{name: data for name, data in model.items() if name != "README.md"},
+        **extra,
+    }
+    best = runs["yelp"].result["best"]
+    assert hub.messages[0] == f"accuracy {best['value']:.4g} after step {best['step']}" and len(hub.messages) == 2
+    code, lines = pushed
+    assert code == 0 and lines[-1] == f"{hub.address}/tester/yelp"
+    assert re.fullmatch(rf"Pushing {len(files) - 1} files \(.+ KiB\) to tester/yelp \.\.\.", lines[-2])
+
+
+def test_card_names_the_model_by_its_place(hub, runs, pushed):
+    here = (runs["yelp"].folder / "model" / "README.md").read_text()
+    there = hub.files("tester/yelp")["README.md"].decode()
+    assert f'model="{runs["yelp"].folder}/model"' in here and 'model="tester/yelp"' in there
+    assert str(runs["yelp"].folder) not in there
+    data = ModelCard(there).data
+    assert (data.base_model, data.datasets) == ("google-bert/bert-base-cased", ["Yelp/yelp_review_full"])
+    scores = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert scores["accuracy"] == pytest.approx(runs["yelp"].result["best"]["value"], rel=1e-5)
+    for key, commit in hub.commits.items():
+        assert f"{key}_revision={commit}" in there
+
+
+def test_private_repository_and_branch_are_created(hub, pushed):
+    assert hub.state["private"] == {"models/tester/yelp": False, "models/team/digits": True}
+    assert [*hub.files("team/digits")] == [".gitattributes"] and "model.safetensors" in hub.files("team/digits", "v1")
+    assert hub.messages[1] == "The first one"
+
+
+def test_what_was_pushed_is_loaded_by_transformers_by_hftune_and_by_a_recipe(hub, runs, pushed, tmp_path):
+    (tmp_path / "load.py").write_text(LOADED)
+    out = tmp_path / "further"
+    further = ["yelp", [*YELP[1:], "task.model=tester/yelp", f"output_dir={out}"], None, {}]
+    log = tmp_path / "log"
+    load = [str(tmp_path / "load.py"), [str(tmp_path / "found.json")], None, {"HF_TOKEN": "secret"}]
+    (code,) = Group(1, [load, further], log, hub.variables).wait()
+    assert code == 0, log.read_text()
+    by_transformers, by_hftune, digits = json.loads((tmp_path / "found.json").read_text())
+    here = hftune.load_model(runs["yelp"].folder, device="cpu").predict([TEXT])[0]["label"]
+    assert by_transformers == by_hftune == here and here.endswith(("star", "stars"))
+    assert digits == [*"0123456789"]
+    assert Run(out).result["commits"]["task.model"] == hub.state["revisions"]["models/tester/yelp"]["main"]
+
+
+def test_run_in_training_pushes_its_best_model_so_far(hub, runs, tmp_path):
+    out = shutil.copytree(runs["yelp"].folder, tmp_path / "out")
+    (out / "result.json").unlink()
+    (out / "model" / "README.md").unlink()
+    best = json.loads((out / "model" / "hftune.json").read_text())
+    before = sorted(out.rglob("*"))
+    code, lines = typed(hub, tmp_path, out, "tester/half")
+    assert code == 0
+    assert lines[0] == (
+        f"{out} is not finished. This is its best model so far: accuracy {best['value']:.4g} after step {best['step']}."
+    )
+    files = hub.files("tester/half")
+    assert "result.json" not in files and files["model.safetensors"] == (out / "model" / "model.safetensors").read_bytes()
+    assert "Its training was not finished when this card was written." in files["README.md"].decode()
+    assert sorted(out.rglob("*")) == before
+
+
+HOW = "Create a token with write access at HUB/settings/tokens, and log in with `hf auth login` or set HF_TOKEN."
+RIGHTS = "Check the name; the rights of your tokens are listed at HUB/settings/tokens."
+REFUSALS = {
+    ("tester/new", None): f"The Hub (HUB) takes models only from those it knows. {HOW}",
+    ("tester/new", "reader"): f"The token of tester may only read. {HOW}",
+    (
+        "tester/new",
+        "expired",
+    ): f"tester/new was not pushed: the Hub (HUB) does not accept your token, which HF_TOKEN or `hf auth login` has set. {HOW}",
+    ("other/new", "secret"): "other/new was not pushed: tester may not write there (403: You don't have the rights to create a "
+    f'model under the namespace "other"). {RIGHTS}',
+    ("tester/yelp --private", "secret"): "tester/yelp exists and is public, and --private is for new repositories. Make it "
+    "private at HUB/tester/yelp/settings, or choose a different name.",
+}
+
+
+@pytest.mark.parametrize(("words", "token"), REFUSALS)
+def test_refusal_is_one_sentence_that_says_what_to_do_and_nothing_is_uploaded(hub, runs, pushed, tmp_path, words, token):
+    commits = len(hub.messages)
+    code, lines = typed(hub, tmp_path, runs["yelp"].folder, *words.split(), token=token)
+    assert (code, lines) == (2, [f"hftune: {REFUSALS[words, token].replace('HUB', hub.address)}"])
+    assert len(hub.messages) == commits and "models/tester/new" not in hub.state["revisions"]
+
+
+def test_hub_that_is_down_and_metadata_that_it_refuses(hub, runs, tmp_path):
+    out = shutil.copytree(runs["yelp"].folder, tmp_path / "out")
+    hub.is_down = True
+    try:
+        code, lines = typed(hub, tmp_path, out, "tester/new")
+    finally:
+        hub.is_down = False
+    assert (code, lines) == (
+        2,
+        [
+            f"hftune: tester/new was not pushed: the Hub ({hub.address}) answers 503. Try again later; files that have arrived "
+            "are not sent again."
+        ],
+    )
+    path = out / "model" / "README.md"
+    path.write_text(path.read_text().replace("tags:\n", "license: my own\ntags:\n"))
+    code, lines = typed(hub, tmp_path, out, "tester/licence")
+    assert (code, lines[-1]) == (
+        2,
+        'hftune: tester/licence was not pushed: Invalid metadata in README.md. - "license" must be one of [mit, ...]. Correct '
+        "model/README.md.",
+    )
+
+
+def test_secret_of_a_recipe_is_not_pushed(hub, runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "s3cr3t")
+    out = shutil.copytree(runs["yelp"].folder, tmp_path / "out")
+    recipe = Recipe.load(out / "recipe.yaml", "track.run_name=${oc.env:A_SECRET}", "track.project=${oc.env:A_SECRET}")
+    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    assert typed(hub, tmp_path, out, "tester/secret")[0] == 0
+    files = hub.files("tester/secret")
+    assert b"${oc.env:A_SECRET}" in files["recipe.yaml"]
+    assert not [name for name, data in files.items() if b"s3cr3t" in data]
