@@ -11,13 +11,14 @@ from hftune.errors import ConfigError
 from hftune.task import Task
 
 
-def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, Path]:
+def open_run(directory: str | Path, trust_code: bool = False, with_trackers: bool = False) -> tuple[Recipe, Path]:
     """Return the recipe of a run and the folder of its model.
 
     Args:
         directory: a run's output folder; one of its models, such as outputs/bigbird/model_last; or what ``hftune push`` made of
             it, a model with its recipe.
         trust_code: import the code that the recipe names. The recipe came with the folder, wherever that came from.
+        with_trackers: keep the section ``track``, which may name environment variables that this machine does not have.
 
     Raises:
         ConfigError: there is no such folder, recipe or model; or the recipe names code that is not trusted.
@@ -38,8 +39,8 @@ def open_run(directory: str | Path, trust_code: bool = False) -> tuple[Recipe, P
         raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
     if not readable(folder).is_dir():
         raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
-    # Its dashboards are of no use here, and may name environment variables that this machine does not have.
-    recipe = Recipe.load(run / "recipe.yaml", "replace=[track]", trust_code=trust_code)
+    overrides = [] if with_trackers else ["replace=[track]"]
+    recipe = Recipe.load(run / "recipe.yaml", *overrides, trust_code=trust_code)
     if not is_run and not any(path.is_file() for path in readable(folder).iterdir()):
         raise ConfigError(f"{directory} is not the folder of a model. Those of this run are {run / 'model'} and model_last.")
     return recipe, folder

@@ -1,4 +1,4 @@
-"""Evaluates a finished model, or a checkpoint, on the processes of this job, as its own run did. Trains and writes nothing.
+"""Evaluates a finished model, or a checkpoint, on the processes of this job, as its own run did. Trains nothing.
 
 The scoring is evaluation.py, which the loop calls, too: the numbers are the run's own.
 """
@@ -11,15 +11,19 @@ from typing import Any
 
 from hftune.build import build_model, choose_strategy, load_datasets
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
+from hftune.checkpoints.export import read_about
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
+from hftune.commands.tracked import tracked
 from hftune.config import Recipe, TrackConfig
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError
+from hftune.evaluation import Evaluation
 from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
+from hftune.tracking.jsonl import write_rows
 
 
 @dataclass
@@ -35,19 +39,22 @@ class Score:
     """Whether this is the main process, which prints and writes."""
 
 
-def evaluate(recipe: Recipe, model: Path, checkpoint: Path | None = None, split: str = "eval") -> Score:
+def evaluate(
+    recipe: Recipe, model: Path, checkpoint: Path | None = None, split: str = "eval", tracked_as: Recipe | None = None
+) -> Score:
     """Evaluate on one of the recipe's splits. Every process of the job calls it with the same arguments.
 
     Args:
         model: folder of the finished model, on every node. Ignored if there is a checkpoint.
         checkpoint: folder of a checkpoint, on the main node. It is loaded as resuming would: data, model, then its weights.
         split: "eval" or "test".
+        tracked_as: recipe of a run that records the evaluation at the trackers of its ``track.with``. None: no tracker does.
 
     Raises:
         ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
         DataError: the data cannot be evaluated on.
     """
-    recipe = replace(recipe, track=TrackConfig())  # trackers are for training
+    recipe = replace(recipe, track=TrackConfig())  # those of the training
     recipe.validate()
     with Session(recipe) as session:
         session.progress.stage("loading data and model")
@@ -70,9 +77,30 @@ def evaluate(recipe: Recipe, model: Path, checkpoint: Path | None = None, split:
             load_weights(strategy, checkpoint, saved, digests)
         session.progress.stage("the evaluation")
         config = recipe.eval
-        evaluation = score(strategy, datasets[split], config.batch_size, recipe.train.num_workers, metrics=config.metrics)
+        shown = 0 if tracked_as is None else config.show_samples
+        workers = recipe.train.num_workers
+        evaluation = score(strategy, datasets[split], config.batch_size, workers, num_images=shown, metrics=config.metrics)
     folder = str(model if checkpoint is None else checkpoint)
-    return Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
+    result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
+    if tracked_as is not None and strategy.is_main:
+        step = read_about(model).get("step", 0) if saved is None else saved.step
+        track_evaluation(tracked_as, result, evaluation, split, step)
+    return result
+
+
+def track_evaluation(recipe: Recipe, result: Score, evaluation: Evaluation, split: str, step: int) -> None:
+    """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
+    metrics, task = evaluation.metrics, recipe.task
+    rows = task.describe(evaluation.rows)
+    facts = {"model": result.model, "split": split, "samples": result.num_samples, "processes": result.world_size}
+    with tracked(recipe, facts) as tracker:
+        tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
+        tracker.log_predictions(step, rows, f"{split}/predictions")
+        if "confusion_matrix" in metrics and task.labels is not None:
+            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], task.labels)
+        if images := evaluation.images:
+            tracker.log_images(step, images, [task.caption(row) for row in rows[: len(images)]], f"{split}/images")
+        write_rows(Path(recipe.output_dir) / "predictions.jsonl", rows, lambda: None)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:

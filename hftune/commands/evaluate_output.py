@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.commands.arguments import add_recipe, add_trust_code, find_modules_here
+from hftune.commands.arguments import add_trust_code, find_modules_here
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser, is_required=True)
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="RUN",
+        help="output folder of a run, such as outputs/yelp, or recipe=PATH.yaml; then overrides of keys, KEY=VALUE",
+    )
     parser.add_argument("--checkpoint", type=Path, help="checkpoint to evaluate instead of the model")
     parser.add_argument("--split", choices=("eval", "test"), default="eval", help="split to evaluate on (default %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for the metrics")
+    parser.add_argument(
+        "--track", action="store_true", help="record the evaluation as a run of its own at the trackers of track.with"
+    )
     add_trust_code(parser)
 
 
@@ -47,26 +55,29 @@ def check_and_evaluate(options: argparse.Namespace) -> Score:
     from hftune.checkpoints.run_folder import check_checkpoint, check_model
     from hftune.config import Recipe
 
-    words = options.words
-    if not any(word.startswith("replace=") for word in words):
-        words = [
-            *words,
-            "replace=[track]",
-        ]  # trackers are not used here, and may name environment variables of the other machine
+    given = words = [recipe_in(word) for word in options.words]
+    if not options.track and not any(word.startswith("replace=") for word in words):
+        # Trackers are not used, and may name environment variables of the other machine.
+        words = [*words, "replace=[track]"]
     recipe = Recipe.from_argv(words, options.trust_code)
     recipe.validate()
-    model = model_of(options.words, recipe.output_dir)
+    model = model_of(given, recipe.output_dir)
     if options.checkpoint is None:
         check_model(model)
     else:
         check_checkpoint(options.checkpoint)
     if options.output is not None and ProcessInfo.from_environment().is_main:
         check_output(options.output)
+    tracked_as = None
+    if options.track:
+        from hftune.commands.tracked import as_run
+
+        tracked_as = as_run(recipe, model.parent, "evaluate")
     from hftune.commands.evaluate import evaluate
     from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
-    return evaluate(recipe, model, options.checkpoint, options.split)
+    return evaluate(recipe, model, options.checkpoint, options.split, tracked_as)
 
 
 def report(result: Score, output: Path | None) -> None:
@@ -77,6 +88,12 @@ def report(result: Score, output: Path | None) -> None:
         write_output(output, {name: getattr(result, name) for name in ("metrics", "model", "num_samples", "world_size")})
     rows = {name: short(value) for name, value in result.metrics.items() if is_number(value)}
     print(table({**rows, "samples": f"{result.num_samples:,}", "model": result.model}), flush=True)
+
+
+def recipe_in(word: str) -> str:
+    """Return the recipe of a run if a word is its output folder; otherwise the word."""
+    path = Path(word).expanduser() / "recipe.yaml"
+    return f"recipe={path}" if path.is_file() else word
 
 
 def model_of(words: Sequence[str], output_dir: str) -> Path:

@@ -12,6 +12,9 @@ from typing import Any
 from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
 from hftune.errors import ConfigError
 
+LONGEST = 500
+"""Characters of a text that trackers get, as in predictions.jsonl."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="output folder of a run, such as outputs/bigbird, or one of its models")
@@ -26,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="folder for predicted images")
     parser.add_argument("--batch-size", type=int, default=8, help="number of inputs in a batch (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object per input as output")
+    parser.add_argument(
+        "--track", action="store_true", help="record the predictions as a run of their own at the trackers of the run's recipe"
+    )
     add_trust_code(parser)
 
 
@@ -40,18 +46,38 @@ def run(options: argparse.Namespace) -> int:
     from hftune.checkpoints.run_folder import check_answers, open_run
     from hftune.tracking.jsonl import strict_json
 
-    recipe, _ = open_run(options.folder, options.trust_code)
+    recipe, source = open_run(options.folder, options.trust_code, with_trackers=options.track)
     check_answers(recipe.task)
     paths = output_paths(inputs, options.output)
+    if options.track:
+        from hftune.commands.tracked import as_run
+
+        recipe = as_run(recipe, source.parent, "predict")
     from hftune.inference import load_model  # imports torch: only once the arguments are known to be valid
     from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
     model = load_model(options.folder, trust_code=options.trust_code)
+    rows, images = [], []
     for value, path, prediction in zip(inputs, paths, model.answers(inputs, options.batch_size), strict=True):
         row = {**input_column(value), **save_images(prediction, path)}
         print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
+        if options.track:
+            rows.append(row if isinstance(value, (Path, tuple)) else {"text": value[:LONGEST], **row})
+            images += [(image, row["input"]) for image in images_in(prediction)[: recipe.eval.show_samples - len(images)]]
+    if options.track:
+        from hftune.commands.tracked import track_predictions
+
+        track_predictions(recipe, {"model": str(source), "samples": len(rows)}, rows, images)
     return 0
+
+
+def images_in(prediction: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a prediction as pixels (H, W, 3) uint8."""
+    import numpy as np
+    from PIL import Image
+
+    return [np.asarray(value.convert("RGB")) for value in prediction.values() if isinstance(value, Image.Image)]
 
 
 def read_text(path: str) -> str:

@@ -276,7 +276,7 @@ def hide_progress_bars() -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     datasets_logging.disable_progress_bar()
-    disable_progress_bars()  # transformers adopts this when it is imported: half a second, which not all tasks need
+    disable_progress_bars()  # which transformers takes over when imported; importing it here would take half a second
     if "transformers" in sys.modules:
         sys.modules["transformers"].utils.logging.disable_progress_bar()
 

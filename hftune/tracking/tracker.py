@@ -16,7 +16,7 @@ from hftune.config.sections import is_dotted
 from hftune.distributed.failure_report import Report
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
-from hftune.tracking.console import is_number
+from hftune.tracking.console import is_number, warning
 from hftune.tracking.jsonl import LineFile, finite, read_lines
 
 TRACKERS = {
@@ -108,12 +108,17 @@ class Tracker:
                 self._failed.add(name)
                 raise ConfigError(f"track.with={name} does not start: {_reason(error)}.") from error
 
-    def log(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
-        """Record values of one step; ``epoch`` counts finished passes, with a fraction. What is not finite becomes null."""
-        epoch = round(epoch, 6)  # here as in the file, from which a resumed run sends the trackers what they lack
+    def log(self, step: int, epoch: float | None, values: Mapping[str, Any]) -> None:
+        """Record values of one step. What is not finite becomes null.
+
+        Args:
+            epoch: number of finished passes, with a fraction; None if it is not known.
+        """
+        if epoch is not None:  # rounded as in the file, from which a resumed run sends the trackers what they lack
+            values = {"epoch": round(epoch, 6), **values}
         values = finite(values)
-        self._file.append({"step": step, "epoch": epoch, **values})
-        numbers = {"epoch": epoch, **{name: value for name, value in values.items() if is_number(value)}}
+        self._file.append({"step": step, **values})
+        numbers = {name: value for name, value in values.items() if is_number(value)}
         self._each(lambda tracker: tracker.log(step, numbers))
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
@@ -121,19 +126,19 @@ class Tracker:
         if samples and samples[0]:
             self._each(lambda tracker: tracker.log_table(step, "eval/samples", samples))
 
-    def log_predictions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_predictions(self, step: int, rows: Sequence[Mapping[str, Any]], name: str = "eval/predictions") -> None:
         """Show the samples with the greatest errors, of rows as ``Task.describe`` returns them; the first if there are none."""
         if any(rows):
             worst = worst_first(rows, MOST_ROWS)
-            self._each(lambda tracker: tracker.log_table(step, "eval/predictions", worst))
+            self._each(lambda tracker: tracker.log_table(step, name, worst))
 
     def log_confusion_matrix(self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
         """Show how often each class was taken for each; rows are true classes."""
         self._each(lambda tracker: tracker.log_confusion_matrix(step, "eval/confusion", counts, labels))
 
-    def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+    def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str], name: str = "eval/images") -> None:
         """Show images of samples, each (H, W, 3) uint8."""
-        self._each(lambda tracker: tracker.log_images(step, "eval/images", images, captions))
+        self._each(lambda tracker: tracker.log_images(step, name, images, captions))
 
     def log_best(self, step: int, metric: str, value: float) -> None:
         """Record the best evaluation so far."""
@@ -174,10 +179,8 @@ class Tracker:
             call()
         except Exception as error:  # whatever a tracker's package raises
             self._failed.add(name)
-            print(
-                f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything.",
-                flush=True,
-            )
+            what = f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything."
+            print(warning(what), flush=True)
 
 
 def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[str, Any]]:

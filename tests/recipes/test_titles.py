@@ -337,7 +337,7 @@ def test_samples_are_tables_on_the_dashboards(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     rows = [{"content": "北京大学|的报告。", "title": "北京大学"}] * 4
     train(fresh(tmp_path, rows, "train.max_steps=1", "track.with=[wandb,tensorboard]"))
-    (table,) = (tmp_path / "out" / "wandb").rglob("*.table.json")
+    (table,) = (tmp_path / "out" / "wandb").rglob("samples_*.table.json")
     shown = json.loads(table.read_text())
     assert shown["columns"] == ["source", "title", "generated"] and len(shown["data"]) == 3
     assert shown["data"][0][:2] == ["北京大学|的报告。", "北京大学"]

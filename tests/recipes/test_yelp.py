@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 from transformers import pipeline
 
 from hftune import Recipe, TrainingError, __version__, train
 from hftune.commands.evaluate import evaluate
 from hftune.data.demo import reviews
 from tests.support.runs import NO_DROPOUT, TINY, Run, environment
+from tests.support.wandb_read import read
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -218,17 +220,10 @@ def test_wandb_offline_holds_recipe_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     made = run(tmp_path / "out", "track.with=[wandb]", "track.run_name=mine", "train.log_every=1")
     (log,) = (made.folder / "wandb").glob("offline-run-*/*.wandb")
-    said = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)], capture_output=True, text=True
-    )
-    records = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
-    config = next(
-        record["config"]["update"]
-        for record in records
-        if record["type"] == "config" and "task" in record["config"].get("update", {})
-    )
+    wandb.teardown()  # it still writes for a moment
+    found = read(log)
+    config, history = found["config"], found["history"]
     assert config["train"]["batch_size"] == 16 and config["task"]["type"] == "SequenceClassification"
-    history = [record["history"]["item"] for record in records if record["type"] == "history"]
     assert [item["train/loss"] for item in history if "train/loss" in item] == pytest.approx(made.logged("train/loss"))
     assert [item["_step"] for item in history if "eval/accuracy" in item] == [4]
 

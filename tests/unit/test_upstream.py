@@ -277,6 +277,14 @@ def wandb_refuses_a_wrong_key():
     exists("wandb.errors.AuthenticationError")()
 
 
+def wandb_writes_its_file_each_second_in_a_process_of_its_own():
+    wandb = pytest.importorskip("wandb")
+    assert wandb.Settings(x_transaction_log_flush_interval=1).x_transaction_log_flush_interval == 1
+    from wandb.util import get_core_path
+
+    assert Path(get_core_path()).name == "wandb-core"
+
+
 # Python
 
 
@@ -460,6 +468,13 @@ TABLE = [
         "the tags that mlflow.start_run gives a run",
         NO_ISSUE,
         mlflow_watches_the_system_and_resolves_tags,
+    ),
+    Upstream(
+        "x_transaction_log_flush_interval",
+        "tracking",
+        "a killed run's file has all but its last second, and leaving a dead server ends that process",
+        NO_ISSUE,
+        wandb_writes_its_file_each_second_in_a_process_of_its_own,
     ),
     Upstream("wandb.errors", "tracking", "a wrong key is refused before training", NO_ISSUE, wandb_refuses_a_wrong_key),
     Upstream("_exit", "run distributed", "documented despite its name", "nothing to wait for", exists("os._exit")),

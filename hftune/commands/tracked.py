@@ -1,0 +1,76 @@
+"""Evaluations and predictions as runs at the trackers, in the group of the training that the model comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hftune.config import Recipe
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError
+from hftune.tracking.tracker import Tracker, check_trackers
+
+
+def as_run(recipe: Recipe, folder: Path, job_type: str) -> Recipe:
+    """Return the recipe of a run whose files go into the folder ``job_type`` of a training's output folder.
+
+    Raises:
+        ConfigError: the recipe names no tracker, or one that cannot be reached.
+    """
+    track = recipe.track
+    if not track.with_:
+        raise ConfigError("--track: the recipe names no tracker. Add one to hftune evaluate, such as track.with=[wandb].")
+    own = replace(
+        track,
+        job_type=job_type,
+        run_name=f"{track.run_name or recipe.recipe} {job_type}",
+        group=track.group or os.environ.get("WANDB_RUN_GROUP") or Path(recipe.output_dir).resolve().name,
+        upload="none",
+        register=None,
+    )
+    run = replace(recipe, track=own, output_dir=str(folder / job_type))
+    if ProcessInfo.from_environment().is_main:  # it alone talks to trackers
+        check_trackers(run)
+    return run
+
+
+@contextmanager
+def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Tracker]:
+    """Open the trackers of ``as_run``, and close them when everything has been logged. Main process only.
+
+    Raises:
+        ConfigError: the folder cannot be written, or a tracker does not start.
+    """
+    folder = Path(recipe.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--track: {folder} cannot be written: {error.strerror}.") from error
+    tracker = Tracker(recipe)
+    tracker.start(recipe, 0, False, {}, facts)
+    yield tracker
+    tracker.close(f"{recipe.track.job_type} of {facts['model']}")
+
+
+def track_predictions(
+    recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], images: Sequence[Any]
+) -> None:
+    """Record predictions for raw inputs as a run.
+
+    Args:
+        rows: plain data, all with the same fields.
+        images: pairs of pixels (H, W, 3) uint8 and caption.
+    """
+    from hftune.tracking.jsonl import write_rows
+
+    with tracked(recipe, facts) as tracker:
+        tracker.log(0, None, {"predict/samples": len(rows)})
+        tracker.log_predictions(0, rows, "predictions")
+        if images:
+            tracker.log_images(0, [pixels for pixels, _ in images], [caption for _, caption in images], "images")
+        write_rows(Path(recipe.output_dir) / "predictions.jsonl", rows, lambda: None)
