@@ -284,11 +284,12 @@ def hide_progress_bars() -> None:
 def hide_reports() -> None:
     """Hide what datasets and transformers report while they load, which is the same on every process."""
     from datasets.utils import logging as datasets_logging
-    from transformers.utils import logging as transformers_logging
 
     hide_progress_bars()
     datasets_logging.set_verbosity_error()
-    transformers_logging.set_verbosity_error()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # transformers reads it when it is imported, which not all tasks need
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.set_verbosity_error()
 
 
 def is_number(value: Any) -> bool:

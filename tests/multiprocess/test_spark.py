@@ -16,13 +16,12 @@ from safetensors.torch import load_file
 
 from hftune import ConfigError, DataError, Recipe, TrainingError, spark
 from hftune.launchers import spark as launcher
-from tests.support.runs import Run, environment, train_on
+from tests.support.runs import QUICK_JAVA, Run, environment, train_on
 
 ROOT = Path(__file__).parents[2]
 TAGGING, FAULTY = ROOT / "tests" / "support" / "tagging.yaml", ROOT / "tests" / "support" / "faulty.yaml"
 WORDS = ("task.dropout=0.2", "train.epochs=2")
-JAVA = {"SPARK_LOCAL_IP": "127.0.0.1", "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
-"""Java's processes live for seconds here: most of what its second compiler and its collector's threads do is never used."""
+JAVA = {"SPARK_LOCAL_IP": "127.0.0.1", **QUICK_JAVA}
 HAS_MLFLOW = importlib.util.find_spec("mlflow") is not None
 MISSING = [name for name in ("pyspark", "pandas", "pyarrow") if importlib.util.find_spec(name) is None]
 

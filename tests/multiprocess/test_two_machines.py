@@ -127,7 +127,7 @@ def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_o
 
 def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_from_there(machines, tmp_path):
     out = tmp_path / "out"
-    words = (f"recipe={FAULTY}", f"output_dir={out}", "task.pause_s=0.05", "train.epochs=30", "checkpoint.every=5")
+    words = (f"recipe={FAULTY}", f"output_dir={out}", "task.pause_s=0.05", "train.epochs=300", "checkpoint.every=5")
     launcher = ("--num_processes", "2")
     jobs = [start(machine, "hftune.run", *words, "train.dead_after_s=4", launcher=launcher) for machine in machines]
     log = out / "metrics.jsonl"

@@ -22,10 +22,15 @@ def stages(count, schedule="1f1b"):
     return (f"parallel.pipeline_stages={count}", f"parallel.schedule={schedule}")
 
 
-def layouts(num_processes):
-    """How so many processes may share the work: name -> overrides."""
+def layouts(num_processes, model):
+    """How so many processes may share the work of a model: name -> overrides.
+
+    Of the layouts on four processes only the first model has those that others have on two: they are cut in the same places.
+    """
     if num_processes == 1:
         return {"one": ()}
+    if num_processes == 4 and model != MODELS[0]:
+        return {f"4 {schedule}": stages(4, schedule) for schedule in SCHEDULES if schedule != "interleaved"}
     counts = [count for count in (2, 4) if count <= num_processes]
     cut = {f"{count} {schedule}": stages(count, schedule) for count in counts for schedule in SCHEDULES}
     cut.pop("4 interleaved", None)  # of eight stages: see SPECIAL
@@ -66,7 +71,7 @@ def runs(folder):
         jobs = {
             f"{model} {name}": (f"task.model={model}", *DROPOUT, *words)
             for model in MODELS
-            for name, words in layouts(size).items()
+            for name, words in layouts(size, model).items()
         }
         for name, words in SPECIAL.items():
             schedule = {"shared": "zero_bubble", "deep": "interleaved"}.get(name, "1f1b")
@@ -89,8 +94,9 @@ def same(run, expected, rel=1e-5):
         assert torch.allclose(own[name], value, rtol=0, atol=rel * max(float(value.abs().max()), 1e-2)), name
 
 
-@pytest.mark.parametrize(("size", "layout"), [(size, name) for size in (2, 4) for name in layouts(size)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "size", "layout"), [(model, size, name) for model in MODELS for size in (2, 4) for name in layouts(size, model)]
+)
 def test_ten_steps_are_those_of_one_process_with_dropout_on(runs, model, size, layout):
     run, expected = runs[f"{model} {layout}", size], runs[f"{model} one", 1]
     assert len(expected.logged("train/loss")) == 10

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import Run, environment
+from tests.support.runs import QUICK_JAVA, Run, environment
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "databricks_mnist.py"
 MISSING = [name for name in ("pyspark", "pandas", "pyarrow", "mlflow") if importlib.util.find_spec(name) is None]
@@ -25,6 +25,7 @@ def test_notebook_trains_the_same_in_three_ways_and_gets_labels_from_mlflow(tmp_
         "OUTPUT": str(tmp_path / "out"),
         "WORDS": "task.max_train_samples=400 task.max_eval_samples=100 train.epochs=1 train.log_every=1",
         "SPARK_LOCAL_IP": "127.0.0.1",
+        **QUICK_JAVA,
         "PYSPARK_SUBMIT_ARGS": "--master local[2] pyspark-shell",
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",
     }

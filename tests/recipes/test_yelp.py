@@ -109,9 +109,8 @@ def test_pipeline_loads_the_export_and_gives_the_labels_of_the_evaluation(demo):
     run, _ = demo
     classify = pipeline("text-classification", model=str(run.folder / "model"), device="cpu")
     texts = [row["text"] for row in reviews("eval")][:40]
-    names = ["1 star", "2 stars", "3 stars", "4 stars", "5 stars"]
     said = [answer["label"] for answer in classify(texts, truncation=True, max_length=512)]
-    assert said == [names[row["prediction"]] for row in run.predictions[:40]]
+    assert said == [row["prediction"] for row in run.predictions[:40]]
     assert len(set(said)) > 1
 
 

@@ -33,6 +33,9 @@ NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0.0", "task.model_config.at
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 """What ``accelerate launch --config_file accelerate_configs/fsdp.yaml`` puts into the environment, as far as it matters."""
 
+QUICK_JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+"""Java for Spark's processes, which live for seconds here: they never gain what the second compiler and the collector's threads cost."""
+
 
 @dataclass
 class Run:
