@@ -249,14 +249,15 @@ class WandbRun(TrackerBackend):
         except Exception as error:  # the run itself ends well without
             self._say_lost(f"track.register={name}", error)
 
-    def _finish(self, exit_code: int, limit_s: float = float("inf")) -> bool:
-        """Finish the run, and leave wandb alone if it does not in time. Return whether it did."""
-        done = threading.Event()
+    def _finish(self, exit_code: int, limit_s: float | None = None) -> bool:
+        """Finish the run in this time, or while the server answers, and leave if it takes longer. Return whether it did."""
+        done, succeeded = threading.Event(), threading.Event()
 
         def finish() -> None:
             try:
                 self._run.finish(exit_code=exit_code)
-            finally:
+                succeeded.set()
+            finally:  # it fails if the process is ending, where wandb itself waits
                 done.set()
 
         self._background.do("the end", finish)
@@ -264,7 +265,8 @@ class WandbRun(TrackerBackend):
         is_alive = partial(answers, url) if self._is_watched else lambda: True
         is_done = False
         try:
-            is_done = wait_while_it_answers(done, is_alive, limit_s)
+            is_in_time = wait_while_it_answers(done, is_alive) if limit_s is None else done.wait(limit_s)
+            is_done = is_in_time and succeeded.is_set()
         finally:  # also if Ctrl-C ends an upload
             if not is_done:
                 self._background.hurry()
