@@ -107,7 +107,7 @@ class WandbRun(TrackerBackend):
                 try:
                     self._run = wandb.init(**self._options(config, **found.options))
                     return found
-                except wandb.errors.CommError:  # W&B's self-managed servers cannot rewind, and a deleted run is gone
+                except wandb.errors.Error:  # W&B's self-managed servers cannot rewind, and a deleted run is gone
                     pass
         found = continue_offline(self._folder, earlier) if self._mode == "offline" else repeat_all(earlier)
         if earlier.run_id and "id" not in found.options:
