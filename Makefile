@@ -1,5 +1,5 @@
 # make demo: train the embedded example on two processes.   make check: what to run before each commit; about a minute.
-# make test: all tests; 15 to 20 minutes on two cores.   make lint: format, and fix what ruff can.
+# make test: all tests; under 10 minutes on two cores.   make lint: format, and fix what ruff can.
 # Everything happens in .venv, made from pyproject.toml under constraints.txt; PYTHON chooses the interpreter.
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +18,7 @@ check: static
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 
 test: static
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
 
 static: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .

@@ -76,12 +76,12 @@ def main() -> None:
         return
     import matplotlib  # noqa: F401  (a missing package is better found before minutes of training)
 
-    hftune = {count: run_hftune(count, options.steps) for count in options.processes}
-    trainer = {count: run_trainer(count, GLOBAL_BATCH // count, options.steps) for count in options.processes}
+    hftune = {count: run_hftune(count, options) for count in options.processes}
+    trainer = {count: run_trainer(count, GLOBAL_BATCH // count, options) for count in options.processes}
     rows = [row("hftune", count, ROWS, curve, hftune) for count, curve in hftune.items()]
     rows += [row("Trainer", count, GLOBAL_BATCH // count, curve, trainer) for count, curve in trainer.items()]
     if options.accumulation:
-        accumulated = {count: run_trainer(count, ROWS, options.steps) for count in options.processes}
+        accumulated = {count: run_trainer(count, ROWS, options) for count in options.processes}
         rows += [row("Trainer", count, ROWS, curve, accumulated) for count, curve in accumulated.items()]
     header = ("", "processes", "rows a device", "first loss logged", "last loss logged", "evaluation loss", "furthest from 1")
     table = print_table(f"{options.steps} steps of {GLOBAL_BATCH} generated reviews, BERT 2 x 128", header, rows)
@@ -96,9 +96,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes, 1 first")
     parser.add_argument("--accumulation", action=argparse.BooleanOptionalAction, default=True, help="Trainer's other way, too")
     parser.add_argument("--figure", type=Path, default=HERE.parent / "docs" / "assets" / "same-training.svg")
+    parser.add_argument("--eval-samples", type=int, default=800, help="reviews to evaluate on (default: all 800)")
     parser.add_argument("--rows", type=int, default=ROWS, help="of --answer: rows a device")
     parser.add_argument("--answer", type=Path, help="train with Trainer in this process; write the curve there")
-    smoke = {"steps": 3, "processes": [1, 2], "accumulation": False}
+    smoke = {"steps": 3, "processes": [1, 2], "accumulation": False, "eval_samples": 16}
     return parse_options(parser, {**smoke, "figure": Path(tempfile.gettempdir()) / "same-training.svg"})
 
 
@@ -127,21 +128,23 @@ def measured(hftune: dict[int, Curve], trainer: dict[int, Curve]) -> dict[str, s
     }
 
 
-def run_hftune(processes: int, steps: int) -> Curve:
+def run_hftune(processes: int, options: argparse.Namespace) -> Curve:
     """Run ``python -m hftune.run`` on that many processes, and read its output folder."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["recipe=yelp_demo", *WORDS, f"train.max_steps={steps}", f"output_dir={folder}"]
+        words = ["recipe=yelp_demo", *WORDS, f"task.max_eval_samples={options.eval_samples}"]
+        words += [f"train.max_steps={options.steps}", f"output_dir={folder}"]
         start(processes, ["-m", "hftune.run", *words])
         lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
         losses = [line["train/loss"] for line in lines if "train/loss" in line]
         return Curve(losses, losses, json.loads(Path(folder, "result.json").read_text())["metrics"]["loss"])
 
 
-def run_trainer(processes: int, rows: int, steps: int) -> Curve:
+def run_trainer(processes: int, rows: int, options: argparse.Namespace) -> Curve:
     """Run this script with ``--answer`` on that many processes, with so many rows a device."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        start(processes, [__file__, "--steps", str(steps), "--rows", str(rows), "--answer", str(answer)])
+        sizes = ["--steps", str(options.steps), "--eval-samples", str(options.eval_samples), "--rows", str(rows)]
+        start(processes, [__file__, *sizes, "--answer", str(answer)])
         return Curve(**json.loads(answer.read_text()))
 
 
@@ -165,7 +168,8 @@ def train_with_trainer(options: argparse.Namespace) -> None:
 
     from hftune import Recipe
 
-    recipe = Recipe.load("yelp_demo", *WORDS, f"output_dir={options.answer.parent / 'trainer'}")
+    words = (*WORDS, f"task.max_eval_samples={options.eval_samples}", f"output_dir={options.answer.parent / 'trainer'}")
+    recipe = Recipe.load("yelp_demo", *words)
     data = recipe.task.datasets()  # from the cache, where the runs of hftune have put them
     torch.manual_seed(recipe.seed)  # the weights that hftune begins with
     model = recipe.task.build_model()

@@ -16,7 +16,7 @@ from hftune.config.importing import is_own
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError
 from hftune.task import Task
-from hftune.tracking.console import is_number, short
+from hftune.tracking.console import is_number, short, warning
 from hftune.tracking.facts import NAME as RUN
 from hftune.tracking.jsonl import read_lines
 
@@ -80,7 +80,7 @@ def add_card(folder: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
         write_text(folder / "model" / CARD, card(read_facts(folder, recipe, result)))
     except Exception as error:  # a task of the user's own may return anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        print(f"{folder / 'model' / CARD} could not be written: {reason}. Everything else is saved.", flush=True)
+        print(warning(f"{folder / 'model' / CARD} could not be written: {reason}. Everything else is saved."), flush=True)
 
 
 def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = None) -> CardFacts:

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hftune.reporting.curves import Curve, title_of, unit_of
+from hftune.reporting.curves import Curve, chart_key, place_of, title_of, unit_of
 from hftune.reporting.run_record import RunRecord
 
-GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed and memory"}
-"""Headings by the first part of a metric's name."""
+GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed", "perf/*": "Machines", "": "Other"}
+"""Headings, by the first part of a metric's name."""
 POINTS = 48_000
 """Points of all curves of a page together: about 17 bytes each."""
 POINTS_PER_CURVE = (200, 3000)
 """Least and greatest number of points to which a curve is thinned."""
-NOT_SMOOTHED = ("train/lr",)
-"""Curves without noise."""
+NOT_SMOOTHED = ("train/lr", "perf/slowest_rank")
+"""Curves without noise, or whose mean says nothing."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     for key in sorted_keys(runs):
         name = "train/loss" if joins_losses and key == "eval/loss" else chart_key(key)
         if name not in found:
-            found[name] = Chart(name, title_of(name), unit_of(name), GROUPS.get(name.partition("/")[0], "Other"))
+            found[name] = Chart(name, title_of(name), unit_of(name), GROUPS[group_of(name)])
         for run_index, run in enumerate(runs):
             if key in run.log.curves:
                 found[name].lines.append(make_line(run_index, run, key, is_single))
@@ -68,12 +68,13 @@ def sorted_keys(runs: Sequence[RunRecord]) -> list[str]:
         keys.pop("train/loss_step", None)
     picked = {f"eval/{point[0]}" for run in runs if (point := run.best_point())}
     groups = [*GROUPS]
+    return sorted(keys, key=lambda key: (groups.index(group_of(key)), key not in picked))
 
-    def place(key: str) -> tuple[int, bool]:
-        group = key.partition("/")[0]
-        return (groups.index(group) if group in groups else len(groups)), key not in picked
 
-    return sorted(keys, key=place)
+def group_of(key: str) -> str:
+    """Return the key in GROUPS for a metric."""
+    first = key.partition("/")[0]
+    return "perf/*" if chart_key(key).startswith("perf/*") else first if first in GROUPS else ""
 
 
 def repeats_loss(run: RunRecord) -> bool:
@@ -82,15 +83,9 @@ def repeats_loss(run: RunRecord) -> bool:
     return single is None or (loss is not None and loss.steps == single.steps and loss.values == single.values)
 
 
-def chart_key(key: str) -> str:
-    """Return the key of the chart that a curve is drawn in: "perf/*/power" for "perf/host0/power" and "perf/host1/power"."""
-    first, *between, last = key.split("/")
-    return f"{first}/*/{last}" if between else key
-
-
 def make_line(run_index: int, run: RunRecord, key: str, is_single: bool) -> Line:
     """Describe one curve of a run."""
-    part = "/".join(key.split("/")[1:-1])
+    part = place_of(key)
     if is_single:
         label = part or {"train/loss": "training", "eval/loss": "evaluation"}.get(key, title_of(key).lower())
     else:

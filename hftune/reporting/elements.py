@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hftune.reporting.curves import is_number
-from hftune.tracking.console import short
 
 LONGEST_TEXT = 600
 """Characters of a text that are shown."""
@@ -107,8 +107,13 @@ def cell(value: Any) -> Html:
 
 
 def number(value: float) -> str:
-    """Format a number for reading: 0.8312, 2.4e-05, 1,234."""
-    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else short(value)
+    """Format a number for reading, with four digits, since runs are compared: 0.8312, 0.7500, 31.50, 1,234, 2.40e-05."""
+    size = abs(value)
+    if size == 0 or (isinstance(value, int) and size < 10**15):
+        return f"{value:,.0f}"
+    if size >= 1e6 or size < 1e-3 or not math.isfinite(value):
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:#.4g}".rstrip(".")
 
 
 def quantity(value: float, unit: str) -> Figure:

@@ -17,6 +17,7 @@ from hftune.reporting.comparison import several_runs
 from hftune.reporting.elements import Html, cut, escape
 from hftune.reporting.run_record import read_run, run_names
 from hftune.reporting.sections import one_run
+from hftune.tracking.console import warning
 
 REPORT = "report.html"
 SLOW_S, SHARE = 0.5, 0.05
@@ -45,9 +46,8 @@ class Reporter:
         except Exception as error:  # whatever the files in the folder may lead to
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-                say(
-                    f"{folder / REPORT} could not be written: {reason}. Training continues; hftune report {folder} tries again."
-                )
+                what = f"{folder / REPORT} could not be written: {reason}."
+                say(warning(f"{what} Training continues; hftune report {folder} tries again."))
             self._has_failed = True
         seconds = time.monotonic() - began
         if seconds > SLOW_S:

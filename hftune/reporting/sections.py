@@ -7,7 +7,7 @@ from typing import Any
 
 from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
 from hftune.reporting.confusion import confusion
-from hftune.reporting.curves import is_number, title_of, unit_of
+from hftune.reporting.curves import is_number, place_of, title_of, unit_of
 from hftune.reporting.elements import (
     Figure,
     Html,
@@ -91,9 +91,9 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
         epochs = run.log.last_step * run.log.epochs_per_step
         facts.append(("Steps", f"{run.log.last_step:,}", f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}" if epochs else ""))
     if is_number(seconds := run.result.get("seconds")):
-        facts.append(("Time", duration(seconds), "evaluations included"))
+        facts.append(("Time", duration(seconds), "with evaluations"))
     if (speed := run.log.curves.get("perf/samples_per_s")) and speed.finite().size:
-        facts.append(("Samples per second", number(float(speed.finite().mean())), "mean while training"))
+        facts.append(("Samples/s", number(float(speed.finite().mean())), "mean while training"))
     processes = run.facts.get("processes") or run.result.get("world_size")
     if processes:
         nodes = run.facts.get("nodes")
@@ -299,7 +299,7 @@ def speed_section(run: RunRecord) -> Section | None:
 
 def speed_row(run: RunRecord, key: str) -> list[Any]:
     """Return the row of one measured quantity."""
-    unit, part, values = unit_of(key), "/".join(key.split("/")[1:-1]), run.log.curves[key].finite()
+    unit, part, values = unit_of(key), place_of(key), run.log.curves[key].finite()
     is_within = unit in ("", "%", "B")  # other units stand once, beside the name
     name = f"{title_of(key)}{f', {part}' if part else ''}{'' if is_within else f' ({unit})'}"
     numbers = (values.mean(), values.min(), values.max(), values[-1])

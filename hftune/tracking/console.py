@@ -273,10 +273,12 @@ def print_any_character() -> None:
 def hide_progress_bars() -> None:
     """Hide the progress bars of datasets and transformers, of which a log would keep every redraw."""
     from datasets.utils import logging as datasets_logging
-    from transformers.utils import logging as transformers_logging
+    from huggingface_hub.utils import disable_progress_bars
 
     datasets_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
+    disable_progress_bars()  # which transformers takes over when imported; importing it here would take half a second
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
 
 
 def hide_reports() -> None:

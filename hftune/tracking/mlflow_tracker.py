@@ -24,7 +24,7 @@ from hftune.config import Recipe
 from hftune.config.recipe import flat
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
-from hftune.tracking.console import is_number
+from hftune.tracking.console import is_number, note, warning
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,10 +45,11 @@ MAX_METRICS, MAX_BATCH, MAX_VALUE = 1000, 100, 6000  # metrics, parameters in a 
 
 
 def prepare_mlflow() -> None:
-    """Set what MLflow reads on import: no telemetry, and only errors are logged."""
+    """Set what MLflow reads on import: no telemetry, only errors are logged, and close says once where the run is."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt; see _forgiven
 
 
@@ -196,11 +197,11 @@ class MlflowRun(TrackerBackend):
         self.client.set_tag(run.info.run_id, "mlflow.parentRunId", self.run_id)
         if run.info.status == "RUNNING":
             self.client.set_terminated(run.info.run_id, "KILLED")
-        print(
+        what = (
             f"MLflow has values of run {run.info.run_id} that do not count: it was killed later than step {earlier.step}. "
-            f"It goes on as run {self.run_id}, with the values that do.",
-            flush=True,
+            f"It goes on as run {self.run_id}, with the values that do."
         )
+        print(note(what), flush=True)
 
     def _create(self) -> None:
         from mlflow.tracking.context.registry import resolve_tags
@@ -299,16 +300,18 @@ class MlflowRun(TrackerBackend):
             self._send_models(best)
         self._attempt(self._finish)
         if self._is_lost:
-            print(
-                f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow. They are all in "
-                f"{self.recipe.output_dir}.",
-                flush=True,
-            )
+            what = f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow."
+            print(warning(f"{what} They are all in {self.recipe.output_dir}."), flush=True)
 
     def _finish(self) -> None:
         self.client.set_terminated(self.run_id, "FINISHED")
-        shown_by = f" View it with `mlflow ui --backend-store-uri {self.uri}`." if self.uri.startswith("sqlite") else ""
-        print(f"MLflow has recorded this run as {self.run_id}.{shown_by}", flush=True)
+        where = ""
+        if self.uri.startswith("sqlite"):
+            where = f" View it with `mlflow ui --backend-store-uri {self.uri}`."
+        elif self.uri.startswith("http"):
+            experiment = self.client.get_run(self.run_id).info.experiment_id
+            where = f" View it at {_without_password(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
+        print(note(f"MLflow has recorded this run as {self.run_id}.{where}"), flush=True)
 
     def _send_models(self, best: Mapping[str, Any]) -> None:
         """Send the models of ``track.upload``, and register the best one."""
@@ -322,7 +325,7 @@ class MlflowRun(TrackerBackend):
         if (name := self.recipe.track.register) and "model" in sources:
             with self._reported(f"The model was not registered at MLflow as {name}"):
                 number = register(self.recipe, self.run_id, self.uri, sources["model"], best)
-                print(f"The model is version {number} of {name} in MLflow's registry.", flush=True)
+                print(note(f"The model is version {number} of {name} in MLflow's registry."), flush=True)
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
@@ -331,7 +334,7 @@ class MlflowRun(TrackerBackend):
             yield
         except Exception as error:  # of transformers, of MLflow, or of the task's own examples and answers
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            print(f"{what}: {reason}. The model itself is intact, in {self._path('model')}.", flush=True)
+            print(warning(f"{what}: {reason}. The model itself is intact, in {self._path('model')}."), flush=True)
 
     def interrupt(self) -> None:
         """Close a run that will be resumed, with MLflow's word for it."""
@@ -358,7 +361,7 @@ class MlflowRun(TrackerBackend):
                 self.client.log_batch(self.run_id, metrics=self._unsent[:MAX_METRICS])
                 del self._unsent[:MAX_METRICS]
             if was_lost:
-                print("MLflow answers again and has received everything that it missed.", flush=True)
+                print(note("MLflow answers again and has received everything that it missed."), flush=True)
         self._send_at = time.monotonic() + (RETRY_S if self._is_lost else SEND_S)
 
     def _attempt(self, send: Callable[[], Any]) -> None:
@@ -382,7 +385,7 @@ class MlflowRun(TrackerBackend):
             self._is_lost = True
             if not is_known:
                 what = f"Logging to MLflow at {_without_password(self.uri)} failed: {_reason(error)}."
-                print(f"{what} Training continues and will retry.", flush=True)
+                print(warning(f"{what} Training continues and will retry."), flush=True)
 
     def _path(self, name: str) -> Path:
         return Path(self.recipe.output_dir) / name

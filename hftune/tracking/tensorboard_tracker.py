@@ -49,5 +49,6 @@ class TensorBoardRun(TrackerBackend):
 
 
 def cell(value: Any) -> str:
-    """Format a value so that it stays within its cell of a Markdown table."""
-    return " ".join(str(value).replace("|", "\\|").split())
+    """Format a value so that it stays within its cell of a Markdown table, and a float so that the table stays narrow."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

@@ -16,7 +16,7 @@ from hftune.config.sections import is_dotted
 from hftune.distributed.failure_report import Report
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
-from hftune.tracking.console import is_number
+from hftune.tracking.console import is_number, warning
 from hftune.tracking.jsonl import LineFile, finite, read_lines
 
 TRACKERS = {
@@ -179,10 +179,8 @@ class Tracker:
             call()
         except Exception as error:  # whatever a tracker's package raises
             self._failed.add(name)
-            print(
-                f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything.",
-                flush=True,
-            )
+            what = f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything."
+            print(warning(what), flush=True)
 
 
 def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[str, Any]]:

@@ -18,6 +18,7 @@ import datasets  # noqa: F401 - here, not in the first test that needs it: its l
 import pytest
 
 import hftune.run
+from tests.support.runs import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 150  # of a whole job, imports included; on a free machine they take 3 to 12 s
@@ -65,13 +66,13 @@ def refused(capsys, monkeypatch) -> Callable[[list[str]], str]:
     return run
 
 
-def launch(*command: str, **environment: str) -> tuple[int, str, str]:
+def launch(*command: str, **variables: str) -> tuple[int, str, str]:
     """Run a command as a user does; return exit code, stdout and stderr. A job that hangs is killed, and fails the test."""
     program = str(Path(sys.executable).with_name(command[0]))
     job = subprocess.Popen(
         [program, *command[1:]],
         cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -320,66 +321,44 @@ def test_two_processes_refuse_data_once(tiny):
 
 def test_the_others_end_where_the_main_process_alone_cannot_write(tiny, tmp_path):
     folder = tmp_path / "tiny.yaml" / "out"
-    code, out, err = launch("torchrun", "--nproc_per_node", "2", "-m", "hftune.run", *tiny(f"output_dir={folder}"))
-    assert code != 0
+    done = Command(2, *tiny(f"output_dir={folder}"))
+    out, err = done.communicate()
+    assert done.returncode == 2
     assert out == FIRST_LINE
     assert own_lines(err) == [
         f"hftune: output_dir={folder} cannot be written: Not a directory. Set output_dir=... to a different folder."
     ]
-    assert "exitcode  : 2 " in err
 
 
-FAILING_TASK = """
-import os
-from dataclasses import dataclass
-
-from hftune import Task
-
-
-@dataclass
-class Failing(Task):
-    at: int = 3
-
-    def datasets(self):
-        import torch
-
-        self.calls = 0
-        samples = [{"input": torch.ones(2), "labels": torch.ones(1)} for _ in range(64)]
-        return {"train": samples, "eval": samples}
-
-    def build_model(self):
-        from torch import nn
-
-        return nn.Linear(2, 1)
-
-    def loss(self, outputs, target):
-        self.calls += 1
-        if os.environ["RANK"] == "1" and self.calls == self.at:
-            raise ValueError("bad sample 17")
-        return (outputs - target).square().sum()
-"""
+def test_the_launcher_adds_nothing_to_the_last_words_of_a_process_that_fails(tmp_path):
+    command = ["accelerate", "launch", "--config_file", "accelerate_configs/2cpu.yaml", "-m", "hftune.run"]
+    code, out, err = launch(*command, *failing(tmp_path, at=4))
+    assert_failed(tmp_path, code, out, err, where="in forward_backward", doing="step 3")
 
 
-@pytest.mark.parametrize(
-    ("at", "where", "doing"),
-    [(4, "in forward_backward", "step 3"), (10, "in evaluate", "the evaluation after step 8")],
-)
-def test_a_process_that_fails_ends_the_job_and_has_the_last_word(tmp_path, at, where, doing):
-    (tmp_path / "failing_task.py").write_text(FAILING_TASK)
-    recipe = tmp_path / "failing.yaml"
-    # Each process has one micro-batch of each step; after 8 steps process 1 evaluates, 32 samples in 16 micro-batches.
+def test_a_process_that_fails_in_an_evaluation_ends_the_job_and_has_the_last_word(tmp_path):
+    """Each process has one micro-batch of each step; after 8 steps process 1 evaluates, 32 samples in 16 micro-batches."""
+    done = Command(2, *failing(tmp_path, at=10))
+    assert_failed(tmp_path, done.returncode, *done.communicate(), where="in evaluate", doing="the evaluation after step 8")
+
+
+def failing(folder: Path, at: int) -> list[str]:
+    """Return the words of a run whose process 1 fails at a call of its loss."""
+    recipe = folder / "failing.yaml"
     recipe.write_text(
-        f"task: {{type: failing_task.Failing, at: {at}}}\n"
+        f"task: {{type: tests.support.tasks.FailingAt, at: {at}}}\n"
         "train: {epochs: 1, batch_size: 4, micro_batch_size: 2}\n"
         "eval: {every: 8, batch_size: 2}\n"
     )
-    command = ["accelerate", "launch", "--config_file", "accelerate_configs/2cpu.yaml", "-m", "hftune.run"]
-    words = [f"recipe={recipe}", f"output_dir={tmp_path / 'out'}"]
-    code, out, err = launch(*command, *words, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return [f"recipe={recipe}", f"output_dir={folder / 'out'}"]
+
+
+def assert_failed(folder: Path, code: int, out: str, err: str, where: str, doing: str) -> None:
+    """It did train, and its last words are those of the process that failed."""
     assert code != 0
-    assert "step 1/16" in out  # it did train
+    assert "step 1/16" in out
     assert "step 10/16" not in out
-    assert not (tmp_path / "out" / "result.json").exists()
+    assert not (folder / "out" / "result.json").exists()
     said = [line for line in err.splitlines() if line.strip(" =-")]
     assert any(line.endswith(where) for line in said)
     assert any(line.startswith(f"[process 1 of 2 on host {socket.gethostname()}, {doing}, samples ") for line in said)

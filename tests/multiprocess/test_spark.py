@@ -21,6 +21,8 @@ from tests.support.runs import Run, environment, train_on
 ROOT = Path(__file__).parents[2]
 TAGGING, FAULTY = ROOT / "tests" / "support" / "tagging.yaml", ROOT / "tests" / "support" / "faulty.yaml"
 WORDS = ("task.dropout=0.2", "train.epochs=2")
+JAVA = {"SPARK_LOCAL_IP": "127.0.0.1", "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+"""Java's processes live for seconds here: most of what its second compiler and its collector's threads do is never used."""
 HAS_MLFLOW = importlib.util.find_spec("mlflow") is not None
 MISSING = [name for name in ("pyspark", "pandas", "pyarrow") if importlib.util.find_spec(name) is None]
 
@@ -47,7 +49,7 @@ def cluster(tmp_path_factory):
         "spark.executorEnv.PYTHONPATH": str(ROOT),
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable).items():
+        for name, value in environment(**JAVA, PYSPARK_PYTHON=sys.executable).items():
             patch.setenv(name, value)
         builder = SparkSession.builder.master("local-cluster[2,1,1024]")
         for name, value in options.items():
@@ -177,7 +179,7 @@ def standalone(tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"spark://127.0.0.1:{free.getsockname()[1]}"
     home = Path(pyspark.__file__).parent
-    host, env = ["--host", "127.0.0.1", "--webui-port", "0"], environment(SPARK_LOCAL_IP="127.0.0.1", SPARK_HOME=str(home))
+    host, env = ["--host", "127.0.0.1", "--webui-port", "0"], environment(**JAVA, SPARK_HOME=str(home))
     deploy = "org.apache.spark.deploy"
     commands = {"master": [f"{deploy}.master.Master", "--port", address.rpartition(":")[2], *host]}
     for name in ("first", "second"):
@@ -203,7 +205,7 @@ def standalone(tmp_path):
 def test_command_trains_on_a_standalone_cluster(standalone, runs, tmp_path):
     words = [f"recipe={TAGGING}", *WORDS, f"output_dir={tmp_path}/out"]
     command = [sys.executable, "-m", "hftune.spark", *words, "--num-processes", "2", "--master", standalone]
-    env = environment(SPARK_LOCAL_IP="127.0.0.1")
+    env = environment(**JAVA)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert Run(tmp_path / "out").logged("train/loss") == runs["executors"].logged("train/loss")

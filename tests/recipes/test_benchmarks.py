@@ -120,8 +120,10 @@ def check_wikitext2(cells):
     assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
 
 
-ALONE = ("batch_plan", "bigbird_attention", "checkpoint_cost")
-"""Run in an interpreter of their own, as a newcomer would: no torch, memory, a training. The others are forks, to save time."""
+ALONE = ("batch_plan", "checkpoint_cost")
+"""Run in an interpreter of their own, as a newcomer would: without torch, and a training. The others are forks, to save time."""
+STARTS_INTERPRETERS = ("kill", "plan_memory")
+"""Kills what it starts, and compares the memory of fresh processes. What the others start are forks, too."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 
 
@@ -146,7 +148,9 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
         assert done.returncode == 0, done.stdout + done.stderr
         printed = done.stdout
     else:
-        printed = run_script(script, "--smoke", "--output", str(output), log=tmp_path / "log")
+        printed = run_script(
+            script, "--smoke", "--output", str(output), log=tmp_path / "log", is_forking=name not in STARTS_INTERPRETERS
+        )
     result = json.loads(output.read_text())
     assert result["script"] == f"{name}.py" and result["smoke"] and result["versions"]["torch"] and result["machine"]["cores"]
     assert result["measured"] and all(what and figure for what, figure in result["measured"].items())

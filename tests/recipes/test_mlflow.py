@@ -207,7 +207,7 @@ def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
 def test_task_without_answers_has_its_model_as_files_also_in_the_registry():
     train(points("track.project=files", "output_dir=outputs/files", "track.register=files", task="Trapped"))
     run, client = only_run(experiment="files"), mlflow.MlflowClient(URI)
-    names = ["hftune.json", "model.safetensors"]
+    names = ["README.md", "hftune.json", "model.safetensors"]
     assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == [f"model/{name}" for name in names]
     with closing(sqlite3.connect("outputs/mlflow.db")) as database:
         assert database.execute("SELECT source FROM model_versions WHERE name = 'files'").fetchall() == [
@@ -242,7 +242,7 @@ class Pictured(Trapped):
         return f"drawn {row['draw'] >= 0}"
 
 
-def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for(monkeypatch):
+def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for(capsys):
     words = ("track.project=pictures", "output_dir=outputs/pictures", "track.upload=none", "eval.show_samples=2")
     recipe = points(*words, task="Trapped")
     recipe.task = Pictured()
@@ -256,6 +256,9 @@ def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for
     assert table(run, "eval/images/step_00000004.json")[1] == {"image": "eval/images/1", "caption": "drawn True"}
     assert not client.list_artifacts(run.info.run_id, "model")
     assert not client.search_logged_models([run.info.experiment_id])
+    uri = f"sqlite:///{Path('outputs/mlflow.db').resolve()}"
+    told = f"MLflow has recorded this run as {run.info.run_id}. View it with `mlflow ui --backend-store-uri {uri}`."
+    assert told in capsys.readouterr().out.splitlines()
 
 
 def test_resumed_run_goes_on_as_the_same_one_and_gets_what_it_lacked():
@@ -295,7 +298,7 @@ def test_run_that_was_killed_after_its_checkpoint_goes_on_as_one_that_has_each_s
     (run,) = [run for run in runs("killed") if run.info.run_id != dead.info.run_id]
     assert (dead_again.info.status, dead_again.data.tags["mlflow.parentRunId"]) == ("KILLED", run.info.run_id)
     told = (
-        f"MLflow has values of run {dead.info.run_id} that do not count: it was killed later than step 3. "
+        f"note: MLflow has values of run {dead.info.run_id} that do not count: it was killed later than step 3. "
         f"It goes on as run {run.info.run_id}, with the values that do."
     )
     assert told in capsys.readouterr().out.splitlines()
@@ -355,7 +358,7 @@ def test_model_that_cannot_be_logged_is_told_and_the_run_is_finished(capsys):
     assert train(recipe).steps == 8
     run = only_run(experiment="speechless")
     assert run.info.status == "FINISHED" and history(run, "train/loss")
-    told = f"The model of run {run.info.run_id} was not logged to MLflow: LookupError: no examples. None at all. "
+    told = f"warning: The model of run {run.info.run_id} was not logged to MLflow: LookupError: no examples. None at all. "
     assert f"{told}The model itself is intact, in outputs/speechless/model." in capsys.readouterr().out.splitlines()
 
 

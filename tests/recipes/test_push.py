@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 
 import hftune
 from hftune import Recipe
+from hftune.tracking.console import short
 from tests.support.hub_contents import bert, yelp
 from tests.support.runs import Group, Run, train_on
 from tests.support.writable_hub import WritableHub
@@ -82,7 +83,7 @@ def test_one_commit_has_model_card_recipe_and_result(hub, runs, pushed):
         **extra,
     }
     best = runs["yelp"].result["best"]
-    assert hub.messages[0] == f"accuracy {best['value']:.4g} after step {best['step']}" and len(hub.messages) == 2
+    assert hub.messages[0] == f"accuracy {short(best['value'])} after step {best['step']}" and len(hub.messages) == 2
     code, lines = pushed
     assert code == 0 and lines[-1] == f"{hub.address}/tester/yelp"
     assert re.fullmatch(rf"Pushing {len(files) - 1} files \(.+ KiB\) to tester/yelp \.\.\.", lines[-2])
@@ -131,7 +132,7 @@ def test_run_in_training_pushes_its_best_model_so_far(hub, runs, tmp_path):
     code, lines = typed(hub, tmp_path, out, "tester/half")
     assert code == 0
     assert lines[0] == (
-        f"{out} is not finished. This is its best model so far: accuracy {best['value']:.4g} after step {best['step']}."
+        f"{out} is not finished. This is its best model so far: accuracy {short(best['value'])} after step {best['step']}."
     )
     files = hub.files("tester/half")
     assert "result.json" not in files and files["model.safetensors"] == (out / "model" / "model.safetensors").read_bytes()

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from torch.distributed import TCPStore
+
+from tests.support.forks import group_variables
 
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
@@ -104,6 +105,7 @@ class Group:
         errors: the file for standard error; by default ``log``.
         variables: environment from the interpreter's start on, as libraries read it when they are imported.
         as_typed: each job is what ``python -m hftune.run`` does, down to its last words and its exit code.
+        is_forking: the interpreters that scripts among the jobs start are forks, too.
     """
 
     def __init__(
@@ -114,29 +116,20 @@ class Group:
         variables: Mapping[str, str] | None = None,
         as_typed: bool = False,
         errors: Path | None = None,
+        is_forking: bool = False,
     ):
         self._worker = start_worker(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
         if world_size > 1:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            count = str(world_size)
-            variables |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-            variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-            variables |= {
-                "TORCHELASTIC_RUN_ID": uuid4().hex,
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0",
-            }
+            variables |= group_variables(world_size, self.store.port)
         request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
         # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
         request |= {
             "log": str(log),
             "errors": str(errors or log),
             "as_typed": as_typed,
+            "is_forking": is_forking,
             "last_words_s": 1.0 if as_typed else 10.0,
         }
         self._worker.stdin.write(json.dumps(request).encode() + b"\n")
@@ -184,12 +177,12 @@ class Command(Group):
         return self._out.read_text(), self._err.read_text()
 
 
-def run_script(path: Path, *words: str, log: Path) -> str:
+def run_script(path: Path, *words: str, log: Path, is_forking: bool = True) -> str:
     """Run a Python script in a fork of the warm interpreter, which spares it the imports; return what it printed, errors included.
 
-    The current folder is that of the caller.
+    The current folder is that of the caller. ``is_forking``: the interpreters and torchruns that it starts are forks, too.
     """
-    (code,) = Group(1, [[str(path), list(words), None, {}]], log).wait()
+    (code,) = Group(1, [[str(path), list(words), None, {}]], log, is_forking=is_forking).wait()
     printed = log.read_text()
     assert code == 0, printed
     return printed

@@ -184,6 +184,27 @@ class TooLarge(Trapped):
 
 
 @dataclass
+class FailingAt(Task):
+    """Fails on process 1 when its loss is called for the ``at``-th time."""
+
+    at: int = 3
+
+    def datasets(self) -> dict[str, Any]:
+        self.calls = 0
+        samples = [{"input": torch.ones(2), "labels": torch.ones(1)} for _ in range(64)]
+        return {"train": samples, "eval": samples}
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        if os.environ["RANK"] == "1" and self.calls == self.at:
+            raise ValueError("bad sample 17")
+        return (outputs - target).square().sum()
+
+
+@dataclass
 class Faulty(Task):
     """Learns at once, but for ``fault``, which strikes the process ``rank`` when it loads sample ``sample`` for training.
 
@@ -333,6 +354,13 @@ class NextToken(Task):
         }
 
     def build_model(self) -> nn.Module:
+        model = (
+            Chain(self.num_layers, self.dropout, self.model == "norm_chain") if self.model.endswith("chain") else self.decoder()
+        )
+        return model.double() if self.float64 else model
+
+    def decoder(self) -> nn.Module:
+        """Return one of transformers', which is imported here because it takes seconds."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         import hftune.models.transformer_lm  # noqa: F401 - registers it
@@ -349,11 +377,7 @@ class NextToken(Task):
             )
         elif self.model == "transformer_lm":
             config = AutoConfig.for_model("transformer_lm", **sizes, dropout=self.dropout)
-        if self.model.endswith("chain"):
-            model = Chain(self.num_layers, self.dropout, norm=self.model == "norm_chain")
-        else:
-            model = AutoModelForCausalLM.from_config(config)
-        return model.double() if self.float64 else model
+        return AutoModelForCausalLM.from_config(config)
 
     def lengths(self, dataset: Any) -> np.ndarray:
         return np.array([len(row) - 1 for row in dataset])
@@ -420,7 +444,7 @@ class SlowUpload(Trapped):
     def build_model(self) -> nn.Module:
         from hftune.tracking.tracker import Tracker
 
-        def close(tracker: Tracker) -> None:
+        def close(tracker: Tracker, text: str) -> None:
             print("uploading", flush=True)
             time.sleep(self.upload_s)
             print("uploaded", flush=True)

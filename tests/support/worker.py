@@ -14,12 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.base import Strategy
+from tests.support.forks import interpreters_are_forks
 
 TIMEOUT_S = 540.0
 IMPORTED = (
@@ -75,6 +76,7 @@ def work(
     log: str,
     as_typed: bool,
     errors: str = "",
+    is_forking: bool = False,
     **_: Any,
 ) -> None:
     """Be one process of a group: train each job, or run it if it is a command or a script."""
@@ -93,7 +95,8 @@ def work(
             continue
         if source.endswith(".py"):
             sys.argv, sys.path[0] = [source, *overrides], str(Path(source).parent)
-            runpy.run_path(source, run_name="__main__")
+            with interpreters_are_forks(work) if is_forking else nullcontext():
+                runpy.run_path(source, run_name="__main__")
             continue
         if as_typed:
             if code := run.main([f"recipe={source}", *overrides]):

@@ -230,7 +230,7 @@ def test_card_that_cannot_be_written_costs_one_line_and_not_the_run(folder, tmp_
     facts = folder("yelp_demo", result=None)
     add_card(tmp_path / "out", facts.recipe, {**RESULT, "versions": None})
     said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}/out/model/README.md could not be written: ") and said.endswith(
+    assert said.startswith(f"warning: {tmp_path}/out/model/README.md could not be written: ") and said.endswith(
         ". Everything else is saved.\n"
     )
     assert said.count("\n") == 1 and not (tmp_path / "out" / "model" / CARD).exists()

@@ -17,7 +17,7 @@ from hftune.checkpoints.output_dir import start_folder
 from hftune.reporting import page as report
 from hftune.reporting.charts import make_charts
 from hftune.reporting.curves import Curve, title_of, unit_of
-from hftune.reporting.elements import duration, millions
+from hftune.reporting.elements import duration, millions, number
 from hftune.reporting.page import Reporter, page, write_report
 from hftune.reporting.run_record import read_run, run_names
 
@@ -115,13 +115,13 @@ def test_page_of_a_finished_run_shows_its_numbers(make_run):
     found = Page(page([make_run(metrics=[*EVALUATIONS, tests], facts=facts, result=result)]))
     assert found.text("h1") == ["yelp_demo"] and "Finished" in found.text("span")
     tiles = dict(zip(found.text("dt"), found.text("dd"), strict=True))
-    assert tiles["Best accuracy"] == "0.750at step 3" and tiles["Test accuracy"] == "0.710of the best model"
-    assert tiles["Time"] == "3 min 12 sevaluations included" and tiles["Processes"] == "2"
+    assert tiles["Best accuracy"] == "0.7500at step 3" and tiles["Test accuracy"] == "0.7100of the best model"
+    assert tiles["Time"] == "3 min 12 swith evaluations" and tiles["Processes"] == "2"
     assert tiles["Parameters"] == "109.5 million1 million trainable" and tiles["Training samples"] == "6,400320 eval"
     assert tiles["code"] == "f00d, with changes" and tiles["Started"] == "2026-11-22 18:30 UTC"
     assert "80 rows are left out by max_eval_samples." in found.text("li")
     rows = [text for text in found.text("tr") if text.startswith("Accuracy")]
-    assert rows == ["Accuracy picks the best model0.7500.7000.710"]
+    assert rows == ["Accuracy picks the best model0.75000.70000.7100"]
     assert "accelerate launch -m hftune.run recipe=yelp_demo" in found.text("code")
 
 
@@ -165,7 +165,7 @@ def test_worst_predictions_come_first_and_class_numbers_become_names(make_run):
     ]
     folder = make_run(rows=rows, recipe="task: {label_names: [bad, good]}\n")
     lines = [text for text in Page(page([folder])).text("tr") if "review" in text]
-    assert lines[0] == "59review 59goodbad0.590" and lines[24] == "35review 35goodbad0.350"
+    assert lines[0] == "59review 59goodbad0.5900" and lines[24] == "35review 35goodbad0.3500"
     assert len(lines) == 25 + 8, "the first rows, too"
 
 
@@ -196,10 +196,21 @@ def test_images_of_the_last_evaluation_are_embedded_with_captions(make_run):
 
 
 def test_metrics_of_hosts_are_lines_of_one_chart(make_run):
-    metrics = [{"step": 1, "perf/host0/memory_bytes": 5e9, "perf/host1/memory_bytes": 7e9, "perf/samples_per_s": 9.0}]
-    charts = data_of(page([make_run(metrics=metrics)]))
-    assert [line["label"] for line in charts["perf/*/memory_bytes"]["lines"]] == ["host0", "host1"]
-    assert charts["perf/*/memory_bytes"]["unit"] == "B"
+    names = (
+        "host0/memory_gib",
+        "host0/gpu0_power_w",
+        "host0/gpu1_power_w",
+        "host1/memory_gib",
+        "host1/gpu0_power_w",
+        "samples_per_s",
+    )
+    charts = data_of(page([make_run(metrics=[{"step": 1, **{f"perf/{name}": 5.0 for name in names}}])]))
+    assert [(chart["key"], chart["group"]) for chart in charts.values()][2:] == [
+        ("perf/samples_per_s", "Speed"),
+        ("perf/*/memory_gib", "Machines"),
+        ("perf/*/gpu*_power_w", "Machines"),
+    ]
+    assert [line["label"] for line in charts["perf/*/gpu*_power_w"]["lines"]] == ["host0 gpu0", "host0 gpu1", "host1 gpu0"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +223,11 @@ def test_metrics_of_hosts_are_lines_of_one_chart(make_run):
         ("perf/samples_per_s", "Training speed", "samples/s"),
         ("perf/padding_share", "Share of padding", "%"),
         ("perf/checkpoint_s", "Wait for checkpoints", "s"),
-        ("perf/host0/peak_bytes", "Peak", "B"),
+        ("perf/host0/memory_gib", "Memory in use", "GiB"),
+        ("perf/host0/gpu3_power_w", "GPU power", "W"),
+        ("perf/host0/gpu3_percent", "GPU load", "percent"),
+        ("perf/process0/step_s", "Step", "s"),
+        ("own/peak_bytes", "Peak", "B"),
         ("mine", "Mine", ""),
     ],
 )
@@ -221,6 +236,9 @@ def test_metrics_have_titles_and_units(key, title, unit):
 
 
 def test_numbers_are_formatted_for_reading():
+    numbers = (0, 0.0, 3, 1234, 0.83125, 0.75, 31.5, 999.97, 12345.6, 2.4e-5, 7.2e9, -0.5, float("inf"))
+    said = ["0", "0", "3", "1,234", "0.8313", "0.7500", "31.50", "1000", "12,346", "2.40e-05", "7.20e+09", "-0.5000", "inf"]
+    assert [number(value) for value in numbers] == said
     assert [duration(seconds) for seconds in (0.5, 61, 7500, 200_000)] == ["0.5 s", "1 min 01 s", "2 h 05 min", "2 d 7 h"]
     assert [millions(count) for count in (812, 109_486_085, 7e9)] == ["812", "109.5 million", "7 billion"]
 
@@ -390,7 +408,7 @@ def test_comparison_shows_results_differences_and_curves_of_all_runs(make_run):
     rows = found.text("tr")
     assert "train.lr0.0010.002" in rows and "processes14" in rows
     assert not [row for row in rows if row.startswith(("output_dir", "train.batch_size"))]
-    assert "a/yelp0.75030.5000.700\N{EN DASH}61 min 00 s1" in rows
+    assert "a/yelp0.750030.50000.7000\N{EN DASH}61 min 00 s1" in rows
     assert [line["label"] for line in charts["train/loss"]["lines"]] == ["a/yelp", "b/yelp"]
     assert [line["run"] for line in charts["eval/mine"]["lines"]] == [1]
 
@@ -421,7 +439,7 @@ def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch):
     reporter.write(folder, said.append)
     reporter.write(folder, said.append)
     assert said == [
-        f"{folder}/report.html could not be written: ZeroDivisionError: division by zero. Training continues; "
+        f"warning: {folder}/report.html could not be written: ZeroDivisionError: division by zero. Training continues; "
         f"hftune report {folder} tries again."
     ]
 
@@ -533,6 +551,7 @@ def test_charts_of_a_run_are_in_reading_order(make_run):
         {
             "step": 1,
             "perf/samples_per_s": 5.0,
+            "mine": 1.0,
             "own/x": 1.0,
             "eval/loss": 1.0,
             "eval/mae": 2.0,
@@ -547,5 +566,6 @@ def test_charts_of_a_run_are_in_reading_order(make_run):
         "eval/accuracy",
         "eval/mae",
         "perf/samples_per_s",
+        "mine",
         "own/x",
     ]

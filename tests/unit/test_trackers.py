@@ -133,7 +133,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_get_everything(tmp_p
         tracker.log(step, 0.5, {"train/loss": 2.0})
     tracker.close("done")
     assert capsys.readouterr().out == (
-        f"track.with={__name__}.Fails failed: OSError: the server is gone. It gets nothing more; "
+        f"warning: track.with={__name__}.Fails failed: OSError: the server is gone. It gets nothing more; "
         f"{tmp_path}/metrics.jsonl has everything.\n"
     )
     assert [call[0] for call in calls(tracker, "Fails")] == ["start"]
@@ -277,7 +277,7 @@ def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
         tracker.start(recipe, step, True, {}, {})
         for later in range(step + 1, 3):
             tracker.log(later, 0.5, {"train/loss": 2.0 + step})
-            tracker.log_predictions(later, [{"text": "a|b", "error": 0.9}])
+            tracker.log_predictions(later, [{"text": "a|b", "error": 0.912345}])
             tracker.log_confusion_matrix(later, [[1, 0], [0, 2]], ["cat", "dog"])
             tracker.log_images(later, [np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], ["a cat", "a dog"])
             tracker.log_best(1, "accuracy", 0.9)
@@ -293,7 +293,7 @@ def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
 
 TEXTS = {
     "notes": "A *try*.",
-    "eval/predictions": "| index | text | error |\n| --- | --- | --- |\n| 0 | a\\|b | 0.9 |",
+    "eval/predictions": "| index | text | error |\n| --- | --- | --- |\n| 0 | a\\|b | 0.9123 |",
     "eval/confusion": "| true class | as cat | as dog |\n| --- | --- | --- |\n| cat | 1 | 0 |\n| dog | 0 | 2 |",
     "eval/images": "| image | caption |\n| --- | --- |\n| eval/images/0 | a cat |\n| eval/images/1 | a dog |",
 }
