@@ -43,6 +43,7 @@ def settings(finish_s: float = FINISH_S) -> dict[str, Any]:
         "save_code": False,
         "x_transaction_log_flush_interval": 1,  # seconds; with wandb's 15, a kill leaves an empty file
         "finish_timeout": finish_s,  # by default it waits forever
+        "finish_timeout_raises": True,
     }
     return {name: value for name, value in ours.items() if f"WANDB_{name.upper()}" not in os.environ}
 
@@ -136,8 +137,9 @@ class WandbRun(TrackerBackend):
             for name, (value, usual, variable) in chosen.items()
             if value != usual or (value is not None and variable not in os.environ)
         }
-        bytes_sent = 0 if track.upload in (None, "none") else 8 * config.get("run", {}).get("parameters", 0)
-        limits = wandb.Settings(**settings(FINISH_S + bytes_sent / SLOWEST))
+        sends_models = track.register or track.upload in ("best", "all")
+        num_bytes = 8 * config.get("run", {}).get("parameters", 0) if sends_models else 0  # of two models in float32
+        limits = wandb.Settings(**settings(FINISH_S + num_bytes / SLOWEST))
         return {**options, "dir": self.recipe.output_dir, "config": dict(config), "settings": limits, **more}
 
     def _project_path(self) -> str:
