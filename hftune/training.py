@@ -27,6 +27,7 @@ from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
 from hftune.optim import build_optimizer
 from hftune.reporting.card import add_card
+from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
@@ -216,15 +217,13 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
 
 def say_result(run: Run, result: TrainResult) -> None:
     """Print the metrics of the best and the last model, and where everything is. Main process only."""
-    log_file, speed = (
-        result.output_dir / "metrics.jsonl",
-        run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9),
-    )
+    log_file, report = result.output_dir / "metrics.jsonl", result.output_dir / REPORT
+    speed = run.throughput.total_samples / max(run.throughput.total_seconds, 1e-9)
     evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
     rows = {
         "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
         "model": f"{result.model_dir} (the last one: model_last)",
-        "log": str(log_file),
+        "report": str(report) if report.is_file() else f"none, see above; {log_file} has all numbers",
     }
     print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, rows)
 
