@@ -43,6 +43,7 @@ def settings(finish_s: float = FINISH_S) -> dict[str, Any]:
         "save_code": False,
         "x_transaction_log_flush_interval": 1,  # seconds; with wandb's 15, a kill leaves an empty file
         "finish_timeout": finish_s,  # by default it waits forever
+        "finish_timeout_raises": True,
     }
     return {name: value for name, value in ours.items() if f"WANDB_{name.upper()}" not in os.environ}
 
@@ -107,7 +108,7 @@ class WandbRun(TrackerBackend):
                 try:
                     self._run = wandb.init(**self._options(config, **found.options))
                     return found
-                except wandb.errors.CommError:  # W&B's self-managed servers cannot rewind, and a deleted run is gone
+                except wandb.errors.Error:  # W&B's self-managed servers cannot rewind, and a deleted run is gone
                     pass
         found = continue_offline(self._folder, earlier) if self._mode == "offline" else repeat_all(earlier)
         if earlier.run_id and "id" not in found.options:
@@ -136,8 +137,9 @@ class WandbRun(TrackerBackend):
             for name, (value, usual, variable) in chosen.items()
             if value != usual or (value is not None and variable not in os.environ)
         }
-        bytes_sent = 0 if track.upload in (None, "none") else 8 * config.get("run", {}).get("parameters", 0)
-        limits = wandb.Settings(**settings(FINISH_S + bytes_sent / SLOWEST))
+        sends_models = track.register or track.upload in ("best", "all")
+        num_bytes = 8 * config.get("run", {}).get("parameters", 0) if sends_models else 0  # of two models in float32
+        limits = wandb.Settings(**settings(FINISH_S + num_bytes / SLOWEST))
         return {**options, "dir": self.recipe.output_dir, "config": dict(config), "settings": limits, **more}
 
     def _project_path(self) -> str:
@@ -249,14 +251,15 @@ class WandbRun(TrackerBackend):
         except Exception as error:  # the run itself ends well without
             self._say_lost(f"track.register={name}", error)
 
-    def _finish(self, exit_code: int, limit_s: float = float("inf")) -> bool:
-        """Finish the run, and leave wandb alone if it does not in time. Return whether it did."""
-        done = threading.Event()
+    def _finish(self, exit_code: int, limit_s: float | None = None) -> bool:
+        """Finish the run in this time, or while the server answers, and leave if it takes longer. Return whether it did."""
+        done, succeeded = threading.Event(), threading.Event()
 
         def finish() -> None:
             try:
                 self._run.finish(exit_code=exit_code)
-            finally:
+                succeeded.set()
+            finally:  # it fails if the process is ending, where wandb itself waits
                 done.set()
 
         self._background.do("the end", finish)
@@ -264,7 +267,8 @@ class WandbRun(TrackerBackend):
         is_alive = partial(answers, url) if self._is_watched else lambda: True
         is_done = False
         try:
-            is_done = wait_while_it_answers(done, is_alive, limit_s)
+            is_in_time = wait_while_it_answers(done, is_alive) if limit_s is None else done.wait(limit_s)
+            is_done = is_in_time and succeeded.is_set()
         finally:  # also if Ctrl-C ends an upload
             if not is_done:
                 self._background.hurry()

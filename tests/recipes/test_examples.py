@@ -164,8 +164,7 @@ def test_wandb_sweep_starts_runs_that_hftune_accepts_and_optimizes_a_metric_of_t
     recipe = Recipe.from_argv(cli.parse([name, *words]).words)
     assert recipe.track.with_ == ["wandb"] and recipe.output_dir.endswith("/run1")
     assert {key.rpartition(".")[2] for key in first} == {"lr", "weight_decay", "seed"}
-    metric = sweep["metric"]["name"].removeprefix("eval/")
-    assert sweep["metric"]["goal"] == {"max": "maximize", "min": "minimize"}[recipe.task.metric_directions[metric]]
+    assert sweep["metric"] == {"name": "best/value", "goal": "maximize"} and recipe.greater_is_better
 
 
 def manifests(name: str) -> dict[str, dict]:

@@ -198,6 +198,21 @@ def test_interrupted_run_is_marked_as_preempted(offline, tmp_path):
     assert found["preempting"] and found["exit_code"] == 1 and [row["_step"] for row in found["history"]] == [1]
 
 
+def test_server_that_hangs_holds_up_neither_a_step_nor_an_interruption(server, tmp_path):
+    run = opened(tmp_path)
+    server.late_s = 30.0
+    began = time.monotonic()
+    run.log(1, {"train/loss": 2.0})
+    run.log_table(1, "eval/predictions", [{"error": 1.0}])
+    assert time.monotonic() - began < 1
+    run.log(2, {"train/loss": 1.0})
+    run.interrupt()
+    assert time.monotonic() - began < 8  # 4.5 on an idle machine
+    found = read(files_of(tmp_path / "out")[0])
+    assert [row["_step"] for row in found["history"]] == [1, 2] and found["preempting"]
+    server.late_s = 0.0
+
+
 @pytest.mark.parametrize("was_uploaded", [False, True])
 def test_offline_run_is_written_anew_when_it_is_resumed(offline, tmp_path, was_uploaded):
     first = opened(tmp_path)
@@ -259,7 +274,7 @@ def test_refused_key_is_said_before_training(server, tmp_path, monkeypatch):
 
 
 def test_late_server_gets_an_online_run_of_two_processes_with_everything(server, tmp_path):
-    server.late_s = 0.15
+    server.late_s = 0.1
     folder = tmp_path / "out"
     words = [*SMALL, "recipe=yelp_demo", "track.with=[wandb]", "track.upload=all", "train.max_steps=8", "eval.every=4"]
     done = Command(2, *words, f"output_dir={folder}", **variables(tmp_path, server))
