@@ -74,7 +74,7 @@ def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_o
     assert [line.split()[0] for line in lines[-10:] if line.strip()] == [
         *("best", "loss", "accuracy", "macro_f1", "mae", "best", "steps", "model", "report"),
     ]
-    assert f"{run.folder}/model" in said and f"{run.folder}/metrics.jsonl" in said
+    assert f"{run.folder}/model" in said and f"{run.folder}/report.html" in said
 
 
 def test_output_folder_holds_what_the_contract_says(demo):
