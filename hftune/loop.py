@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +53,11 @@ class Run:
     throughput: Throughput = field(default_factory=Throughput)
     reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The recipe as YAML, for checkpoints."""
+        return self.recipe.to_yaml()
 
     def seconds(self) -> float:
         """Return the seconds of training, those before an interruption included."""
@@ -144,8 +150,7 @@ def save_checkpoint(run: Run) -> None:
             tensors, values = saved
             progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **asdict(run.provenance)}
             logs = [run.tracker.path, run.ledger.path]
-            recipe = run.recipe.to_yaml()
-            run.checkpointer.write(state.step, tensors, progress, recipe, state.best_step, logs)
+            run.checkpointer.write(state.step, tensors, progress, run.recipe_text, state.best_step, logs)
     run.throughput.checkpoint_seconds += time.monotonic() - began
 
 

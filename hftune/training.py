@@ -5,6 +5,7 @@ Not ``train.py``: a module and a function cannot share the name ``hftune.train``
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
 from dataclasses import asdict
@@ -315,6 +316,7 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     return evaluation.metrics
 
 
+@functools.cache  # finding them takes longer than a short step
 def versions() -> dict[str, str]:
     """Return the versions that the result depends on."""
     packages = ("torch", "accelerate", "transformers", "datasets")

@@ -14,6 +14,8 @@ import yaml
 
 from hftune.reporting.curves import Log, is_number, read_log
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The same loader in C, if PyYAML has it: seven times as fast."""
 MAX_ROWS = 200_000
 """Rows of predictions.jsonl that are looked through for the largest errors: more would hold up the training."""
 FIRST_ROWS, WORST_ROWS = 8, 25
@@ -200,6 +202,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _parse_yaml(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, LOADER)
     except yaml.YAMLError:
         return {}
