@@ -16,6 +16,7 @@ from hftune.distributed.pulse import marked_while_moving
 from hftune.errors import DataError, TrainingError
 from hftune.metrics.named import compute, load_metrics
 from hftune.strategies.base import Strategy
+from hftune.task import ask
 
 ROWS = 1000
 """Rows of each process that go to the main process together."""
@@ -108,7 +109,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
         with torch.no_grad():
             loss_sum = float(task.loss(outputs, target))
             rows = task.predictions(outputs, strategy.model, batch)
-            images = task.sample_images(outputs, strategy.model, batch, indices) if indices else []
+            images = ask(task, "sample_images", [], outputs, strategy.model, batch, indices) if indices else []
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not should_reduce_batch_size(error):
             raise
@@ -118,7 +119,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
         ) from error
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")
-    shown = dict(zip([samples[index] for index in indices], images, strict=True)) if images else {}
+    shown = dict(zip([samples[index] for index in indices], images, strict=False))
     return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows, shown)
 
 

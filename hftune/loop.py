@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,12 +18,14 @@ from hftune.checkpoints.output_dir import SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
 from hftune.data.augmentation import augmented
+from hftune.distributed.pulse import marked_while_moving
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
 from hftune.optim import lr_at
 from hftune.reporting.page import Reporter
 from hftune.strategies.base import StepBatch, Strategy
+from hftune.task import ask
 from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
@@ -197,13 +200,14 @@ def evaluate_and_keep(run: Run) -> None:
         model = run.strategy.unwrap() if is_best else None
 
         def write() -> None:
-            rows = run.recipe.task.describe(evaluation.rows)
-            show_evaluation(run, evaluation, rows)
-            write_rows(output_dir / "predictions.jsonl", rows, run.strategy.progress.tick)
             if is_best:
                 about = {"step": state.best_step, "metric": config.metric, "value": state.best}
                 export(run.recipe.task, model, output_dir / "model", about)
-            run.reporter.write(output_dir, run.console.line)
+            with marked_while_moving(run.strategy.progress):  # the other processes wait, however long it takes
+                rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)
+                show_evaluation(run, evaluation, rows)
+                write_rows(output_dir / "predictions.jsonl", rows, run.strategy.progress.tick)
+                run.reporter.write(output_dir, run.console.line)
 
         run.strategy.progress.stage(f"saving after step {state.step}")
         run.strategy.on_main(write)
@@ -250,15 +254,17 @@ def show_evaluation(run: Run, evaluation: Evaluation, rows: list[dict[str, Any]]
         rows: of all samples, as ``Task.describe`` returns them.
     """
     recipe, step, metrics = run.recipe, run.state.step, evaluation.metrics
-    samples = [{name: row[name] for name in recipe.task.sample_fields} for row in rows[: recipe.eval.show_samples]]
+    task, labels = recipe.task, ask(recipe.task, "labels", None)
+    samples = [{name: row[name] for name in task.sample_fields} for row in rows[: recipe.eval.show_samples]]
     run.console.samples(samples)
     run.tracker.log_samples(step, samples)
     run.tracker.log_predictions(step, rows)
-    if "confusion_matrix" in metrics and recipe.task.labels is not None:
-        run.tracker.log_confusion_matrix(step, metrics["confusion_matrix"], recipe.task.labels)
+    if "confusion_matrix" in metrics and labels is not None:
+        run.tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels)
     if images := evaluation.images:
-        captions = [recipe.task.caption(row) for row in rows[: len(images)]]
+        captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
         folder = Path(recipe.output_dir) / SAMPLE_IMAGES
+        shutil.rmtree(folder / f"step_{step:08d}", ignore_errors=True)  # of this step before an interruption
         write_image(folder / f"step_{step:08d}.png", grid(images))
         for index, image_HWC in enumerate(images):
             write_image(folder / f"step_{step:08d}" / f"{index}.png", image_HWC)

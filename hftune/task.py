@@ -272,6 +272,26 @@ def _takes(method: Any, num_arguments: int) -> bool:
     return True
 
 
+def ask(task: Task, name: str, default: Any, *arguments: Any) -> Any:
+    """Return what a task shows: the result of its method ``name``, or the attribute ``name`` if there are no arguments.
+
+    If that fails, warn once and return the default: a mistake in what is only shown must not end a training.
+    """
+    try:
+        found = getattr(task, name)
+        return found(*arguments) if arguments else found
+    except Exception as error:  # whatever the task's author has overlooked
+        if (type(task), name) not in _FAILED:
+            _FAILED.add((type(task), name))
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            print(f"warning: {type(task).__name__}.{name} failed: {reason}. Training does not need it.", flush=True)
+        return default
+
+
+_FAILED: set[tuple[type, str]] = set()
+"""What ``ask`` has warned of."""
+
+
 def _survives_json(value: Any) -> bool:
     """Return whether JSON restores a value unchanged; it does not for tuples or for mappings with numeric keys."""
     try:

@@ -32,6 +32,7 @@ from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import checkpoint_tensors
+from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
 from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import read_lines, strict_json
@@ -148,7 +149,7 @@ def open_run(
     output.find_best(strategy, state)
 
     def open_files() -> dict[str, str]:
-        counts = recipe.task.class_counts(run.datasets["train"])
+        counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
         parts.notices += output.start.notices
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
@@ -169,7 +170,7 @@ def open_run(
 def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
     """Collect what run.json says of this run. Main process only."""
     strategy, datasets, digests = run.strategy, parts.datasets, run.provenance.digests
-    labels = run.recipe.task.labels
+    labels = ask(run.recipe.task, "labels", None)
     return Facts(
         recipe=run.recipe.recipe,
         started=now(),
@@ -181,7 +182,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         parameters=parts.num_parameters,
         trainable_parameters=parts.num_trainable,
         data={split: {"samples": len(rows), "digest": digests.get(f"{split} data")} for split, rows in datasets.items()},
-        labels=None if labels is None else list(labels),
+        labels=None if labels is None else list(map(str, labels)),
         commits=run.provenance.commits,
         versions=versions(),
         git=git_state(),

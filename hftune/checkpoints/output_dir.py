@@ -187,7 +187,10 @@ class OutputDir:
             for name in HISTORY:
                 if (origin / name).is_file():
                     shutil.copyfile(origin / name, self.path / name)
-        (self.path / "result.json").unlink(missing_ok=True)
+        else:
+            remove_samples(self.path / SAMPLE_IMAGES, after=state.step)
+        for name in ("result.json", "report.html", "model/README.md"):  # which speak of a finished run
+            (self.path / name).unlink(missing_ok=True)
         note_begun(self.path, self.start.group)
         write_text(self.path / "recipe.yaml", self.recipe.to_yaml())
 
@@ -203,6 +206,13 @@ def start_folder(path: Path) -> None:
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
+
+
+def remove_samples(folder: Path, after: int) -> None:
+    """Remove the images of evaluations after a step, which a resumed run may never make again."""
+    for path in folder.glob("step_*"):
+        if (number := path.stem.removeprefix("step_")).isdecimal() and int(number) > after:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read_state(path: str, values: Mapping[str, Any]) -> TrainState:

@@ -5,7 +5,9 @@ The scoring is evaluation.py, which the loop calls, too: the numbers are the run
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
+from hftune.task import ask
 from hftune.tracking.jsonl import write_rows
 
 
@@ -37,6 +40,8 @@ class Score:
     world_size: int
     is_main: bool
     """Whether this is the main process, which prints and writes."""
+    track: Callable[[], None] = lambda: None
+    """Records the evaluation at the trackers, on the main process; to be called once the metrics are safe."""
 
 
 def evaluate(
@@ -84,22 +89,24 @@ def evaluate(
     result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
     if tracked_as is not None and strategy.is_main:
         step = read_about(model).get("step", 0) if saved is None else saved.step
-        track_evaluation(tracked_as, result, evaluation, split, step)
+        result.track = partial(track_evaluation, tracked_as, result, evaluation, split, step)
     return result
 
 
 def track_evaluation(recipe: Recipe, result: Score, evaluation: Evaluation, split: str, step: int) -> None:
     """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
     metrics, task = evaluation.metrics, recipe.task
-    rows = task.describe(evaluation.rows)
+    rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split == "eval" else evaluation.rows
+    labels = ask(task, "labels", None)
     facts = {"model": result.model, "split": split, "samples": result.num_samples, "processes": result.world_size}
     with tracked(recipe, facts) as tracker:
         tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
         tracker.log_predictions(step, rows, f"{split}/predictions")
-        if "confusion_matrix" in metrics and task.labels is not None:
-            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], task.labels)
+        if "confusion_matrix" in metrics and labels is not None:
+            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels)
         if images := evaluation.images:
-            tracker.log_images(step, images, [task.caption(row) for row in rows[: len(images)]], f"{split}/images")
+            captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
+            tracker.log_images(step, images, captions, f"{split}/images")
         write_rows(Path(recipe.output_dir) / "predictions.jsonl", rows, lambda: None)
 
 

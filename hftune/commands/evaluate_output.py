@@ -47,7 +47,19 @@ def run(options: argparse.Namespace) -> int:
         return fail(error)
     if result.is_main:
         report(result, options.output)
+        track(result)
     return 0
+
+
+def track(result: Score) -> None:
+    """Record the evaluation at the trackers, if they were asked for: the metrics are printed by now, whatever happens here."""
+    from hftune.tracking.console import warning
+
+    try:
+        result.track()
+    except Exception as error:  # whatever a tracker's package raises
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)
 
 
 def check_and_evaluate(options: argparse.Namespace) -> Score:

@@ -29,11 +29,25 @@ def run(options: argparse.Namespace) -> int:
     recipe, model = open_run(folder, options.trust_code)
     if model != folder / "model":
         raise ConfigError(f"{folder} is a single model. Name the output folder of its run, whose best model is pushed.")
+    check_passwords(folder / "recipe.yaml")
     from hftune.commands.upload import check_token, upload
 
     check_token()
     print(upload(folder, recipe, options.repository, options.private, options.revision, options.message), flush=True)
     return 0
+
+
+def check_passwords(recipe: Path) -> None:
+    """Refuse to publish the password of an address, or raise ConfigError."""
+    from hftune.tracking.facts import without_passwords
+
+    text = recipe.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if without_passwords(line) != line:
+            raise ConfigError(
+                f"{recipe} holds a password, in {without_passwords(line).strip()}, and would be published. Write it as a "
+                "reference to an environment variable, ${oc.env:NAME}."
+            )
 
 
 def check_name(repository: str) -> None:

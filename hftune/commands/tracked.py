@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.config import Recipe
+from hftune.distributed.failure_report import Report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -52,8 +53,12 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Tracker]:
     except OSError as error:
         raise ConfigError(f"--track: {folder} cannot be written: {error.strerror}.") from error
     tracker = Tracker(recipe)
-    tracker.start(recipe, 0, False, {}, facts)
-    yield tracker
+    try:
+        tracker.start(recipe, 0, False, {}, facts)
+        yield tracker
+    except BaseException as error:
+        tracker.end_early(Report(f"hftune: {type(error).__name__}: {error}"))
+        raise
     tracker.close(f"{recipe.track.job_type} of {facts['model']}")
 
 

@@ -28,7 +28,9 @@ def check_token() -> None:
     if is_offline_mode():
         raise ConfigError("HF_HUB_OFFLINE is set, and nothing can be pushed without the Hub. Unset it.")
     if get_token() is None:
-        raise ConfigError(f"The Hub ({constants.ENDPOINT}) takes models only from those it knows. {how_to_log_in()}")
+        raise ConfigError(
+            f"The Hub ({constants.ENDPOINT}) accepts uploads only from users who are logged in. {how_to_log_in()}"
+        )
 
 
 def how_to_log_in() -> str:
@@ -87,7 +89,8 @@ def contents(folder: Path, recipe: Recipe, repository: str) -> dict[str, Path | 
     """Return the files of the repository: those of the model, its card, the recipe, and the result of a finished run."""
     facts, model = read_facts(folder, recipe), folder / "model"
     written = model / CARD
-    text = for_repository(written.read_text(encoding="utf-8"), facts, repository) if written.is_file() else None
+    has_card = written.is_file() and (folder / RESULT).is_file()  # else it may be that of an earlier, shorter training
+    text = for_repository(written.read_text(encoding="utf-8"), facts, repository) if has_card else None
     files: dict[str, Path | bytes] = {path.relative_to(model).as_posix(): path for path in model.rglob("*") if path.is_file()}
     files |= {name: folder / name for name in (RECIPE, RESULT) if (folder / name).is_file()}
     files[CARD] = (text or card(facts, repository)).encode()

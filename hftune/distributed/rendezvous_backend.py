@@ -281,7 +281,7 @@ class Meeting(StaticTCPRendezvous):
                 if store.check(["refusal"]):
                     raise ConfigError(store.get("refusal").decode())
                 self._wait(
-                    lambda: f"{self.machine} has joined {self.endpoint}, which awaits the rest of {self.world_size} machines"
+                    lambda: f"{self.machine} is waiting at {self.endpoint} for the rest of the {self.world_size} machines"
                 )
             store.set(f"ready/{index}", "")
         except DistError as error:

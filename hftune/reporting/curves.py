@@ -140,7 +140,7 @@ class Log:
 
 def read_log(path: Path) -> Log:
     """Read metrics.jsonl, which may be growing; empty if there is none. Lines that are no metrics are passed over."""
-    log = Log()
+    log, candidates = Log(), {}
     for row in _rows(path):
         step, epoch = row.pop("step"), row.pop("epoch", None)
         log.last_step = max(log.last_step, step)
@@ -151,8 +151,9 @@ def read_log(path: Path) -> Log:
                 curve = log.curves.setdefault(key, Curve())
                 curve.steps.append(step)
                 curve.values.append(float("nan") if value is None else value)
-            elif key.endswith(f"/{MATRIX}") and _is_matrix(value):
-                log.matrices[key.removesuffix(f"/{MATRIX}")] = step, value
+            elif key.endswith(f"/{MATRIX}"):
+                candidates[key.removesuffix(f"/{MATRIX}")] = step, value
+    log.matrices = {part: (step, value) for part, (step, value) in candidates.items() if _is_matrix(value)}
     return log
 
 

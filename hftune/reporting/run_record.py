@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hftune.reporting.curves import Log, is_number, read_log
+from hftune.tracking.facts import without_passwords
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The same loader in C, if PyYAML has it: seven times as fast."""
@@ -91,7 +92,7 @@ class RunRecord:
 
 def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """Read what a page shows of a run."""
-    recipe_text = _read_text(folder / "recipe.yaml")
+    recipe_text = without_passwords(_read_text(folder / "recipe.yaml"))
     result = _read_object(folder / "result.json")
     best = mapping(result.get("best")) or _read_object(folder / "model" / "hftune.json")
     return RunRecord(

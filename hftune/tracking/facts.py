@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -54,8 +55,9 @@ class Facts:
         Raises:
             TrainingError: it cannot be written.
         """
+        text = strict_json(asdict(self), indent=2, ensure_ascii=False, default=str) + "\n"
         with explain_write_errors(output_dir / NAME):
-            write_text(output_dir / NAME, strict_json(asdict(self), indent=2, ensure_ascii=False) + "\n")
+            write_text(output_dir / NAME, text.encode("utf-8", "replace").decode("utf-8"))  # a word may be no Unicode
 
 
 def now() -> str:
@@ -64,8 +66,19 @@ def now() -> str:
 
 
 def command() -> str:
-    """Return the command of this process, as one would type it."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """Return the command of this process, as one would type it; of a program that is not hftune, no more than its name.
+
+    What it shows may be published: passwords in addresses are left out, and the words of a stranger may be anything.
+    """
+    words = sys.orig_argv[1:]
+    if not any(word.startswith("hftune.") or Path(word).name == "hftune" for word in words[:3]):
+        return shlex.join(["python", Path(sys.argv[0]).name])
+    return shlex.join(["python", *map(without_passwords, words)])
+
+
+def without_passwords(text: str) -> str:
+    """Return a text with ``...`` for user and password in addresses such as https://user:password@host."""
+    return re.sub(r"://[^/\s'\"]+@", "://...@", text)
 
 
 def git_state() -> dict[str, Any] | None:
@@ -78,7 +91,8 @@ def git_state() -> dict[str, Any] | None:
 
 def _git(*words: str) -> str | None:
     try:
-        found = subprocess.run(["git", *words], capture_output=True, text=True, timeout=GIT_S, check=True)
+        ask = ["git", "--no-optional-locks", *words]
+        found = subprocess.run(ask, capture_output=True, text=True, errors="replace", timeout=GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

@@ -198,8 +198,8 @@ class MlflowRun(TrackerBackend):
         if run.info.status == "RUNNING":
             self.client.set_terminated(run.info.run_id, "KILLED")
         what = (
-            f"MLflow has values of run {run.info.run_id} that do not count: it was killed later than step {earlier.step}. "
-            f"It goes on as run {self.run_id}, with the values that do."
+            f"MLflow run {run.info.run_id} has values from after step {earlier.step}, from which this run resumes. "
+            f"It continues as run {self.run_id}, which has only the values up to that step."
         )
         print(note(what), flush=True)
 

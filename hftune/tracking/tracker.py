@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hftune.distributed.failure_report import Report
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number, warning
+from hftune.tracking.facts import without_passwords
 from hftune.tracking.jsonl import LineFile, finite, read_lines
 
 TRACKERS = {
@@ -38,6 +42,8 @@ EXTRAS = ("mlflow", "tensorboard")
 """The trackers whose package is an extra of hftune in pyproject.toml."""
 
 
+MOST_CLASSES = 100
+"""Of a confusion matrix that trackers show; larger ones take them seconds, and nobody can read them."""
 MOST_ROWS = 200
 """Rows of a table of predictions; predictions.jsonl has all of them."""
 
@@ -78,6 +84,7 @@ class Tracker:
         self.name = recipe.track.run_name or recipe.recipe
         self._trackers: dict[str, TrackerBackend] = {}
         self._failed: set[str] = set()
+        self._started: set[str] = set()
 
     def start(
         self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str], facts: Mapping[str, Any]
@@ -101,8 +108,11 @@ class Tracker:
             tracker = tracker_class(name)(recipe)
             self._trackers[name] = tracker  # abandon closes what has been opened by then
             try:
-                tracker.start({**recipe.to_dict(), "run": dict(facts)}, EarlierRun(step, run_ids.get(name), lines))
+                config = without_passwords_in({**recipe.to_dict(), "run": dict(facts)})
+                tracker.start(config, EarlierRun(step, run_ids.get(name), lines))
+                self._started.add(name)
             except ConfigError:
+                self._failed.add(name)
                 raise
             except Exception as error:  # whatever a tracker's package raises
                 self._failed.add(name)
@@ -130,10 +140,18 @@ class Tracker:
         """Show the samples with the greatest errors, of rows as ``Task.describe`` returns them; the first if there are none."""
         if any(rows):
             worst = worst_first(rows, MOST_ROWS)
-            self._each(lambda tracker: tracker.log_table(step, name, worst))
+            fields = dict.fromkeys(field for row in worst for field in row)
+            table = [{field: row.get(field) for field in fields} for row in worst]
+            self._each(lambda tracker: tracker.log_table(step, name, table))
 
     def log_confusion_matrix(self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
-        """Show how often each class was taken for each; rows are true classes."""
+        """Show how often each class was taken for each; rows are true classes. Of many classes, the most frequent mistakes."""
+        if len(labels) != len(counts):
+            return
+        if len(labels) > MOST_CLASSES:
+            mistakes = frequent_mistakes(counts, labels, MOST_ROWS)
+            self._each(lambda tracker: tracker.log_table(step, "eval/confusion", mistakes))
+            return
         self._each(lambda tracker: tracker.log_confusion_matrix(step, "eval/confusion", counts, labels))
 
     def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str], name: str = "eval/images") -> None:
@@ -159,14 +177,23 @@ class Tracker:
         """Close the trackers of a run that is finished, after an alert with its result."""
         self.alert(f"{self.name} finished", text, "info")
         self._each(lambda tracker: tracker.close())
+        self._abandon_failed()
 
     def end_early(self, report: Report) -> None:
         """Close the trackers of a run that failed, after an alert with the reason, or that is to be resumed."""
         if report.is_interruption:
             self._each(lambda tracker: tracker.interrupt())
+            self._abandon_failed()
             return
         self.alert(f"{self.name} failed", report.sentence, "error")
         self._each(lambda tracker: tracker.abandon())
+        self._abandon_failed()
+
+    def _abandon_failed(self) -> None:
+        """Give trackers that have failed on the way a chance to end their run, too."""
+        for name in self._failed & self._started:
+            with suppress(Exception):
+                self._trackers[name].abandon()
 
     def _each(self, call: Callable[[TrackerBackend], None]) -> None:
         for name, tracker in self._trackers.items():
@@ -187,8 +214,24 @@ def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mappi
     """Return the rows with the greatest "error", each with its "index"; the first rows if they have no errors."""
     numbered = [{"index": index, **row} for index, row in enumerate(rows)]
     if all(is_number(row.get("error")) for row in numbered):
-        numbered.sort(key=lambda row: -row["error"])
+        numbered.sort(key=lambda row: -row["error"] if math.isfinite(row["error"]) else math.inf)
     return numbered[:count]
+
+
+def frequent_mistakes(counts: Sequence[Sequence[int]], labels: Sequence[str], most: int) -> list[dict[str, Any]]:
+    """Return the pairs of classes that were mixed up most often, as rows of true class, prediction and count."""
+    cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
+    found = heapq.nlargest(most, cells)
+    return [{"true class": labels[i], "prediction": labels[j], "count": count} for count, i, j in found]
+
+
+def without_passwords_in(value: Any) -> Any:
+    """Return plain data whose texts show no passwords of addresses."""
+    if isinstance(value, Mapping):
+        return {key: without_passwords_in(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_passwords_in(item) for item in value]
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def _reason(error: Exception) -> str:

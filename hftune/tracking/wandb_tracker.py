@@ -20,7 +20,7 @@ from hftune.config import Recipe, TrackConfig
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.background import Background
-from hftune.tracking.console import is_number
+from hftune.tracking.console import is_number, warning
 from hftune.tracking.wandb_artifacts import artifacts, registry_path
 from hftune.tracking.wandb_resume import Continuation, continue_offline, continue_online, repeat_all
 from hftune.tracking.wandb_server import answers, leave, wait_while_it_answers
@@ -219,7 +219,8 @@ class WandbRun(TrackerBackend):
         if not self._finish(0):
             # Under the same id, sync would append all rows to those that the server has.
             sync = f"wandb sync --include-online --id {run_id}-complete {folder}"
-            print(f"W&B does not answer: run {run_id} is not complete there. Later, `{sync}` uploads all of it.", flush=True)
+            what = f"W&B does not answer: run {run_id} is incomplete there. Run `{sync}` later to upload all of it."
+            print(warning(what), flush=True)
         elif self._mode == "offline":
             print(f"W&B: `wandb sync {folder}` uploads this run.", flush=True)
         elif self._mode == "online" and self._owns_data_dir and not self._lost:
@@ -283,7 +284,7 @@ class WandbRun(TrackerBackend):
         if name not in self._lost:
             self._lost.add(name)
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            print(f"W&B did not take {name}: {reason}. {self.recipe.output_dir} has everything.", flush=True)
+            print(warning(f"W&B did not accept {name}: {reason}. {self.recipe.output_dir} has everything."), flush=True)
 
 
 def group(recipe: Recipe) -> str:

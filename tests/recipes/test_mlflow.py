@@ -298,8 +298,8 @@ def test_run_that_was_killed_after_its_checkpoint_goes_on_as_one_that_has_each_s
     (run,) = [run for run in runs("killed") if run.info.run_id != dead.info.run_id]
     assert (dead_again.info.status, dead_again.data.tags["mlflow.parentRunId"]) == ("KILLED", run.info.run_id)
     told = (
-        f"note: MLflow has values of run {dead.info.run_id} that do not count: it was killed later than step 3. "
-        f"It goes on as run {run.info.run_id}, with the values that do."
+        f"note: MLflow run {dead.info.run_id} has values from after step 3, from which this run resumes. It continues "
+        f"as run {run.info.run_id}, which has only the values up to that step."
     )
     assert told in capsys.readouterr().out.splitlines()
     made = Run(Path("outputs/killed"))

@@ -143,7 +143,7 @@ def test_run_in_training_pushes_its_best_model_so_far(hub, runs, tmp_path):
 HOW = "Create a token with write access at HUB/settings/tokens, and log in with `hf auth login` or set HF_TOKEN."
 RIGHTS = "Check the name; the rights of your tokens are listed at HUB/settings/tokens."
 REFUSALS = {
-    ("tester/new", None): f"The Hub (HUB) takes models only from those it knows. {HOW}",
+    ("tester/new", None): f"The Hub (HUB) accepts uploads only from users who are logged in. {HOW}",
     ("tester/new", "reader"): f"The token of tester may only read. {HOW}",
     (
         "tester/new",

@@ -186,7 +186,7 @@ def test_full_disk_or_failing_upload_is_one_warning(offline, tmp_path, capsys):
     run.log(1, {"train/loss": 2.0})
     run.close()  # there is no result.json, nor a model
     first, _ = capsys.readouterr().out.splitlines()
-    assert first.startswith("W&B did not take files: FileNotFoundError: ") and first.endswith("/out has everything.")
+    assert first.startswith("warning: W&B did not accept files: FileNotFoundError: ") and first.endswith("/out has everything.")
     assert read(files_of(tmp_path / "out")[0])["exit_code"] == 0
 
 
@@ -326,7 +326,7 @@ def test_server_that_dies_does_not_keep_the_processes(server, tmp_path):
     assert time.monotonic() - began < 60
     (run_id,) = server.runs
     last = said.splitlines()[-1]
-    assert f"W&B does not answer: run {run_id} is not complete there. Later, `wandb sync " in last
+    assert f"warning: W&B does not answer: run {run_id} is incomplete there. Run `wandb sync " in last
     assert (tmp_path / "out" / "result.json").is_file()
 
     server.down, server.dies_at = False, None

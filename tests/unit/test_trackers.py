@@ -1,6 +1,7 @@
 """Trackers by name and by dotted path: what they are given, and that one that fails stops no training."""
 
 import json
+import math
 import sys
 from importlib.machinery import ModuleSpec
 from unittest.mock import MagicMock, call
@@ -13,7 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.config import sections
 from hftune.distributed.failure_report import STOPPED, Report
-from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class
+from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class, without_passwords_in
 from tests.support.tasks import Tagging
 
 
@@ -136,7 +137,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_get_everything(tmp_p
         f"warning: track.with={__name__}.Fails failed: OSError: the server is gone. It gets nothing more; "
         f"{tmp_path}/metrics.jsonl has everything.\n"
     )
-    assert [call[0] for call in calls(tracker, "Fails")] == ["start"]
+    assert [call[0] for call in calls(tracker, "Fails")] == ["start", "abandon"]
     assert [call[0] for call in calls(tracker, "Remembers")] == ["start", "log", "log", "log", "alert", "close"]
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
@@ -298,3 +299,43 @@ TEXTS = {
     "eval/images": "| image | caption |\n| --- | --- |\n| eval/images/0 | a cat |\n| eval/images/1 | a dog |",
 }
 """What TensorBoard shows as text."""
+
+
+def test_what_failed_on_the_way_is_still_told_of_the_end_but_not_what_never_started(tmp_path):
+    with pytest.raises(ConfigError):
+        opened(tmp_path, "Remembers", "DoesNotStart")
+    tracker = opened(tmp_path, "Fails")
+    tracker.log(1, 0.5, {"train/loss": 2.0})
+    tracker.end_early(Report("hftune: SIGTERM", STOPPED))
+    assert [call[0] for call in calls(tracker, "Fails")] == ["start", "abandon"]
+
+
+def test_rows_with_different_fields_make_one_table_and_errors_without_a_value_come_last(tmp_path):
+    tracker = opened(tmp_path, "Remembers")
+    errors = [math.nan, 3.0, 1.0, math.nan, 9.0]
+    tracker.log_predictions(1, [{"error": error} | ({"odd": 1} if error == 3 else {}) for error in errors])
+    (_, _, table) = calls(tracker, "Remembers")[-1]
+    assert [row["index"] for row in table] == [4, 1, 2, 0, 3]
+    assert [row["odd"] for row in table] == [None, 1, None, None, None]
+
+
+def test_of_many_classes_the_most_frequent_mistakes_are_shown(tmp_path):
+    tracker = opened(tmp_path, "Remembers")
+    counts = np.zeros((101, 101), int)
+    counts[3, 7], counts[8, 2], counts[5, 5] = 4, 9, 50
+    tracker.log_confusion_matrix(1, counts.tolist(), [f"c{number}" for number in range(101)])
+    assert calls(tracker, "Remembers")[-1] == (
+        "eval/confusion",
+        1,
+        [{"true class": "c8", "prediction": "c2", "count": 9}, {"true class": "c3", "prediction": "c7", "count": 4}],
+    )
+    tracker.log_confusion_matrix(2, [[1, 0], [0, 1]], ["of another size"])
+    assert calls(tracker, "Remembers")[-1][1] == 1
+
+
+def test_passwords_in_addresses_go_to_no_tracker():
+    values = {"task": {"data_files": {"train": ["https://me:s3cr3t@host/x.json"]}}, "run": {"command": "hftune a=b@c"}}
+    assert without_passwords_in(values) == {
+        "task": {"data_files": {"train": ["https://...@host/x.json"]}},
+        "run": {"command": "hftune a=b@c"},
+    }
