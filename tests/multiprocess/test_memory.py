@@ -65,13 +65,13 @@ def test_auto_searches_again_where_it_did_not_search_before_or_memory_has_change
     def said(step, *words):
         capsys.readouterr()
         run(source, tmp_path / "out", "train.epochs=2", f"train.max_steps={step}", *words)
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("train.micro_batch_size=auto")]
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: train.micro_batch_size=auto")]
 
     auto = "train.micro_batch_size=auto"
-    searched = ["train.micro_batch_size=auto: 4 of the longest samples fit on every process."]
+    searched = ["note: train.micro_batch_size=auto: 4 of the longest samples fit on every process."]
     assert said(1, "train.micro_batch_size=1") == []
     assert said(2, auto) == searched
-    assert said(3, auto) == ["train.micro_batch_size=auto: 4, found when the run began."]
+    assert said(3, auto) == ["note: train.micro_batch_size=auto: 4, found when the run began."]
     assert said(4, auto, "train.batch_norm=frozen") == searched
 
 

@@ -257,7 +257,7 @@ def test_images_are_kept_by_step_with_captions_and_no_model_if_none_is_asked_for
     assert not client.list_artifacts(run.info.run_id, "model")
     assert not client.search_logged_models([run.info.experiment_id])
     uri = f"sqlite:///{Path('outputs/mlflow.db').resolve()}"
-    told = f"MLflow has recorded this run as {run.info.run_id}. View it with `mlflow ui --backend-store-uri {uri}`."
+    told = f"note: MLflow has recorded this run as {run.info.run_id}. View it with `mlflow ui --backend-store-uri {uri}`."
     assert told in capsys.readouterr().out.splitlines()
 
 

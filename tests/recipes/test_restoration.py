@@ -64,7 +64,7 @@ def test_demo_restores_better_than_without_training(demo):
 
 def test_demo_says_how_it_trains_and_evaluates(demo):
     assert (
-        "Training on random squares of 32 x 32 pixels; evaluation on whole images, padded to multiples of 4."
+        "note: Training on random squares of 32 x 32 pixels; evaluation on whole images, padded to multiples of 4."
         in demo[1].splitlines()
     )
 
@@ -78,12 +78,14 @@ def test_predictions_hold_numbers_and_no_pixels(demo):
 
 def test_pictures_are_kept_of_every_evaluation(demo):
     files = sorted(path.name for path in (demo[0].folder / "samples").iterdir())
-    assert files == ["step_00000060.png", "step_00000120.png"]
+    assert files == ["step_00000060", "step_00000060.png", "step_00000120", "step_00000120.png"]
     sizes = [row["image"].size for row in pictures("eval")]
     kept = sorted(np.random.default_rng(42).permutation(24)[:7])[:3]
-    shown = Image.open(demo[0].folder / "samples" / files[0])
+    shown = Image.open(demo[0].folder / "samples" / files[1])
     assert shown.width == 4 * max(sizes[place][0] for place in kept)
     assert shown.height == sum(sizes[place][1] for place in kept) + 2 * 4
+    singles = [Image.open(demo[0].folder / "samples" / files[0] / f"{index}.png").size for index in range(3)]
+    assert singles == [(4 * sizes[place][0], sizes[place][1]) for place in kept]
 
 
 def test_pictures_go_to_tensorboard(demo):

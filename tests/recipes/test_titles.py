@@ -314,10 +314,10 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     rows = [{"content": "北京大学的报告。" * length, "title": "北京大学"} for length in (1, 1, 1, 40)]
     train(fresh(tmp_path, rows, "task.max_source_length=64", "train.max_steps=1", "eval.show_samples=2"))
     said = capsys.readouterr().out
-    assert said.splitlines()[1:4] == [
-        "task.source_column is not set: using column 'content'.",
-        "4 of the 4 rows in the eval split are also in the train split: scores will look better than they are.",
-        "Sources longer than task.max_source_length=64 tokens are truncated at the end: 25.0% of train and 25.0% of eval.",
+    assert [line for line in said.splitlines() if line.startswith("note: ")][:3] == [
+        "note: task.source_column is not set: using column 'content'.",
+        "note: 4 of the 4 rows in the eval split are also in the train split: scores will look better than they are.",
+        "note: Sources longer than task.max_source_length=64 tokens are truncated at the end: 25.0% of train and 25.0% of eval.",
     ]
     assert said.count("are truncated at the end") == 1
     shown = [line.split() for line in said.splitlines() if line.startswith("  source ")]
@@ -329,7 +329,7 @@ def test_length_that_is_no_multiple_of_the_block_is_said(tmp_path, capsys):
     long = ("task.architecture=encoder_decoder", "task.max_source_length=100", "train.max_steps=1")
     train(fresh(tmp_path, rows, *long))
     assert (
-        "task.max_source_length=100 is not a multiple of the encoder's block size 8: the longest sources are padded to 104 tokens."
+        "note: task.max_source_length=100 is not a multiple of the encoder's block size 8: the longest sources are padded to 104 tokens."
     ) in capsys.readouterr().out.splitlines()
 
 

@@ -51,7 +51,7 @@ def test_demo_beats_what_counting_words_and_pairs_gives(demo):
         pairs = bigram_perplexity(*streams, size)
         assert found["perplexity"] < 0.7 * pairs < 0.1 * unigram_perplexity(*streams, size)
         assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)  # summed up otherwise
-    assert "eval loss" in said and "test loss" in said and "  test perplexity  " in said
+    assert "  eval  loss " in said and "  test  loss " in said and "  perplexity " in said
 
 
 def test_export_is_loaded_by_transformers_and_continues_a_text(demo):
