@@ -230,7 +230,7 @@ def without_passwords_in(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_passwords_in(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_passwords_in(item) for item in value]
+        return type(value)(without_passwords_in(item) for item in value)
     return without_passwords(value) if isinstance(value, str) else value
 
 
