@@ -47,7 +47,8 @@ def test_wheel_says_its_licence_and_that_it_is_typed(wheel):
     assert "hftune/py.typed" in files.namelist()
     assert {f"hftune/reporting/assets/{name}" for name in ("report.js", "report.css", "uPlot.LICENSE")} <= {*files.namelist()}
     metadata = email.message_from_bytes(files.read(f"{info}/METADATA"))
-    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT"  # MIT: uPlot
+    assert metadata.get_all("License-File") == ["LICENSE", "hftune/reporting/assets/uPlot.LICENSE"]
     assert "Typing :: Typed" in metadata.get_all("Classifier")
 
 
