@@ -205,8 +205,11 @@ class BlockSparseBigBirdConfig(BigBirdConfig):
     """Not used: there is no attention dropout."""
     random_blocks_seed: int = 0
     """Seed of the random blocks, together with the layer. Part of the model: a different seed is a different function."""
-    block_sparse_kernel: str = "gathered"
-    """gathered, or flex (FlexAttention; no gradients on CPUs, untested on GPUs). Affects the speed, not the function."""
+    hidden_act: str = "gelu_pytorch_tanh"
+    """BigBird's "gelu_new" by the name of torch's faster implementation."""
+    block_sparse_kernel: str = "auto"
+    """gathered, flex (FlexAttention; no gradients on CPUs, untested on GPUs), or auto: flex on GPUs where it can be compiled,
+    gathered elsewhere. Affects the speed, not the function."""
 
     @property
     def max_full_length(self) -> int:
@@ -352,6 +355,9 @@ def build_encoder_decoder(
 def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SECTION) -> Config:
     """Create a config of a model of this module.
 
+    "gelu_new", BigBird's activation, is replaced by torch's name of the same function: transformers (5.23, NewGELUActivation)
+    computes it step by step and keeps several tensors of the intermediate layer's size for the backward pass instead of one.
+
     Raises:
         ConfigError: a value is invalid; the message names it as a key of ``section``.
     """
@@ -360,6 +366,8 @@ def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SE
     except StrictDataclassError as error:
         reason = str(error).splitlines()[-1].strip().removeprefix("TypeError: ")
         raise ConfigError(f"{section} cannot be used: {reason}.") from error
+    if getattr(config, "hidden_act", None) == "gelu_new":
+        config.hidden_act = "gelu_pytorch_tanh"
     for name, bound in LEAST.items():
         if (value := getattr(config, name, bound)) < bound:
             raise ConfigError(f"{section}.{name}={value} must be at least {bound}.")
@@ -389,17 +397,10 @@ def _refuse_other_kinds(config: PreTrainedConfig, architecture: str) -> None:
 
 
 def _common_fields(config: PreTrainedConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of ``config`` that ``kind`` also has, except those that identify the class.
-
-    "gelu_new", BigBird's activation, is replaced by torch's name of the same function: transformers (5.23, NewGELUActivation)
-    computes it step by step and keeps several tensors of the intermediate layer's size for the backward pass instead of one.
-    """
+    """Return the fields of ``config`` that ``kind`` also has, except those that identify the class."""
     identity = {"model_type", "architectures", "transformers_version", "dtype", "is_decoder", "add_cross_attention"}
     known = {field.name for field in fields(kind) if field.init} - identity
-    taken = {name: value for name, value in config.to_dict().items() if name in known}
-    if taken.get("hidden_act") == "gelu_new":
-        taken["hidden_act"] = "gelu_pytorch_tanh"
-    return taken
+    return {name: value for name, value in config.to_dict().items() if name in known}
 
 
 AutoConfig.register(PrefixLMConfig.model_type, PrefixLMConfig, exist_ok=True)
