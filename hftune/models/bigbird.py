@@ -34,6 +34,8 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, Bi
 
 from hftune.errors import ConfigError, did_you_mean
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
+from hftune.models.packing import ATTENTION, Packing, without_masks
+from hftune.models.prefix_attention import Prefix, pack_layers
 from hftune.models.pretrained import load_model
 
 WARM_STARTS = ("bert", "big_bird")
@@ -103,6 +105,12 @@ class PrefixLM(BertLMHeadModel):
     _supports_flash_attn = False  # its kernels do not support this mask
     _supports_flex_attn = False
 
+    def __init__(self, config: PrefixLMConfig) -> None:
+        super().__init__(config)
+        pack_layers(self.bert.encoder)
+        if self.config._attn_implementation == "sdpa":
+            self.set_attn_implementation(ATTENTION)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -111,6 +119,7 @@ class PrefixLM(BertLMHeadModel):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        packing: Packing | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
         """Return logits (B, Q, V), or those of the last ``logits_to_keep`` positions.
@@ -118,6 +127,10 @@ class PrefixLM(BertLMHeadModel):
         ``input_ids``, ``token_type_ids`` (B, Q) int64; ``attention_mask`` (B, K), the cached tokens first. With a cache, all
         new tokens are title tokens, so a source cannot be processed in pieces (no ``prefill_chunk_size``). ``position_ids``,
         which ``generate`` passes, are ignored: they follow from the mask. The model shifts ``labels``, as in transformers.
+
+        Layers compute real tokens only, unless they fill a cache; ``packing`` need not be passed. With the attention
+        implementations "sdpa" and "eager", they compute padding, too, with ``prefix_mask``; also where there are cached
+        tokens, and where the model is compiled as a whole.
 
         Raises:
             ValueError: there are no ``token_type_ids``, which distinguish source and title.
@@ -129,20 +142,30 @@ class PrefixLM(BertLMHeadModel):
             valid_BK = input_ids.new_ones((len(input_ids), num_cached + input_ids.shape[1]), dtype=torch.bool)
         else:
             valid_BK = attention_mask.bool()
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        given = {
+            "input_ids": input_ids,
+            "token_type_ids": token_type_ids,
+            "position_ids": (valid_BK.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:],
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        if self.config._attn_implementation == ATTENTION and not num_cached and not torch.compiler.is_compiling():
+            is_padded = use_cache or past_key_values is not None or self._shows_layers(kwargs)
+            prefix = Prefix.of(token_type_ids == 1, valid_BK, not is_padded, packing is not None)
+            with without_masks():
+                return super().forward(prefix=prefix, **given)
         mask_B1QK = prefix_mask(token_type_ids, valid_BK, num_cached)
         if self.config._attn_implementation == "eager":  # it adds the mask, true as 1
             mask_B1QK = torch.zeros_like(mask_B1QK, dtype=self.dtype).masked_fill(~mask_B1QK, torch.finfo(self.dtype).min)
-        if self.training and use_cache is None:
-            use_cache = False
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=mask_B1QK,
-            token_type_ids=token_type_ids,
-            position_ids=(valid_BK.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:],
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        return super().forward(attention_mask=mask_B1QK, **given)
+
+    def _shows_layers(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the caller wants the hidden states of each layer, which have rows then."""
+        asked = given.get("output_hidden_states")
+        return self.config.output_hidden_states if asked is None else asked
 
     def generate(
         self,

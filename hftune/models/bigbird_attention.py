@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hftune.errors import ConfigError
+from hftune.models.kernel_trial import first_line, problem_of
 
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
 GATHERED_ON_CPU = 2**20  # numbers in the gathered keys (4 MiB of float32, for the caches), unless one head alone has more
@@ -134,7 +135,7 @@ class BlockSparseSelfAttention(nn.Module):
             context = run_flex(q, k, v, self.block_mask(valid_BT, missing // S))
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise ConfigError(
-                f"task.model_config.block_sparse_kernel=flex cannot be compiled here ({_first_line(error)}). "
+                f"task.model_config.block_sparse_kernel=flex cannot be compiled here ({first_line(error)}). "
                 "Use block_sparse_kernel=gathered."
             ) from error
         return context[0, :, : B * T].unflatten(1, (B, T)).transpose(0, 1)
@@ -247,6 +248,7 @@ class BlockSparseSelfAttention(nn.Module):
 
 
 @cache
+@torch.inference_mode(False)  # its tensors are saved for the backward pass
 def flex_problem(device: torch.device, dtype: torch.dtype, width: int, block_size: int) -> str | None:
     """Return why FlexAttention cannot be used with heads of ``width``; None if a small example of it is right, both ways.
 
@@ -255,26 +257,17 @@ def flex_problem(device: torch.device, dtype: torch.dtype, width: int, block_siz
     if block_size % 16:
         return f"block_size={block_size} is not a multiple of 16"
     num_blocks, num_heads = 8, 2
-    shape = (1, num_heads, num_blocks * block_size, width)
     seen_NN = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).triu(-1)
-    valid_T = torch.arange(shape[2], device=device) < shape[2] - 3
+    valid_T = torch.arange(num_blocks * block_size, device=device) < num_blocks * block_size - 3
     mask_TT = seen_NN.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1) & valid_T
-    wave = torch.arange(4 * shape[1] * shape[2] * width, device=device, dtype=torch.float32).mul(0.37).sin().to(dtype)
-    # The caller may be in a mode of its own, and a checkpoint counts what is saved for the backward pass.
-    saved_by_itself = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.enable_grad(), saved_by_itself:
-        q, k, v, weight = (part.clone().requires_grad_() for part in wave.view(4, *shape))
-        try:
-            context = run_flex(q, k, v, _block_mask(seen_NN.expand(1, num_heads, -1, -1), valid_T, block_size))
-            found = [context, *torch.autograd.grad(context, (q, k, v), weight)]
-        except Exception as error:  # compilers raise anything, and it only decides between two kernels
-            return f"{type(error).__name__}: {_first_line(error)}"
-        context = scaled_dot_product_attention(q, k, v, mask_TT)
-        expected = [context, *torch.autograd.grad(context, (q, k, v), weight)]
-    tolerance = 0.05 if dtype.itemsize < 4 else 0.01  # of the largest value: a wrong block is far beyond
-    if all((one - other).abs().max() <= tolerance * other.abs().max() for one, other in zip(found, expected, strict=True)):
-        return None
-    return "it computes something else"
+    block_mask = _block_mask(seen_NN.expand(1, num_heads, -1, -1), valid_T, block_size)
+    return problem_of(
+        lambda q, k, v: run_flex(q, k, v, block_mask),
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, mask_TT),
+        (1, num_heads, len(valid_T), width),
+        device,
+        dtype,
+    )
 
 
 def run_flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, block_mask: BlockMask) -> Tensor:
@@ -314,10 +307,6 @@ def _block_mask(seen_BHNN: Tensor, valid_T: Tensor, block_size: int) -> BlockMas
 def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks each query block sees (B, H, N), and which: the first indices of each row in (B, H, N, N)."""
     return seen_BHNN.sum(-1, dtype=torch.int32), seen_BHNN.int().argsort(dim=-1, descending=True, stable=True).int()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
 def _heads_at_once(device_type: str, blocks_of_head: int, numbers_of_head: int) -> int:

@@ -133,7 +133,7 @@ def test_source_and_title_see_the_whole_source(prefix_lm):
 
 
 @pytest.mark.parametrize("place", ["left", "between", "right"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["hftune_packed", "sdpa", "eager"])
 def test_padding_changes_no_logits_wherever_it_is(place, attention, prefix_lm):
     prefix_lm.set_attn_implementation(attention)
     batch = source_and_title()
