@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batch_size
+from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batch_size, settle_packing
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
@@ -60,6 +60,7 @@ def train(recipe: Recipe) -> TrainResult:
         strategy = choose_strategy(session.join(), recipe, session.progress)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
+        settle_packing(recipe, strategy, parts)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):

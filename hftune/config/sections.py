@@ -59,8 +59,15 @@ class TrainConfig(Section):
     """Maximum number of samples in one forward pass, which decides the memory needed. auto: as many of the longest samples as
     fit. null: 8, or no limit if train.micro_batch_tokens is set."""
     micro_batch_tokens: int | None = None
-    """Maximum number of padded tokens (samples x padded length) in one forward pass, for samples of unequal lengths. null: no
-    limit."""
+    """Maximum number of tokens in one forward pass, for samples of unequal lengths: real ones where training computes no
+    padding (train.packing), otherwise padded ones (samples x padded length). null: no limit."""
+    packing: Literal["auto", "off"] = "auto"
+    """Whether to leave out padding: the layers compute the real tokens of a micro-batch and nothing else, and micro-batches get
+    equal work. auto: for tasks with lengths and transformers models whose layers compute the same without padding, which is
+    tried before training. off: samples are padded to the longest of their micro-batch."""
+    parts: int | None = None
+    """The number of micro-batches in a step is a multiple of it, so that numbers of processes that divide it have equal work.
+    null: 4 where training computes no padding (batch_size if it is smaller), otherwise any number."""
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: str = "adamw"
@@ -128,7 +135,7 @@ class TrainConfig(Section):
             if problem := name_problem(f"train.{name}", getattr(self, name), names, example):
                 yield problem
         yield from self._optimizer_problems()
-        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
+        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "parts", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
         if self.deterministic and self.cudnn_benchmark:
@@ -142,6 +149,11 @@ class TrainConfig(Section):
             yield (
                 f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}: "
                 "a micro-batch is a part of the global batch. Lower the first or raise the second."
+            )
+        if self.parts is not None and self.parts > self.batch_size >= 1:
+            yield (
+                f"train.parts={self.parts} is larger than train.batch_size={self.batch_size}: a micro-batch has at least one "
+                "sample. Lower the first or raise the second."
             )
         for name in ("lr", "weight_decay", "momentum", "eps"):
             if math.isinf(value := getattr(self, name)) and value > 0:

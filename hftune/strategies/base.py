@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile, tee
 from typing import Any
 
@@ -32,6 +33,7 @@ from hftune.batch_plan import MicroBatch, balance, format_digest, samples_digest
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
+from hftune.strategies.packing import collate_packed
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import SavedState, Sharding
 from hftune.strategies.step_times import StepTimes
@@ -205,6 +207,8 @@ class Strategy(Collectives, Step):
         """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
+        self.is_packed = False
+        """Whether training computes no padding; set before ``prepare``. Evaluations do: sorted by length, they have little."""
         self._micro_losses: list[Tensor] = []
         self._items = torch.zeros(())
 
@@ -225,12 +229,12 @@ class Strategy(Collectives, Step):
         indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]
         return [micro_batches[index] for index in indices]
 
-    def loader(self, dataset: Any, samples: Any, num_workers: int) -> DataLoader:
+    def loader(self, dataset: Any, samples: Any, num_workers: int, is_packed: bool = False) -> DataLoader:
         """Return a loader of one collated batch for each list of sample numbers. Not collective."""
         return DataLoader(
             dataset,
             batch_sampler=samples,
-            collate_fn=self.task.collate,
+            collate_fn=partial(collate_packed, self.task) if is_packed else self.task.collate,
             num_workers=num_workers,
             pin_memory=self.device.type == "cuda",
         )
@@ -242,7 +246,7 @@ class Strategy(Collectives, Step):
         assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
         samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
         with self.times.loading():
-            loaded = iter(self.loader(dataset, samples, num_workers))
+            loaded = iter(self.loader(dataset, samples, num_workers, self.is_packed))
         for batch in assigned:
             with self.times.loading():
                 for micro_batch in batch.mine:
@@ -313,7 +317,8 @@ class Strategy(Collectives, Step):
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not should_reduce_batch_size(error):
                 raise
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items() if value.ndim > 1)
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items() if value.ndim > 1)
             raise TrainingError(
                 f"Out of memory in step {step + 1} on process {self.process_index}, in a micro-batch of {shapes}. "
                 "Lower train.micro_batch_size or train.micro_batch_tokens: the steps stay the same. "
@@ -325,4 +330,4 @@ class Strategy(Collectives, Step):
 def dummy_micro_batch(step: list[MicroBatch]) -> MicroBatch:
     """Return the shortest sample of a step as a micro-batch that costs next to nothing and does not count."""
     cheapest = step[-1]
-    return MicroBatch(cheapest.index, cheapest.samples[-1:], 0)
+    return MicroBatch(cheapest.index, cheapest.samples[-1:], length=1, tokens=0, cost=0)

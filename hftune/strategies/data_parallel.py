@@ -17,6 +17,7 @@ from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.optimizer_state import KNOWN
+from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, refuse_unused, without_gradient
@@ -39,6 +40,8 @@ class DataParallel(Strategy):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
             self._seeds.watch(layers_of(model))
+        if self.is_packed:
+            install_packing(model)
         self.sharding.prepare(model, optimizer)
         self.model = self.sharding.model
         self.sharding.wrapped.train()
@@ -62,11 +65,12 @@ class DataParallel(Strategy):
 
     def _throwaway_backward(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> list[str]:
         """Compute a gradient and discard it; return the names of the buffers that changed meanwhile."""
-        (loaded,) = self.loader(dataset, [samples.tolist()], num_workers=0)
+        (loaded,) = self.loader(dataset, [samples.tolist()], 0, self.is_packed)
         inputs = send_to_device(loaded, self.device)
         with restored_buffers(self.sharding.model) as changed:
             try:
-                self.task.loss(model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
+                outputs = compute(model, **inputs_of(self.task, inputs))
+                self.task.loss(outputs, self.task.target(inputs)).backward()
                 self._check_gradients()
             finally:
                 self.sharding.optimizer.zero_grad()
@@ -110,7 +114,7 @@ class DataParallel(Strategy):
             accumulating = nullcontext() if is_last else self.sharding.accumulating()
             with accumulating, self.explained_memory_errors(inputs, step), resting:
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
-                    outputs = self.sharding.wrapped(**self.task.inputs(inputs))
+                    outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs))
                 loss = self.task.loss(outputs, self.task.target(inputs))
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:

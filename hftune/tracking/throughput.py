@@ -27,7 +27,7 @@ class Throughput:
         self.samples += sum(len(micro_batch.samples) for micro_batch in plan)
         if lengths is not None:
             self.tokens += sum(int(lengths[micro_batch.samples].sum()) for micro_batch in plan)
-            self.padded += sum(micro_batch.cost for micro_batch in plan)
+            self.padded += sum(micro_batch.tokens for micro_batch in plan)
 
     def rates(self) -> dict[str, float]:
         """Return samples (and tokens, padding not counted) a second and the share of padding since the last call."""

@@ -61,7 +61,7 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     whole = [*batches.epoch(0)]
     shares = [balance([part.cost for part in step], 3) for step in whole]
     loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, shares, strict=True)]
-    assert found.tokens == lengths.sum() and found.cost == sum(map(sum, loads))
+    assert found.tokens == lengths.sum() and found.computed == sum(map(sum, loads))
     assert found.work.micro_batches == sum(map(len, whole))
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
     assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
