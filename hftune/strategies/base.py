@@ -56,6 +56,8 @@ class StepReport:
 
     loss: float
     """Mean over the items of the global batch."""
+    grad_norm: float
+    """Global norm of the gradient before it was clipped."""
     num_items: float
     num_samples: int
     digest: str
@@ -112,8 +114,8 @@ class Step(ABC):
         """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective."""
 
     @abstractmethod
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        """Accumulate the gradient of the step's mean loss, in float32.
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+        """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
 
         Args:
             stop: this process was asked to stop.
@@ -123,16 +125,23 @@ class Step(ABC):
     def not_finite(self, batch: StepBatch) -> list[str]:
         """Return on the main process and on all others which processes met a loss that is not finite, and on which samples.
 
-        About the last ``forward_backward``, whose batch this was.
+        About the last ``report``, whose batch this was.
         """
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Scale the gradient down to ``max_norm``; return its global norm before that, equal on all processes.
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale the gradient down to ``max_norm``, without waiting for the device.
 
         Args:
             max_norm: None: measure the norm and leave the gradient as it is.
+
+        Returns:
+            Its global norm before that, equal on all processes: a scalar on the device.
         """
+
+    @abstractmethod
+    def report(self, grad_norm: Tensor) -> StepReport:
+        """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
 
     @abstractmethod
     def optimizer_step(self, lr: float) -> None:
@@ -205,8 +214,11 @@ class Strategy(Collectives, Step):
         """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
+        # Of the last forward_backward. Tensors are on the device.
+        self._counts: list[float] = []
+        """What this process added to the sums."""
+        self._sums = self._loss = torch.zeros(())
         self._micro_losses: list[Tensor] = []
-        self._items = torch.zeros(())
 
     def state(self) -> SavedState | None:
         """See ``Sharding.state``. Collective."""
@@ -262,18 +274,25 @@ class Strategy(Collectives, Step):
                 seed_forward(0, 0, micro_batch.index, self.device)
                 yield micro_batch, batch
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        counts = [*self.counts(batch), stop]
-        sums = self.sum(torch.tensor([*counts, *self.times.told()], dtype=self.exact, device=self.device))
-        items = self._items = sums[0]
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+        self._counts = [*self.counts(batch), stop]
+        self._sums = self.sum(self._on_device([*self._counts, *self.times.told()]))
+        items = self._sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
-        loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
-        # This waits for the device, once.
-        loss, num_items, num_samples, low, high, stops, *seconds = torch.cat([loss[None], sums]).tolist()
+        self._loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
+
+    def _on_device(self, values: Sequence[float]) -> Tensor:
+        """Copy numbers to the device without waiting for it, as a copy from pinned memory does."""
+        host = torch.tensor(values, dtype=self.exact, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
+
+    def report(self, grad_norm: Tensor) -> StepReport:
+        results = torch.stack([self._loss, grad_norm.to(self.exact)])
+        loss, norm, num_items, num_samples, low, high, stops, *seconds = torch.cat([results, self._sums]).tolist()
         if self.num_processes == 1:
-            num_items, num_samples, low, high, stops = counts  # exact even on a device without float64
+            num_items, num_samples, low, high, stops = self._counts  # exact even on a device without float64
         self.times.add(seconds)
-        return StepReport(loss, num_items, int(num_samples), format_digest(low, high), stops > 0)
+        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), stops > 0)
 
     def counts(self, batch: StepBatch) -> list[float]:
         items = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
@@ -283,7 +302,7 @@ class Strategy(Collectives, Step):
         return [num_items, len(mine), *samples_digest(mine)]
 
     def not_finite(self, batch: StepBatch) -> list[str]:
-        if self._items == 0:
+        if self._sums[0] == 0:
             return ["task.num_items is 0 for all its samples"]
         culprits = [
             f"process {self.process_index}: samples {micro_batch.samples.tolist()}"

@@ -128,9 +128,12 @@ class DataParallel(Strategy):
         self._checked_gradients = True
         refuse_unused(without_gradient(dict(self.sharding.model.named_parameters())))
 
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        limit = float("inf") if max_norm is None else max_norm
-        return self.sharding.whole(self.accelerator.clip_grad_norm_(self.sharding.wrapped.parameters(), limit)).item()
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        parameters = [*self.sharding.wrapped.parameters()]
+        if max_norm is not None:
+            return self.sharding.whole(self.accelerator.clip_grad_norm_(parameters, max_norm))
+        self.accelerator.unscale_gradients()
+        return self.sharding.whole(nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

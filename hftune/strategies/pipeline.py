@@ -302,14 +302,14 @@ class Pipeline(Strategy):
         torch.distributed.broadcast_object_list(width, src=source, group=self.grid.pipeline, device=self.device)
         return width[0]
 
-    def clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         own = nn.utils.get_total_norm(self.sharding.gradients_counted_here())
         squared = own.to(self.device, self.exact) ** 2
         torch.distributed.all_reduce(squared, group=self.grid.pipeline)
         norm = squared.sqrt()
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.sharding.parameters().values(), max_norm, norm.to(own.dtype))
-        return norm.item()
+        return norm
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
