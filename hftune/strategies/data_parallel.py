@@ -62,7 +62,7 @@ class DataParallel(Strategy):
 
     def _throwaway_backward(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> list[str]:
         """Compute a gradient and discard it; return the names of the buffers that changed meanwhile."""
-        (loaded,) = self.loader(dataset, [samples.tolist()], num_workers=0)
+        (loaded,) = self.loader(dataset, num_workers=0).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
         with restored_buffers(self.sharding.model) as changed:
             try:

@@ -315,7 +315,7 @@ class Pipeline(Strategy):
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         mine = self.share(micro_batches)
-        loaded = iter(self.loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
+        loaded = self.evaluated(dataset, mine, num_workers)
         size = self.config.fill_up(2 * self.config.pipeline_stages)
         with self.evaluating(), torch.no_grad():
             for start in range(0, len(mine), size):
