@@ -232,7 +232,7 @@ class Strategy(Collectives, Step):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a thread loads the next step while this one is computed. A CPU that computes has nothing to spare for that."""
+        """Whether a thread loads the next step while this one is computed. A CPU that computes cannot spare one."""
         return self.device.type == "cuda"
 
     def state(self) -> SavedState | None:
@@ -377,7 +377,7 @@ class Strategy(Collectives, Step):
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups
         optimizer.step()
-        optimizer.zero_grad()
+        self.sharding.clear_gradient()
         self.times.finish()
         scaler = self.accelerator.scaler
         if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more

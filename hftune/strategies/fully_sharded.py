@@ -73,7 +73,8 @@ class FullySharded(DataParallel):
         return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
-        self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
+        if self._statistics.places:
+            self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
         super().forward_backward(batch, seed, step, stop)
 
     @contextmanager
