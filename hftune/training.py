@@ -58,6 +58,7 @@ def train(recipe: Recipe) -> TrainResult:
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
         settle_packing(recipe, strategy, parts)

@@ -76,6 +76,7 @@ def evaluate(
         elif recipe.train.compile:
             built.compile(dynamic=True)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
         strategy.prepare(built, build_optimizer(built, recipe))
         if checkpoint is not None:

@@ -94,8 +94,7 @@ class Memory(StepMemory):
     """
 
     ddp_buckets_bytes: int
-    """Part of the peak: DDP's buckets, which keep their size. They hold the gradients of a step's last micro-batch; those of
-    earlier ones take additional memory."""
+    """Part of the peak: DDP's buckets, which hold the gradients all the time."""
     receive_bytes: int
     """Part of the peak: in a pipeline, the receive buffers."""
     device: str
@@ -251,7 +250,6 @@ class Candidate:
     micro_batch: MicroBatch
     is_first: bool
     """Of those that the process computes in the step."""
-    is_only: bool
 
 
 @dataclass
@@ -270,7 +268,7 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     """Walk through the first epoch, or the part of it that is trained, as the processes would."""
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
     counts, computed, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0, 0
-    heaviest: dict[tuple[str, bool, bool], Candidate] = {}
+    heaviest: dict[tuple[str, bool], Candidate] = {}
     for number in range(num_steps):
         step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
@@ -283,7 +281,7 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
         idle += len(step) < num_processes
         for share in shares:
             for turn, index in enumerate(share):
-                weigh(heaviest, step[index], is_first=turn == 0, is_only=len(share) == 1)
+                weigh(heaviest, step[index], is_first=turn == 0)
     work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
     tokens = None
     if batches.lengths is not None:
@@ -292,13 +290,13 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     return Survey(tokens, computed, work, [*different.values()])
 
 
-def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroBatch, is_first: bool, is_only: bool) -> None:
+def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, is_first: bool) -> None:
     """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
     rows, tokens = len(micro_batch.samples), micro_batch.tokens
     for kind, size in (("tokens", tokens), ("pairs", tokens * micro_batch.length), ("rows", rows)):
-        known = heaviest.get((kind, is_first, is_only))
+        known = heaviest.get((kind, is_first))
         if known is None or size > known.size:
-            heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
+            heaviest[kind, is_first] = Candidate(size, micro_batch, is_first)
 
 
 def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
@@ -432,16 +430,11 @@ def candidate_memory(
 ) -> Memory:
     """Measure the memory of a process while it computes one micro-batch.
 
-    DDP's buckets hold the gradients of a step's last micro-batch, and keep their size. Those of earlier ones are allocated in
-    addition: under ``no_sync`` DDP ignores them, and ``zero_grad`` took them out of the buckets.
+    Under DDP the gradients are in its buckets, from the beginning.
     """
     many, samples = plan.processes > 1, len(item.micro_batch.samples)
-    step = step_memory(model, optimizer, forward_backward, has_gradients=not item.is_first or (many and item.is_only))
-    buckets = sum(value.nbytes for value in model.parameters() if value.requires_grad) if many else 0
-    if many and item.is_only:
-        step.gradients_bytes = 0  # those that were counted are the buckets
-    else:
-        step.peak_bytes += buckets
+    step = step_memory(model, optimizer, forward_backward, has_gradients=many or not item.is_first)
+    buckets, step.gradients_bytes = (step.gradients_bytes, 0) if many else (0, step.gradients_bytes)
     return Memory(
         **asdict(step),
         ddp_buckets_bytes=buckets,

@@ -305,20 +305,20 @@ class Pipeline(Strategy):
         torch.distributed.broadcast_object_list(width, src=source, group=self.grid.pipeline, device=self.device)
         return width[0]
 
-    def clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         own = nn.utils.get_total_norm(self.sharding.gradients_counted_here())
         squared = own.to(self.device, self.exact) ** 2
         torch.distributed.all_reduce(squared, group=self.grid.pipeline)
         norm = squared.sqrt()
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.sharding.parameters().values(), max_norm, norm.to(own.dtype))
-        return norm.item()
+        return norm
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         mine = self.share(micro_batches)
-        loaded = iter(self.loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
+        loaded = self.evaluated(dataset, mine, num_workers)
         size = self.config.fill_up(2 * self.config.pipeline_stages)
         with self.evaluating(), torch.no_grad():
             for start in range(0, len(mine), size):
