@@ -96,7 +96,7 @@ def fit(run: Run) -> None:
             state.add_loss(report.loss, report.num_items)
             if strategy.is_main:
                 run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report.num_samples, report.digest)
-            run.throughput.count(batch.plan, run.plan.lengths)
+            run.throughput.count(batch.plan, run.plan.lengths, report.num_items)
             run.console.advance(state.step, report.loss)
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:

@@ -140,7 +140,7 @@ class OutputDir:
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_best()
-        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"])
+        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""

@@ -208,6 +208,11 @@ class Strategy(Collectives, Step):
         self._micro_losses: list[Tensor] = []
         self._items = torch.zeros(())
 
+    @property
+    def precision(self) -> str:
+        """Of forward and backward passes: no (float32), bf16 or fp16."""
+        return self.accelerator.mixed_precision
+
     def state(self) -> SavedState | None:
         """See ``Sharding.state``. Collective."""
         return self.sharding.state()
