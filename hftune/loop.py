@@ -30,6 +30,7 @@ from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
+from hftune.tracking.profiler import StepProfiler
 from hftune.tracking.throughput import Throughput
 from hftune.tracking.tracker import Tracker
 
@@ -53,6 +54,7 @@ class Run:
     stop: StopRequest
     usage: Callable[[], dict[str, float]]
     """Returns what training uses of all machines, on the main process."""
+    profiler: StepProfiler
     throughput: Throughput = field(default_factory=Throughput)
     reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
@@ -84,6 +86,7 @@ def fit(run: Run) -> None:
         strategy.progress.stage(f"step {state.step + 1}")
         steps = run.plan.epoch(state.epoch)
         dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
+        run.profiler.before(state.step + 1)
         for batch in strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers):
             lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps)
             report = strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop))
@@ -98,6 +101,8 @@ def fit(run: Run) -> None:
                 run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report.num_samples, report.digest)
             run.throughput.count(batch.plan, run.plan.lengths, report.num_items)
             run.console.advance(state.step, report.loss)
+            with run.throughput.paused():
+                run.profiler.after(state.step)
             is_last = state.step == run.num_steps
             if state.step == 1 or state.step % config.log_every == 0 or is_last:
                 losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
@@ -113,6 +118,8 @@ def fit(run: Run) -> None:
             if is_last:
                 return
             strategy.progress.stage(f"step {state.step + 1}")
+            with run.throughput.paused():
+                run.profiler.before(state.step + 1)
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
 
 

@@ -20,7 +20,7 @@ from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micr
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
-from hftune.checkpoints.output_dir import OutputDir, TrainResult
+from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.distributed.devices import peak_flops, precision_notices
@@ -39,6 +39,7 @@ from hftune.tracking.console import Console, hide_progress_bars, hide_reports, i
 from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
+from hftune.tracking.profiler import StepProfiler, unreachable_steps
 from hftune.tracking.summary import PRECISIONS, best_and_last, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
 
@@ -154,6 +155,7 @@ def open_run(
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
+        profiler=StepProfiler(recipe.train.profile, output.path / PROFILE, strategy.process_index, strategy.device),
     )
     if parts.arithmetic is not None:
         run.throughput.arithmetic = parts.arithmetic
@@ -166,7 +168,7 @@ def open_run(
 
     def open_files() -> dict[str, str]:
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
-        parts.notices += output.start.notices
+        parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
@@ -227,8 +229,10 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     try:
         warm_up(run)
         fit(run)
+        run.profiler.close()
         result = finish(run, output)
     except Interrupted as error:
+        run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
         raise Interrupted(f"{error} {how_to_resume(run)}") from None
     finally:

@@ -24,6 +24,8 @@ from hftune.strategies.base import Strategy
 
 SAMPLE_IMAGES = "samples"
 """Subfolder with images of some samples, written after each evaluation."""
+PROFILE = "profile"
+"""Subfolder with the traces of ``train.profile``."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
 """Files that a run resumed into a new folder brings along."""
 
@@ -202,7 +204,14 @@ def start_folder(path: Path) -> None:
         print(f"note: {path} holds an earlier run; this run replaces it.", flush=True)
     for name in ("model", "model_last"):
         restore_export(path / name)  # a kill may have left it under its other name
-    for name in ("model", "model_last", "checkpoints", SAMPLE_IMAGES, "tensorboard"):  # which would draw both runs in one plot
+    for name in (
+        "model",
+        "model_last",
+        "checkpoints",
+        SAMPLE_IMAGES,
+        PROFILE,
+        "tensorboard",
+    ):  # which would draw both runs in one plot
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
