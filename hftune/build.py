@@ -26,6 +26,7 @@ from hftune.metrics.named import load_metrics
 from hftune.optim import check_schedule, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.pipeline_stages import check_stages
@@ -153,7 +154,7 @@ def build_model(recipe: Recipe) -> nn.Module:
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.train.compile:
-        model.compile(dynamic=True)
+        compile_model(model)
     return model
 
 

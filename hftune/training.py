@@ -9,6 +9,7 @@ import functools
 import math
 import platform
 import sys
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -33,6 +34,7 @@ from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import describe_compilation
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
@@ -224,7 +226,7 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     Raises:
         Interrupted: a signal asked to stop; the message says how to resume.
     """
-    strategy = run.strategy
+    strategy, began = run.strategy, time.time()
     run.console.start()
     try:
         warm_up(run)
@@ -237,6 +239,8 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         raise Interrupted(f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
+    if run.recipe.train.compile:
+        run.console.line(note(describe_compilation(since=began)))
     if strategy.is_main:
         outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
         # Once everything is saved: an upload may take hours, or fail.
