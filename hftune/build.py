@@ -5,6 +5,7 @@ Processes do not communicate here, except to find the micro-batch size that fits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,7 +26,9 @@ from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
 from hftune.models.dropout import replace_dropout
 from hftune.optim import check_schedule, optimizer_class
+from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import reason_against, trial_samples
@@ -49,11 +52,13 @@ class Parts:
     """Of the model's class. Counted here and now, as a strategy may wrap or cut the model."""
     num_parameters: int = field(init=False)
     num_trainable: int = field(init=False)
+    arithmetic: Arithmetic | None = field(init=False)
 
     def __post_init__(self):
         self.model_name = type(self.model).__name__
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.num_trainable = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        self.arithmetic = Arithmetic.of(self.model)
 
 
 def build(recipe: Recipe, progress: Progress) -> Parts:
@@ -110,18 +115,23 @@ def first_epoch(recipe: Recipe, datasets: Mapping[str, Any]) -> Any:
 
 
 def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
-    """Plan the training batches; the same on every process.
+    """Plan the training batches; the same on every process. What is auto has no limit yet: see ``settle_micro_batches``.
 
     Raises:
         ConfigError: ``train.micro_batch_tokens`` cannot hold the longest sample, or the samples have no lengths.
     """
-    config = recipe.train
+    config, lengths = recipe.train, recipe.task.lengths(dataset)
+    if config.micro_batch_tokens == "auto" and lengths is None:
+        raise ConfigError(
+            "train.micro_batch_tokens=auto needs a task whose samples have lengths; this task's have none. "
+            "Set train.micro_batch_size=auto instead."
+        )
     return BatchPlan(
         num_samples=len(dataset),
         batch_size=config.batch_size,
         micro_batch_size=config.max_rows,
-        micro_batch_tokens=config.micro_batch_tokens,
-        lengths=recipe.task.lengths(dataset),
+        micro_batch_tokens=None if isinstance(config.micro_batch_tokens, str) else config.micro_batch_tokens,
+        lengths=lengths,
         sizes=recipe.task.sizes(dataset),
         padded_length=recipe.task.padded_length,
         seed=recipe.seed,
@@ -140,7 +150,7 @@ def without_padding(config: TrainConfig, plan: BatchPlan) -> BatchPlan:
         packed=True,
         parts=config.parts or min(PARTS, config.batch_size),
         micro_batch_size=plan.micro_batch_size if is_bounded else None,
-        micro_batch_tokens=config.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
+        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
     )
 
 
@@ -209,7 +219,7 @@ def build_model(recipe: Recipe) -> nn.Module:
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.train.compile:
-        model.compile(dynamic=True)
+        compile_model(model)
     else:
         replace_dropout(model)
     return model
@@ -256,19 +266,29 @@ def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: i
         )
 
 
-def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> int:
+def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any, key: str = "micro_batch_size") -> int:
     """Halve the size until the longest samples fit on every process, starting from a process's share. Collective.
 
     accelerate's find_executable_batch_size does the same for one process: the others would not hear of its failures.
+
+    Args:
+        key: of the recipe's train section, which is auto. micro_batch_tokens: as many short samples as have the tokens of so
+            many long ones have to fit as well.
 
     Raises:
         ConfigError: not even one sample fits.
     """
     size = largest_micro_batch_size(plan, strategy.num_processes)
-    while not strategy.fits(dataset, plan.longest(size)):
+
+    def fits() -> bool:
+        if not strategy.fits(dataset, plan.longest(size)):
+            return False
+        return key == "micro_batch_size" or strategy.fits(dataset, shortest(plan, size * plan.most_padded))
+
+    while not fits():
         if size == 1:
             raise ConfigError(
-                "train.micro_batch_size=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
+                f"train.{key}=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
                 "length, or set train.gradient_checkpointing=true or train.mixed_precision=bf16."
             )
         size = -(-size // 2)
@@ -281,37 +301,59 @@ def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
     return share if plan.micro_batch_tokens is None else min(share, max(1, plan.micro_batch_tokens // plan.most_padded))
 
 
-def settle_micro_batch_size(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the micro-batch size that fits into the plan, if ``train.micro_batch_size=auto``. Collective.
+def largest_micro_batch_tokens(plan: BatchPlan, size: int, num_processes: int) -> int:
+    """Return the tokens of ``size`` of the longest samples; at most a process's share of a mean step, but the longest sample.
+
+    So a step has micro-batches for all processes.
+    """
+    share = math.ceil(plan.batch_size * float(plan.lengths.mean()) / num_processes)
+    return max(plan.most_padded, min(size * plan.most_padded, share))
+
+
+def shortest(plan: BatchPlan, tokens: int) -> np.ndarray:
+    """Return as many of the shortest samples as a micro-batch of so many tokens can hold, at most those of a step."""
+    order_N = np.argsort(plan.lengths, kind="stable")[: plan.batch_size]
+    count = int(np.searchsorted(plan.lengths[order_N].cumsum(), tokens, side="right"))
+    return order_N[: max(1, count)]
+
+
+def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what fits into the plan, if ``train.micro_batch_size`` or ``train.micro_batch_tokens`` is auto. Collective.
 
     Args:
         earlier: what this function returned when the run that is resumed began; its size is reused under the same conditions,
             because a different size may change the last bits of a result.
 
     Returns:
-        The size, and the conditions it was found under, for the checkpoints.
+        The number of the longest samples that fit, and the conditions it was found under, for the checkpoints.
     """
-    conditions = memory_conditions(recipe, strategy)
-    if recipe.train.micro_batch_size != "auto":
+    conditions, config = memory_conditions(recipe, strategy), recipe.train
+    key = next((name for name in ("micro_batch_size", "micro_batch_tokens") if getattr(config, name) == "auto"), None)
+    if key is None:
         return conditions | {"size": None}
     known = earlier["size"] if earlier == conditions | {"size": earlier.get("size")} else None
-    size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets))
-    how = ", found when the run began" if known else " of the longest samples fit on every process"
-    if parts.plan.packed:
-        tokens = size * int(parts.plan.lengths.max())
-        parts.plan = replace(parts.plan, micro_batch_tokens=min(tokens, parts.plan.micro_batch_tokens or tokens))
-    else:
-        parts.plan = replace(parts.plan, micro_batch_size=size)
-    parts.notices.append(f"train.micro_batch_size=auto: {size}{how}.")
+    size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets), key)
+    bound, what, bounded = size, " of the longest samples fit on every process", key
+    if key == "micro_batch_tokens":
+        bound = largest_micro_batch_tokens(parts.plan, size, strategy.num_processes)
+        what = " tokens, a process's share of a step, fit on every process"
+        if bound == size * parts.plan.most_padded:
+            what = f" tokens, {size} of the longest samples, fit on every process"
+    elif parts.plan.packed:  # samples of any length are computed together: what fits is their tokens
+        bounded, tokens = "micro_batch_tokens", size * parts.plan.most_padded
+        bound, what = min(tokens, parts.plan.micro_batch_tokens or tokens), f" tokens, {size}{what}"
+    bounds: dict[str, Any] = {bounded: bound}
+    parts.plan = replace(parts.plan, **bounds)
+    parts.notices.append(f"train.{key}=auto: {bound:,}{', found when the run began' if known else what}.")
     return conditions | {"size": size}
 
 
 def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
-    keys = ("mixed_precision", "gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
+    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
     device = strategy.device.type
     if device == "cuda":
         properties = torch.cuda.get_device_properties(strategy.device)
         device = f"{properties.name} with {properties.total_memory} bytes"
     shared = {"processes": strategy.num_processes, "device": strategy.broadcast(device)}
-    return shared | {key: getattr(recipe.train, key) for key in keys}
+    return shared | {key: getattr(recipe.train, key) for key in keys} | {"mixed_precision": strategy.precision}

@@ -25,6 +25,7 @@ from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
 from hftune.task import ask
 from hftune.tracking.jsonl import write_rows
 
@@ -74,7 +75,7 @@ def evaluate(
         if built is None:
             built = build_model(recipe)
         elif recipe.train.compile:
-            built.compile(dynamic=True)
+            compile_model(built)
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})

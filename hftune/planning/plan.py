@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,12 +17,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
-from hftune.build import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches, total_steps
+from hftune.build import (
+    build_model,
+    check_micro_batches,
+    largest_micro_batch_size,
+    largest_micro_batch_tokens,
+    load_datasets,
+    plan_batches,
+    total_steps,
+)
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
-from hftune.distributed.preflight import check_parallel
+from hftune.distributed.devices import computes_bf16
+from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
@@ -169,14 +178,21 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     """
     num_machines = count_machines(num_processes, gpus_per_machine)
     recipe.validate()
+    unsure: list[str] = []
+    on_device = target_device(device, unsure)
+    recipe = settle_precision(recipe, on_device, device, unsure)
     parallel = recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
     dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
     batches = plan_batches(recipe, datasets["train"])
-    if is_auto := recipe.train.micro_batch_size == "auto":
-        batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
+    auto, largest = auto_key(recipe.train), largest_micro_batch_size(batches, num_processes)
+    if auto == "train.micro_batch_size":
+        batches = replace(batches, micro_batch_size=largest)
+    elif auto is not None:
+        largest = largest_micro_batch_tokens(batches, largest, num_processes)
+        batches = replace(batches, micro_batch_tokens=largest)
     num_steps = total_steps(recipe.train, batches)
     check_schedule(recipe.train, num_steps, batches.num_steps)
     found = survey(batches, num_steps, dp_size)
@@ -191,10 +207,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
-    if is_auto:
-        plan.notices.append(
-            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the largest size that training would try."
-        )
+    if auto is not None:
+        plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:
         many = "pipelines" if parallel.pipeline_stages > 1 else "processes"
         plan.notices.append(
@@ -213,7 +227,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         count_memory = partial(
             count_in_process, plan, recipe, [(item, load(recipe, seen, item.micro_batch)) for item in found.heaviest]
         )
-    add_model(plan, recipe, datasets, count_memory, target_device(device, plan.notices))
+    plan.notices += unsure
+    add_model(plan, recipe, datasets, count_memory, on_device)
     return plan
 
 
@@ -327,6 +342,21 @@ def target_device(wanted: str | None, notices: list[str]) -> torch.device:
         )
         wanted = "cpu"
     return torch.device(wanted)
+
+
+def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, notices: list[str]) -> Recipe:
+    """Return the recipe with the precision that ``train.mixed_precision=auto`` means on the GPUs planned for.
+
+    Args:
+        wanted: the device that was asked for, which may not be here; see ``make_plan``.
+    """
+    if recipe.train.mixed_precision != "auto":
+        return recipe
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    precision: Literal["bf16", "no"] = "bf16" if (computes_bf16(device) if is_here else wanted == "cuda") else "no"
+    if precision == "bf16":
+        notices.append("train.mixed_precision=auto: planned with bf16.")
+    return replace(recipe, train=replace(recipe.train, mixed_precision=precision))
 
 
 def load(recipe: Recipe, dataset: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:

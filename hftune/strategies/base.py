@@ -239,6 +239,11 @@ class Strategy(Collectives, Step):
         """Whether a thread loads the next step while this one is computed. A CPU that computes cannot spare one."""
         return self.device.type == "cuda"
 
+    @property
+    def precision(self) -> str:
+        """Of forward and backward passes: no (float32), bf16 or fp16."""
+        return self.accelerator.mixed_precision
+
     def state(self) -> SavedState | None:
         """See ``Sharding.state``. Collective."""
         return self.sharding.state()

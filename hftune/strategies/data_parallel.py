@@ -39,7 +39,7 @@ class DataParallel(Strategy):
         self._checked_gradients = False
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
+        if model._compiled_call_impl is None:  # compiled as a whole: a hook would break its graph at each layer
             self._seeds.watch(layers_of(model))
         if self.is_packed:
             install_packing(model)

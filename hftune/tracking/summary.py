@@ -14,7 +14,7 @@ from hftune.tracking.facts import Facts
 MOST_LABELS = 10
 """Labels to list; of more, only the rarest and the most frequent one are named."""
 PRECISIONS = {"no": "float32", "bf16": "bf16 and float32", "fp16": "fp16 and float32"}
-"""In words, by train.mixed_precision."""
+"""In words, as run.json names them."""
 
 
 def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Mapping[str, int]) -> None:
@@ -23,7 +23,7 @@ def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Map
     Args:
         class_counts: of the training split; see ``Task.class_counts``.
     """
-    precision = PRECISIONS[recipe.train.mixed_precision]
+    precision = PRECISIONS[facts.precision]
     rows = {
         "recipe": f"{recipe.recipe} (hftune {__version__})",
         "model": describe_model(facts),

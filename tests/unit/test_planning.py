@@ -260,6 +260,17 @@ def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
     assert plan.notices == ["train.micro_batch_size=auto: planned with 13, the largest size that training would try."]
 
 
+def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_of_the_device():
+    words = (*TINY, *DATA, FEW, "train.micro_batch_size=null", "train.micro_batch_tokens=auto", "train.mixed_precision=auto")
+    recipe = Recipe.load("yelp_demo", *words)
+    plan = make_plan(recipe, num_processes=2)
+    (said,) = [notice for notice in plan.notices if "auto" in notice]
+    tokens = int(re.fullmatch(r"train.micro_batch_tokens=auto: planned with (\d+), the largest size .*", said)[1])
+    assert tokens == np.ceil(plan.data.tokens / plan.data.train_samples * plan.steps.batch_size / 2)
+    assert plan.work.idle_steps == 1  # the short last one
+    assert "train.mixed_precision=auto: planned with bf16." in make_plan(recipe, device="cuda").notices
+
+
 def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging"), device="cuda")
