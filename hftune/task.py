@@ -156,6 +156,14 @@ class Task(ABC):
         """Return the model's keyword arguments: by default the batch without ``labels``."""
         return {name: value for name, value in batch.items() if name != "labels"}
 
+    def evaluation_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the model's keyword arguments in an evaluation: by default ``inputs``.
+
+        Override it if ``predictions`` needs outputs that the loss does not, such as the cache from which a text is generated.
+        In a pipeline, the stages get ``inputs``.
+        """
+        return self.inputs(batch)
+
     def target(self, batch: Batch) -> Tensor:
         """Return what ``loss`` compares the outputs with: by default ``labels``."""
         return batch["labels"]
