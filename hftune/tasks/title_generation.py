@@ -285,6 +285,10 @@ class TitleGeneration(TextTask):
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
 
+    @property
+    def rows_per_sample(self) -> int:
+        return int(self.generation.get("num_beams") or 1)
+
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate titles. Return rows of title (the reference in the data), generated, and source (its beginning)."""
         rows = self._rows["eval"][batch["index"].tolist()]

@@ -1,9 +1,13 @@
 """Titles from the cache of a forward pass: those of plain generation, without reading a source twice."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import BigBirdConfig, GenerationConfig
 
+from hftune import ConfigError, Recipe
+from hftune.build import load_datasets
+from hftune.evaluation import plan_evaluation
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
 from hftune.models.generation import continued
 from hftune.tasks import TitleGeneration
@@ -129,3 +133,54 @@ def test_the_cache_is_held_once():
     assert cache is outputs.past_key_values
     assert cache.layers[0].keys.shape[:3] == (12, 4, batch["source"].shape[1])
     assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.numel() * 4  # not a view of a longer one
+
+
+class Articles:
+    """A data set of which only the lengths are asked for."""
+
+    def __init__(self, sizes):
+        self.sizes = np.array(sizes)
+
+    def __len__(self):
+        return len(self.sizes)
+
+
+@pytest.fixture
+def sized(monkeypatch):
+    monkeypatch.setattr(TitleGeneration, "sizes", lambda self, dataset: dataset.sizes)
+    return lambda **fields: TitleGeneration(**fields)
+
+
+def test_batches_of_an_evaluation_are_bounded_by_tokens_times_beams(sized):
+    rng = np.random.default_rng(0)
+    articles = Articles(np.stack([rng.integers(5, 400, 200), rng.integers(2, 20, 200)], 1))
+    greedy, beams = sized(), sized(generation={"num_beams": 4})
+    plans = {
+        "rows": plan_evaluation(beams, articles, 8),
+        "greedy": plan_evaluation(greedy, articles, 32, 4000),
+        "beams": plan_evaluation(beams, articles, 32, 4000),
+    }
+    for micro_batches in plans.values():
+        samples = [sample for micro_batch in micro_batches for sample in micro_batch.samples.tolist()]
+        assert sorted(samples) == [*range(200)]
+    assert len(plans["rows"]) == 25 and 8 < max(len(one.samples) for one in plans["greedy"]) <= 32
+    for name, num_beams in (("greedy", 1), ("beams", 4)):
+        for micro_batch in plans[name]:
+            source, title = articles.sizes[micro_batch.samples].max(0)
+            assert (source + title) * len(micro_batch.samples) == micro_batch.cost <= 4000 // num_beams
+    assert len(plans["greedy"]) < len(plans["beams"])
+
+
+def test_sample_longer_than_the_bound_is_evaluated_and_others_fill_up_to_it(sized):
+    articles = Articles([(300, 10), (100, 10), (100, 10), (90, 10), (20, 10)])
+    plan = plan_evaluation(sized(generation={"num_beams": 2}), articles, 32, batch_tokens=50)
+    assert [one.samples.tolist() for one in plan] == [[0], [1, 2], [3, 4]]
+    assert all(micro_batch.cost <= 310 for micro_batch in plan)
+
+
+def test_bound_in_tokens_is_refused_for_samples_without_lengths_before_training():
+    with pytest.raises(ConfigError) as caught:
+        load_datasets(Recipe.load("mnist_demo", "eval.batch_tokens=100"))
+    assert str(caught.value) == (
+        "eval.batch_tokens needs a task whose samples have lengths; this task's have none. Set eval.batch_size instead."
+    )
