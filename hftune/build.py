@@ -93,6 +93,7 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
     They wait on a file lock, not in a collective.
 
     Raises:
+        ConfigError: ``eval.batch_tokens`` is set, but the samples have no lengths.
         DataError: a split is missing or empty.
     """
     task = recipe.task
@@ -106,6 +107,10 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
     for split in ("train", "eval", *({"test"} & datasets.keys())):
         if split not in datasets or len(datasets[split]) == 0:
             raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.")
+    if recipe.eval.batch_tokens is not None and task.lengths(datasets["eval"]) is None:
+        raise ConfigError(
+            "eval.batch_tokens needs a task whose samples have lengths; this task's have none. Set eval.batch_size instead."
+        )
     return datasets
 
 

@@ -207,6 +207,7 @@ def evaluate_and_keep(run: Run) -> None:
             config.show_samples,
             config.metrics,
             run.console.scored,
+            config.batch_tokens,
         )
         if evaluation is None:
             stop(run)

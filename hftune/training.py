@@ -342,7 +342,14 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
     evaluation = evaluate(
-        strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics, on_scored=run.console.scored
+        strategy,
+        dataset,
+        config.batch_size,
+        workers,
+        should_stop,
+        metrics=config.metrics,
+        on_scored=run.console.scored,
+        batch_tokens=config.batch_tokens,
     )
     if evaluation is None:
         raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")

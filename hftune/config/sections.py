@@ -244,12 +244,15 @@ OPTIMIZER_KEYS = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentu
 
 @dataclass
 class EvalConfig(Section):
-    """When and how to evaluate. The results do not depend on batch_size."""
+    """When and how to evaluate. The results do not depend on batch_size and batch_tokens."""
 
     every: Union[int, str] = "epoch"  # noqa: UP007 - OmegaConf reads this spelling
     """Steps between two evaluations, or "epoch", or "2 epochs". The last step is always followed by one."""
     batch_size: int = 32
-    """Samples in one forward pass of the evaluation, on each process."""
+    """Maximum number of samples in one forward pass of the evaluation, on each process."""
+    batch_tokens: int | None = None
+    """Maximum number of padded tokens in one forward pass of the evaluation, unless a single sample has more. When titles are
+    generated with beams, each token counts once for each beam. null: no limit."""
     metric: str = "loss"
     """The metric that picks the best model: loss, or one that the task or eval.metrics computes."""
     metrics: list[str] = field(default_factory=list)
@@ -262,8 +265,9 @@ class EvalConfig(Section):
     images)."""
 
     def problems(self) -> Iterator[str]:
-        if self.batch_size < 1:
-            yield f"eval.batch_size={self.batch_size} must be at least 1."
+        for name in ("batch_size", "batch_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                yield f"eval.{name}={value} must be at least 1."
         if self.show_samples < 0:
             yield f"eval.show_samples={self.show_samples} must not be negative."
         if isinstance(self.every, int) and self.every < 1:

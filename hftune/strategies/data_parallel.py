@@ -160,7 +160,7 @@ class DataParallel(Strategy):
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
-            return self.model(**self.task.inputs(batch))
+            return self.model(**self.task.evaluation_inputs(batch))
 
 
 def drop_gradient(parameter: Tensor) -> None:

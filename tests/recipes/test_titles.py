@@ -87,6 +87,21 @@ def test_model_evaluated_again_gives_the_metrics_of_the_run_bit_for_bit(runs, na
     assert found == run.result["metrics"]
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_titles_do_not_depend_on_the_batches_that_they_are_generated_in(runs, name):
+    run, num_batches = runs[name, 1], []
+    for bound in ("eval.batch_size=3", "eval.batch_tokens=1500", "eval.batch_tokens=1"):
+        recipe = Recipe.load(run.folder / "recipe.yaml", bound)
+        task, batches = recipe.task, []
+        task._generate = lambda *given, task=task, batches=batches: batches.append(given) or type(task)._generate(task, *given)
+        found = evaluate(recipe, run.folder / "model_last").metrics
+        expected = dict(run.result["metrics"])
+        assert found.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-6) and found == expected
+        num_batches.append(len(batches))
+    assert sum(len(batch["title"]) for _, _, batch in batches) == 13
+    assert num_batches[0] == 5 and 1 < num_batches[1] < num_batches[2]
+
+
 def test_model_is_evaluated_as_the_recipe_says_now(runs):
     run = runs["prefix_lm", 1]
     recipe = Recipe.load(run.folder / "recipe.yaml", "task.max_target_length=2", "task.max_eval_samples=5")
