@@ -80,7 +80,8 @@ class Task(ABC):
         """Return ``{"train": dataset, "eval": dataset}``; each data set has a length and is indexed by integers.
 
         If there is a third split, "test", the best model is evaluated on it once, after the last step.
-        Called on every process. The processes of a machine take turns, so that all of them use the cache that the first fills.
+        Called on every process. The first time, the processes of a machine take turns, so that all of them use the cache that
+        the first fills; once that has worked, they all call it at once.
 
         Raises:
             DataError: the data cannot be used; the message names split, row and column.
