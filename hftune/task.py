@@ -52,6 +52,8 @@ class Task(ABC):
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
+    libraries: ClassVar[Sequence[str]] = ()
+    """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse methods with names from before hftune 0.3, some of which now mean something different.

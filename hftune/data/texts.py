@@ -102,6 +102,22 @@ class Texts(Sequence):
         """Return a column: Ragged tokens, or an array of one value per sample."""
         return self._columns[name]
 
+    def select(self, indices: Sequence[int]) -> Texts:
+        """Copy some of the samples."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, Ragged):
+                arrays[name], arrays[name + OFFSETS] = (rows := column.take(indices)).flat, rows.offsets
+            else:
+                arrays[name] = column[list(indices)]
+        return Texts(arrays)
+
+    def to_dataset(self) -> datasets.Dataset:
+        """Copy the samples into a data set of Hugging Face, for tools that want one, such as transformers' Trainer."""
+        return datasets.Dataset.from_list(
+            [{name: np.asarray(value).tolist() for name, value in sample.items()} for sample in self]
+        )
+
     def contents(self) -> Mapping[str, np.ndarray]:
         """Return the content to hash; see hftune.data.digest."""
         return self._arrays
