@@ -88,9 +88,9 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
-    """Prepare the data, one process of a node after the other: the first fills the cache that serves the rest.
+    """Prepare the data. The first time, one process of a node after the other: the first fills the cache that serves the rest.
 
-    They wait on a file lock, not in a collective.
+    They wait on a file lock, not in a collective. Once the cache is filled, no process waits for another one.
 
     Raises:
         ConfigError: ``eval.batch_tokens`` is set, but the samples have no lengths.

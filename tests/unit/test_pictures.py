@@ -192,7 +192,7 @@ def test_an_image_that_a_camera_turned_is_noted_as_it_is_decoded(tmp_path, suffi
         (tmp_path / split).mkdir()
         turned(tmp_path / split / f"a.{suffix}")
     train = task(tmp_path, mask_column=None, target_column=None).datasets()["train"]
-    assert train.sizes == [(40, 32)] and train[0]["image"].shape == (40, 32, 3) and train[0]["mask"].shape == (40, 32)
+    assert train.sizes.tolist() == [[40, 32]] and train[0]["image"].shape == (40, 32, 3) and train[0]["mask"].shape == (40, 32)
 
 
 def test_a_turned_tiff_fits_a_mask_of_its_upright_size(folder):
