@@ -191,13 +191,34 @@ def run_script(path: Path, *words: str, log: Path, is_forking: bool = True) -> s
     return printed
 
 
+def warm_python() -> str:
+    """Return a program that does what sys.executable does, and has imported everything: see tests/support/warm.py."""
+    return start_worker().executable
+
+
+class Worker(subprocess.Popen):
+    """The interpreter that process groups are forks of.
+
+    Args:
+        variables: environment from its start on.
+    """
+
+    def __init__(self, variables: Mapping[str, str]):
+        folder = tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])  # which tests/conftest.py removes
+        super().__init__(
+            [sys.executable, "-m", "tests.support.worker", folder],
+            cwd=Path(__file__).parents[2],
+            env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # what select does not see was not read either
+        )
+        self.executable = self.stdout.readline().decode().strip()
+
+
 @cache
-def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> subprocess.Popen:
+def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> Worker:
     """Start the one interpreter, of those with these variables, that process groups are forks of; it ends with the tests."""
-    root = Path(__file__).parents[2]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}  # what select does not see was not read either
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(**dict(variables)), **pipes
-    )
+    worker = Worker(dict(variables))
     atexit.register(worker.communicate)
     return worker
