@@ -20,11 +20,6 @@ import hftune.run
 from tests.support.runs import Command, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = {
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run"],
-    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
-}
 TIMEOUT_S = 150  # of a whole job, imports included; on a free machine they take 3 to 12 s
 
 TINY = """
@@ -73,7 +68,7 @@ def refused(capsys, monkeypatch) -> Callable[[list[str]], str]:
 def launch(*command: str, **variables: str) -> tuple[int, str, str]:
     """Run a command as a user does; return exit code, stdout and stderr. A job that hangs is killed, and fails the test."""
     job = subprocess.Popen(
-        [warm_python(), *PROGRAMS[command[0]], *command[1:]],
+        [Path(warm_python()).with_name(command[0]), *command[1:]],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,

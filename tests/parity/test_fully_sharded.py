@@ -1,7 +1,6 @@
 """FSDP is only another way to compute the same training: as under DDP, with a part of everything on each process."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest

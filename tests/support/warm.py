@@ -23,12 +23,19 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_")
-"""Variables that libraries read when they are imported: who has others gets an interpreter that starts cold."""
+COMMANDS = {
+    "python": [],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "hftune": ["-m", "hftune.cli"],
+}
+READ_AT_START = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "MALLOC_", "LD_", "PYTHONHASHSEED")
+"""Variables that the interpreter reads at its start or libraries where they are imported: who sets others gets a cold start."""
 
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}
 """CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of <linux/sched.h>."""
@@ -36,7 +43,7 @@ NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 
-words = sys.argv[1:]
+words = {words!r} + sys.argv[1:]
 words = words[1:] if words[:1] == ["-u"] else words
 link = socket.socket(socket.AF_UNIX)
 try:
@@ -51,7 +58,7 @@ try:
     answers = link.makefile()
     pid = int(answers.readline())
 except (OSError, ValueError):
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+    os.execv({python!r}, [{python!r}, *{words!r}, *sys.argv[1:]])
 
 def forward(number, frame):
     try:
@@ -75,7 +82,7 @@ class Server:
     """Forks this process for each client.
 
     Args:
-        folder: for the socket, and for ``python``, the program to start.
+        folder: for the socket, and for the programs to start: ``python``, and the commands that are Python modules.
         owner: a file descriptor that can be read, or is at its end, once nobody needs the server any more.
     """
 
@@ -86,8 +93,10 @@ class Server:
         self._listener.listen(64)
         self._clients: dict[int, socket.socket] = {}
         self.executable = folder / "python"
-        self.executable.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket")))
-        self.executable.chmod(0o755)
+        for name, words in COMMANDS.items():
+            command = folder / name
+            command.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket"), words=words))
+            command.chmod(0o755)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(owner, selectors.EVENT_READ, sys.exit)
 
@@ -95,7 +104,8 @@ class Server:
         """Serve until the owner has gone, and take with it what still runs."""
         try:
             while True:
-                for key, _ in self._selector.select():
+                ready = [key for key, _ in self._selector.select()]
+                for key in sorted(ready, key=lambda key: key.fileobj is self._listener):  # who was killed dies first
                     key.data()
         finally:
             for pid in self._clients:
@@ -111,7 +121,7 @@ class Server:
         _, streams, *_ = socket.recv_fds(client, 1, 3)
         try:
             asked = json.loads(client.makefile().readline() or "null")
-            if asked is None or read_at_import(asked["environment"]) != read_at_import(os.environ):
+            if asked is None or read_at_start(asked["environment"]) != read_at_start(os.environ):
                 client.sendall(b"cold\n")
                 return client.close()
             if (pid := os.fork()) == 0:
@@ -133,7 +143,7 @@ class Server:
     def _reap(self, pid: int, ended: int) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         client = self._clients.pop(pid)
-        if client in {key.fileobj for key in self._selector.get_map().values()}:
+        with suppress(KeyError):  # it was killed, and is not listened to
             self._selector.unregister(client)
         self._selector.unregister(ended)
         os.close(ended)
@@ -141,14 +151,12 @@ class Server:
         client.close()
 
     def _tell(self, client: socket.socket, number: int) -> None:
-        try:
+        with suppress(OSError):  # it was killed meanwhile
             client.sendall(f"{number}\n".encode())
-        except OSError:  # it was killed meanwhile
-            pass
 
 
-def read_at_import(environment: Any) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+def read_at_start(environment: Any) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
 
 
 def become(
@@ -255,7 +263,5 @@ def show(error: BaseException) -> None:
 
 def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # the reader has gone
             stream.flush()
-        except (OSError, ValueError):  # the reader has gone
-            pass

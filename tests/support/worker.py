@@ -9,12 +9,11 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.base import Strategy
-from tests.support.forks import interpreters_are_forks
 from tests.support.warm import Server
 
 TIMEOUT_S = 540.0
@@ -103,10 +101,9 @@ def work(
     log: str,
     as_typed: bool,
     errors: str = "",
-    is_forking: bool = False,
     **_: Any,
 ) -> None:
-    """Be one process of a group: train each job, or run it if it is a command or a script."""
+    """Be one process of a group: train each job, or run it if it is a command."""
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, appending), (2, errors or log, appending)):
         os.dup2(os.open(path, flags), stream)  # the worker's own input is not theirs
@@ -119,11 +116,6 @@ def work(
             sys.argv = [source, *overrides]
             if code := importlib.import_module(source).main(overrides):
                 run.leave(code)
-            continue
-        if source.endswith(".py"):
-            sys.argv, sys.path[0] = [source, *overrides], str(Path(source).parent)
-            with interpreters_are_forks(work) if is_forking else nullcontext():
-                runpy.run_path(source, run_name="__main__")
             continue
         if as_typed:
             if code := run.main([f"recipe={source}", *overrides]):
