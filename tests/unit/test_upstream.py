@@ -530,7 +530,7 @@ TABLE = [
     Upstream("_tokenize", "data", "jieba segments words before WordPiece", NO_ISSUE, slow_tokenizers_cut_words_in_a_method),
     Upstream(
         "_fingerprint",
-        "data",
+        "data tasks",
         "keys of caches; the only digest of a data set that needs no reading",
         "datasets: a public fingerprint",
         data_sets_have_fingerprint_and_indices,
