@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import traceback
@@ -17,7 +18,7 @@ import torch
 from hftune import Recipe, train
 from hftune.data.augmentation import Augmented
 from hftune.distributed.progress import Progress
-from hftune.strategies.base import Strategy
+from hftune.strategies.base import StepReport, Strategy
 from hftune.strategies.loading import Loader, read_ahead
 from tests.support.runs import Run
 from tests.support.tasks import Tagging
@@ -109,8 +110,17 @@ def trained(folder: Path, *words: str) -> Run:
     return Run(train(recipe).output_dir)
 
 
-def test_a_run_that_reads_ahead_computes_the_same(tmp_path, monkeypatch):
+def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before(tmp_path, monkeypatch):
+    original, frozen = Strategy.report, []
+
+    def report(self: Strategy, grad_norm: torch.Tensor) -> StepReport:
+        frozen.append(gc.get_freeze_count() > 0)
+        return original(self, grad_norm)
+
+    monkeypatch.setattr(Strategy, "report", report)
     expected = trained(tmp_path / "in-order")
+    assert frozen == [False] + [True] * (len(frozen) - 1)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
     monkeypatch.setattr(Strategy, "reads_ahead", True)
     for name, words in {"ahead": (), "workers": ("train.num_workers=1",)}.items():
         run = trained(tmp_path / name, *words)
