@@ -137,7 +137,7 @@ def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, f
         use_cpu=True,
     )
     collate = DataCollatorWithPadding(recipe.task.text_tokenizer)
-    trainer = Trainer(build_model(recipe), arguments, collate, train_dataset=data.with_format(None))
+    trainer = Trainer(build_model(recipe), arguments, collate, train_dataset=data.to_dataset())
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     first = trainer.state.log_history[0]

@@ -32,6 +32,7 @@ from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
+from hftune.tracking.profiler import StepProfiler
 from hftune.tracking.throughput import Throughput
 from hftune.tracking.tracker import Tracker
 
@@ -55,6 +56,7 @@ class Run:
     stop: StopRequest
     usage: Callable[[], dict[str, float]]
     """Returns what training uses of all machines, on the main process."""
+    profiler: StepProfiler
     throughput: Throughput = field(default_factory=Throughput)
     reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
@@ -87,13 +89,16 @@ def fit(run: Run) -> None:
         while state.step < run.num_steps:
             strategy.progress.stage(f"step {state.step + 1}")
             steps = run.plan.epoch(state.epoch)
+            run.profiler.before(state.step + 1)
             with closing(strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers, state.epoch)) as batches:
                 for batch in batches:
                     take_step(run, batch)
                     if state.step == run.num_steps:
                         return
-                    freeze()
                     strategy.progress.stage(f"step {state.step + 1}")
+                    with run.throughput.paused():
+                        freeze()
+                        run.profiler.before(state.step + 1)
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
 
 
@@ -139,8 +144,10 @@ def take_step(run: Run, batch: StepBatch) -> None:
     state.add_loss(report.loss, report.num_items)
     if strategy.is_main:
         run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report.num_samples, report.digest)
-    run.throughput.count(batch.plan, run.plan.lengths)
+    run.throughput.count(batch.plan, run.plan.lengths, report.num_items)
     run.console.advance(state.step, report.loss)
+    with run.throughput.paused():
+        run.profiler.after(state.step)
     is_last = state.step == run.num_steps
     if state.step == 1 or state.step % config.log_every == 0 or is_last:
         losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
@@ -227,6 +234,7 @@ def evaluate_and_keep(run: Run) -> None:
             config.show_samples,
             config.metrics,
             run.console.scored,
+            config.batch_tokens,
         )
         if evaluation is None:
             stop(run)

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile, tee
 from typing import Any
 
@@ -32,6 +33,7 @@ from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.loading import Loader, SideStream, read_ahead
+from hftune.strategies.packing import collate_packed
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import SavedState, Sharding
 from hftune.strategies.step_times import StepTimes
@@ -222,6 +224,8 @@ class Strategy(Collectives, Step):
         """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
+        self.is_packed = False
+        """Whether training computes no padding; set before ``prepare``. Evaluations do: sorted by length, they have little."""
         # Of the last forward_backward. Tensors are on the device.
         self._loaders: dict[str, Loader] = {}
         """Of training and evaluation."""
@@ -234,6 +238,11 @@ class Strategy(Collectives, Step):
     def reads_ahead(self) -> bool:
         """Whether a thread loads the next step while this one is computed. A CPU that computes cannot spare one."""
         return self.device.type == "cuda"
+
+    @property
+    def precision(self) -> str:
+        """Of forward and backward passes: no (float32), bf16 or fp16."""
+        return self.accelerator.mixed_precision
 
     def state(self) -> SavedState | None:
         """See ``Sharding.state``. Collective."""
@@ -252,17 +261,18 @@ class Strategy(Collectives, Step):
         indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]
         return [micro_batches[index] for index in indices]
 
-    def loader(self, dataset: Any, num_workers: int) -> Loader:
+    def loader(self, dataset: Any, num_workers: int, is_packed: bool = False) -> Loader:
         """Return a new loader of collated batches. Not collective."""
-        return Loader(dataset, self.task.collate, num_workers, pin_memory=self.device.type == "cuda")
+        collate = partial(collate_packed, self.task) if is_packed else self.task.collate
+        return Loader(dataset, collate, num_workers, pin_memory=self.device.type == "cuda")
 
-    def _kept_loader(self, use: str, dataset: Any, num_workers: int) -> Loader:
+    def _kept_loader(self, use: str, dataset: Any, num_workers: int, is_packed: bool = False) -> Loader:
         """Return the loader of training or evaluation, whose workers live until another data set takes its place."""
         kept = self._loaders.get(use)
         if kept is None or kept.dataset is not dataset or kept.num_workers != num_workers:
             if kept is not None:
                 kept.close()
-            kept = self._loaders[use] = self.loader(dataset, num_workers)
+            kept = self._loaders[use] = self.loader(dataset, num_workers, is_packed)
         return kept
 
     def end_workers(self) -> None:
@@ -280,7 +290,7 @@ class Strategy(Collectives, Step):
         side = SideStream(self.device) if self.reads_ahead and self.device.type == "cuda" else None
         loading = Progress() if self.reads_ahead else self.progress  # a thread has not come to this step yet
         with self.times.loading():
-            loaded = self._kept_loader("training", dataset, num_workers).read(samples, epoch)
+            loaded = self._kept_loader("training", dataset, num_workers, self.is_packed).read(samples, epoch)
         in_order = self._filled(assigned, loaded, loading, side)
         with closing(read_ahead(in_order) if self.reads_ahead else in_order) as filled:
             while True:
@@ -393,7 +403,8 @@ class Strategy(Collectives, Step):
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not should_reduce_batch_size(error):
                 raise
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items() if value.ndim > 1)
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items() if value.ndim > 1)
             raise TrainingError(
                 f"Out of memory in step {step + 1} on process {self.process_index}, in a micro-batch of {shapes}. "
                 "Lower train.micro_batch_size or train.micro_batch_tokens: the steps stay the same. "
@@ -405,4 +416,4 @@ class Strategy(Collectives, Step):
 def dummy_micro_batch(step: list[MicroBatch]) -> MicroBatch:
     """Return the shortest sample of a step as a micro-batch that costs next to nothing and does not count."""
     cheapest = step[-1]
-    return MicroBatch(cheapest.index, cheapest.samples[-1:], 0)
+    return MicroBatch(cheapest.index, cheapest.samples[-1:], length=1, tokens=0, cost=0)

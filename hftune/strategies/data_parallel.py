@@ -18,6 +18,7 @@ from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.optimizer_state import KNOWN
+from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, refuse_unused, without_gradient
@@ -38,8 +39,10 @@ class DataParallel(Strategy):
         self._checked_gradients = False
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
+        if model._compiled_call_impl is None:  # compiled as a whole: a hook would break its graph at each layer
             self._seeds.watch(layers_of(model))
+        if self.is_packed:
+            install_packing(model)
         self.sharding.prepare(model, optimizer)
         self.model = self.sharding.model
         self.sharding.wrapped.train()
@@ -70,9 +73,10 @@ class DataParallel(Strategy):
 
     def _backward_once(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> None:
         """Compute a gradient that will be discarded."""
-        (loaded,) = self.loader(dataset, num_workers=0).read([samples.tolist()])
+        (loaded,) = self.loader(dataset, 0, self.is_packed).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
-        self.task.loss(model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
+        outputs = compute(model, **inputs_of(self.task, inputs))
+        self.task.loss(outputs, self.task.target(inputs)).backward()
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
@@ -120,7 +124,7 @@ class DataParallel(Strategy):
             accumulating = nullcontext() if is_last else self.sharding.accumulating()
             with accumulating, self.explained_memory_errors(inputs, step), resting:
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
-                    outputs = self.sharding.wrapped(**self.task.inputs(inputs))
+                    outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs))
                 loss = self.task.loss(outputs, self.task.target(inputs))
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
@@ -156,7 +160,7 @@ class DataParallel(Strategy):
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
-            return self.model(**self.task.inputs(batch))
+            return self.model(**self.task.evaluation_inputs(batch))
 
 
 def drop_gradient(parameter: Tensor) -> None:

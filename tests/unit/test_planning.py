@@ -61,7 +61,7 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     whole = [*batches.epoch(0)]
     shares = [balance([part.cost for part in step], 3) for step in whole]
     loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, shares, strict=True)]
-    assert found.tokens == lengths.sum() and found.cost == sum(map(sum, loads))
+    assert found.tokens == lengths.sum() and found.computed == sum(map(sum, loads))
     assert found.work.micro_batches == sum(map(len, whole))
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
     assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
@@ -258,6 +258,17 @@ def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=25, micro_batch_size="auto"), num_processes=2)
     assert plan.work.most_per_step == 2
     assert plan.notices == ["train.micro_batch_size=auto: planned with 13, the largest size that training would try."]
+
+
+def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_of_the_device():
+    words = (*TINY, *DATA, FEW, "train.micro_batch_size=null", "train.micro_batch_tokens=auto", "train.mixed_precision=auto")
+    recipe = Recipe.load("yelp_demo", *words)
+    plan = make_plan(recipe, num_processes=2)
+    (said,) = [notice for notice in plan.notices if "auto" in notice]
+    tokens = int(re.fullmatch(r"train.micro_batch_tokens=auto: planned with (\d+), the largest size .*", said)[1])
+    assert tokens == np.ceil(plan.data.tokens / plan.data.train_samples * plan.steps.batch_size / 2)
+    assert plan.work.idle_steps == 1  # the short last one
+    assert "train.mixed_precision=auto: planned with bf16." in make_plan(recipe, device="cuda").notices
 
 
 def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
