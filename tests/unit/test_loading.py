@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import threading
 import traceback
@@ -126,7 +127,7 @@ def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before
         run = trained(tmp_path / name, *words)
         assert run.logged("train/loss") == expected.logged("train/loss")
         assert run.logged("train/grad_norm") == expected.logged("train/grad_norm")
-    assert threads() == []
+        assert threads() == multiprocessing.active_children() == []
 
 
 class Unreadable(list):
