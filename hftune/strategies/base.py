@@ -285,7 +285,7 @@ class Strategy(Collectives, Step):
         # The loader may run ahead of the steps, so it needs an iterator of its own.
         assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
         samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
-        side = SideStream(self.device) if self.reads_ahead and self.device.type == "cuda" else None
+        side = self._side_stream() if self.reads_ahead else None
         loading = Progress() if self.reads_ahead else self.progress  # a thread has not come to this step yet
         with self.times.loading():
             loaded = self._kept_loader("training", dataset, num_workers).read(samples, epoch)
@@ -301,6 +301,9 @@ class Strategy(Collectives, Step):
                 if side is not None:
                     side.await_copies(batch.copied)
                 yield batch
+
+    def _side_stream(self) -> SideStream | None:
+        return SideStream(self.device) if self.device.type == "cuda" else None
 
     def _filled(
         self, assigned: Iterator[StepBatch], loaded: Iterator[dict[str, Tensor]], loading: Progress, side: SideStream | None
