@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
+from transformers import PreTrainedModel
 
 from hftune.batch_plan import BatchPlan
 from hftune.config import ParallelConfig, Recipe, TrainConfig
@@ -23,12 +24,14 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
+from hftune.models.dropout import replace_dropout
 from hftune.optim import check_schedule, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.packing import reason_against, trial_samples
 from hftune.strategies.pipeline_stages import check_stages
 
 
@@ -85,11 +88,12 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
-    """Prepare the data, one process of a node after the other: the first fills the cache that serves the rest.
+    """Prepare the data. The first time, one process of a node after the other: the first fills the cache that serves the rest.
 
-    They wait on a file lock, not in a collective.
+    They wait on a file lock, not in a collective. Once the cache is filled, no process waits for another one.
 
     Raises:
+        ConfigError: ``eval.batch_tokens`` is set, but the samples have no lengths.
         DataError: a split is missing or empty.
     """
     task = recipe.task
@@ -103,6 +107,10 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
     for split in ("train", "eval", *({"test"} & datasets.keys())):
         if split not in datasets or len(datasets[split]) == 0:
             raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.")
+    if recipe.eval.batch_tokens is not None and task.lengths(datasets["eval"]) is None:
+        raise ConfigError(
+            "eval.batch_tokens needs a task whose samples have lengths; this task's have none. Set eval.batch_size instead."
+        )
     return datasets
 
 
@@ -135,6 +143,68 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
     )
 
 
+PARTS = 4
+"""``train.parts`` where training computes no padding: the processes of a machine, usually."""
+
+
+def without_padding(config: TrainConfig, plan: BatchPlan) -> BatchPlan:
+    """Return the plan of a training that computes no padding. Bounds that are not set follow from 8 of the longest samples."""
+    is_bounded = config.micro_batch_tokens is not None or config.micro_batch_size is not None
+    return replace(
+        plan,
+        packed=True,
+        parts=config.parts or min(PARTS, config.batch_size),
+        micro_batch_size=plan.micro_batch_size if is_bounded else None,
+        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
+    )
+
+
+def width_of(model: nn.Module) -> int | None:
+    """Return the width of a transformers model's hidden states; None for other models."""
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "hidden_size", None)
+
+
+def padding_share(plan: BatchPlan) -> float:
+    """Return the share of padding in what the first steps of a plan compute; at most 20 steps are looked at."""
+    steps = [step for _, step in zip(range(20), plan.epoch(0), strict=False)]
+    computed = sum(micro_batch.tokens for step in steps for micro_batch in step)
+    return 1 - sum(int(plan.lengths[micro_batch.samples].sum()) for step in steps for micro_batch in step) / computed
+
+
+def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
+    """Leave out padding, if train.packing=auto and the model computes the same without, as the main process tries. Collective.
+
+    Before ``strategy.prepare``, while every process has the whole model on its host.
+
+    Raises:
+        ConfigError: a step has too few micro-batches for the pipeline's schedule.
+    """
+    config, plan = recipe.train, replace(parts.plan, parts=recipe.train.parts, width=width_of(parts.model))
+    parts.plan = plan
+    if config.packing == "off" or plan.lengths is None or not isinstance(parts.model, PreTrainedModel):
+        return
+    strategy.progress.stage("trying the model without padding")
+    half = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[strategy.accelerator.mixed_precision]
+    samples = trial_samples(plan.lengths)
+    dataset = first_epoch(recipe, parts.datasets)
+
+    def tried() -> str | None:
+        if config.compile:
+            return "compiled models are padded (train.compile=true)"
+        return reason_against(parts.model, recipe.task, dataset, samples, strategy.device, half)
+
+    reason = strategy.on_main(tried)
+    if reason is None:
+        strategy.is_packed, parts.plan = True, without_padding(config, plan)
+        if recipe.parallel.pipeline_stages > 1:
+            check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
+    elif (share := padding_share(plan)) >= 0.01:
+        parts.notices.append(
+            f"{share:.0%} of what training computes is padding: {parts.model_name} cannot leave it out, because {reason}."
+        )
+
+
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
     """Return the number of optimizer steps of the whole run."""
     steps = config.epochs * plan.num_steps
@@ -155,6 +225,8 @@ def build_model(recipe: Recipe) -> nn.Module:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.train.compile:
         compile_model(model)
+    else:
+        replace_dropout(model)
     return model
 
 
@@ -266,15 +338,18 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
         return conditions | {"size": None}
     known = earlier["size"] if earlier == conditions | {"size": earlier.get("size")} else None
     size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets), key)
-    bound, what = size, " of the longest samples fit on every process"
+    bound, what, bounded = size, " of the longest samples fit on every process", key
     if key == "micro_batch_tokens":
         bound = largest_micro_batch_tokens(parts.plan, size, strategy.num_processes)
         what = " tokens, a process's share of a step, fit on every process"
         if bound == size * parts.plan.most_padded:
             what = f" tokens, {size} of the longest samples, fit on every process"
-    bounds: dict[str, Any] = {key: bound}
+    elif parts.plan.packed:  # samples of any length are computed together: what fits is their tokens
+        bounded, tokens = "micro_batch_tokens", size * parts.plan.most_padded
+        bound, what = min(tokens, parts.plan.micro_batch_tokens or tokens), f" tokens, {size}{what}"
+    bounds: dict[str, Any] = {bounded: bound}
     parts.plan = replace(parts.plan, **bounds)
-    parts.notices.append(f"train.{key}=auto: {bound}{', found when the run began' if known else what}.")
+    parts.notices.append(f"train.{key}=auto: {bound:,}{', found when the run began' if known else what}.")
     return conditions | {"size": size}
 
 

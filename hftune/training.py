@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batches
+from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batches, settle_packing
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
@@ -63,8 +63,10 @@ def train(recipe: Recipe) -> TrainResult:
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
+        settle_packing(recipe, strategy, parts)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
@@ -340,7 +342,14 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
     evaluation = evaluate(
-        strategy, dataset, config.batch_size, workers, should_stop, metrics=config.metrics, on_scored=run.console.scored
+        strategy,
+        dataset,
+        config.batch_size,
+        workers,
+        should_stop,
+        metrics=config.metrics,
+        on_scored=run.console.scored,
+        batch_tokens=config.batch_tokens,
     )
     if evaluation is None:
         raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")

@@ -77,6 +77,7 @@ def evaluate(
         elif recipe.train.compile:
             compile_model(built)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
         strategy.prepare(built, build_optimizer(built, recipe))
         if checkpoint is not None:
@@ -85,7 +86,15 @@ def evaluate(
         config = recipe.eval
         shown = 0 if tracked_as is None else config.show_samples
         workers = recipe.train.num_workers
-        evaluation = score(strategy, datasets[split], config.batch_size, workers, num_images=shown, metrics=config.metrics)
+        evaluation = score(
+            strategy,
+            datasets[split],
+            config.batch_size,
+            workers,
+            num_images=shown,
+            metrics=config.metrics,
+            batch_tokens=config.batch_tokens,
+        )
     folder = str(model if checkpoint is None else checkpoint)
     result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
     if tracked_as is not None and strategy.is_main:

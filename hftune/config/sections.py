@@ -59,8 +59,16 @@ class TrainConfig(Section):
     """Maximum number of samples in one forward pass, which decides the memory needed. auto: as many of the longest samples as
     fit. null: 8, or no limit if train.micro_batch_tokens is set."""
     micro_batch_tokens: Union[int, str, None] = None  # noqa: UP007
-    """Maximum number of padded tokens (samples x padded length) in one forward pass, for samples of unequal lengths. auto: as
-    many as fit, and at most a process's share of a step. null: no limit."""
+    """Maximum number of tokens in one forward pass, for samples of unequal lengths: real ones where training computes no
+    padding (train.packing), otherwise padded ones (samples x padded length). auto: as many as fit, and at most a process's
+    share of a step. null: no limit."""
+    packing: Literal["auto", "off"] = "auto"
+    """Whether to leave out padding: the layers compute the real tokens of a micro-batch and nothing else, and micro-batches get
+    equal work. auto: for tasks with lengths and transformers models whose layers compute the same without padding, which is
+    tried before training. off: samples are padded to the longest of their micro-batch."""
+    parts: int | None = None
+    """The number of micro-batches in a step is a multiple of it, so that numbers of processes that divide it have equal work.
+    null: 4 where training computes no padding (batch_size if it is smaller), otherwise any number."""
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: str = "adamw"
@@ -133,7 +141,7 @@ class TrainConfig(Section):
             if problem := name_problem(f"train.{name}", getattr(self, name), names, example):
                 yield problem
         yield from self._optimizer_problems()
-        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
+        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "parts", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
         if self.deterministic and self.cudnn_benchmark:
@@ -153,6 +161,11 @@ class TrainConfig(Section):
             yield (
                 f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}: "
                 "a micro-batch is a part of the global batch. Lower the first or raise the second."
+            )
+        if self.parts is not None and self.parts > self.batch_size >= 1:
+            yield (
+                f"train.parts={self.parts} is larger than train.batch_size={self.batch_size}: a micro-batch has at least one "
+                "sample. Lower the first or raise the second."
             )
         for name in ("lr", "weight_decay", "momentum", "eps"):
             if math.isinf(value := getattr(self, name)) and value > 0:
@@ -231,12 +244,15 @@ OPTIMIZER_KEYS = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentu
 
 @dataclass
 class EvalConfig(Section):
-    """When and how to evaluate. The results do not depend on batch_size."""
+    """When and how to evaluate. The results do not depend on batch_size and batch_tokens."""
 
     every: Union[int, str] = "epoch"  # noqa: UP007 - OmegaConf reads this spelling
     """Steps between two evaluations, or "epoch", or "2 epochs". The last step is always followed by one."""
     batch_size: int = 32
-    """Samples in one forward pass of the evaluation, on each process."""
+    """Maximum number of samples in one forward pass of the evaluation, on each process."""
+    batch_tokens: int | None = None
+    """Maximum number of padded tokens in one forward pass of the evaluation, unless a single sample has more. When titles are
+    generated with beams, each token counts once for each beam. null: no limit."""
     metric: str = "loss"
     """The metric that picks the best model: loss, or one that the task or eval.metrics computes."""
     metrics: list[str] = field(default_factory=list)
@@ -249,8 +265,9 @@ class EvalConfig(Section):
     images)."""
 
     def problems(self) -> Iterator[str]:
-        if self.batch_size < 1:
-            yield f"eval.batch_size={self.batch_size} must be at least 1."
+        for name in ("batch_size", "batch_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                yield f"eval.{name}={value} must be at least 1."
         if self.show_samples < 0:
             yield f"eval.show_samples={self.show_samples} must not be negative."
         if isinstance(self.every, int) and self.every < 1:

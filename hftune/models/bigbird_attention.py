@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,10 +19,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hftune.errors import ConfigError
+from hftune.models.kernel_trial import first_line, problem_of
 
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
-GATHERED_AT_ONCE = 2**20  # numbers in the gathered keys (4 MiB of float32), unless one head alone has more
-KERNELS = ("gathered", "flex")
+GATHERED_ON_CPU = 2**20  # numbers in the gathered keys (4 MiB of float32, for the caches), unless one head alone has more
+GATHERED_ELSEWHERE = 2**26  # 256 MiB of float32: all heads at once, for fewer and larger kernels
+LARGEST_GRID = 65_535  # query blocks at once elsewhere: CUDA's limit for the dimension that attention uses for rows
+LARGEST_TABLE = 2**23  # numbers in the table of key blocks of a layer (16 MiB)
+FLEX_TOKENS = 4096  # FlexAttention sees multiples of it, so that it is compiled for a few sizes only
+KERNELS = ("auto", "gathered", "flex")
 NO_FLEX_ON_CPU = (
     "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
     "Use block_sparse_kernel=gathered."
@@ -45,8 +51,9 @@ class BlockSparseSelfAttention(nn.Module):
     - Random blocks come from the whole row, as in the paper; in transformers, from the first 5 + 2R blocks or 1024 tokens.
 
     ``block_sparse_kernel`` affects speed only: "gathered" gathers the keys of each query block for a fused kernel; "flex" is
-    torch's FlexAttention, compiled for the blocks seen, without copies. On CPUs, torch 2.13 compiles it for the forward pass
-    only, and again for each batch size. This is tested on CPUs; nothing is on GPUs.
+    torch's FlexAttention, compiled for the blocks seen, without copies. "auto" is flex on GPUs where a small example of it
+    compiles and is right, and gathered elsewhere. On CPUs, torch 2.13 compiles flex for the forward pass only. This is tested
+    on CPUs; nothing is on GPUs.
 
     Rows are padded on the right. There is no attention dropout, as in transformers' block-sparse path: the fused kernel for
     CPUs has none, and the two kernels must be the same function.
@@ -68,6 +75,7 @@ class BlockSparseSelfAttention(nn.Module):
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self._priorities: Tensor | None = None
+        self._table: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
         """Return the context (B, T, C) of ``hidden_states`` (B, T, C), and None for the attention weights, which are not kept.
@@ -88,7 +96,7 @@ class BlockSparseSelfAttention(nn.Module):
         else:
             if attention_mask is None:
                 attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            attend = {"gathered": self._attend_gathered, "flex": self._attend_flex}[self.kernel]
+            attend = self._attend_flex if self._flex_is_used(q_BHTD) else self._attend_gathered
             context_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
         return context_BHTD.transpose(1, 2).flatten(2), None
 
@@ -98,37 +106,59 @@ class BlockSparseSelfAttention(nn.Module):
             raise ValueError(f"{T} tokens are not a multiple of the block size {S}. Pad them.")
         return (valid_BT * torch.arange(T, device=valid_BT.device)).amax(1) // S
 
+    def _flex_is_used(self, q_BHTD: Tensor) -> bool:
+        if self.kernel != "auto":
+            return self.kernel == "flex"
+        if q_BHTD.device.type == "cpu":
+            return False
+        problem = flex_problem(q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[-1], self.block_size)
+        if problem is not None:
+            warnings.warn(
+                f"FlexAttention cannot be used here ({problem}): block-sparse attention gathers blocks instead, which computes "
+                "the same and is slower. To hide this, set task.model_config.block_sparse_kernel=gathered.",
+                stacklevel=1,
+            )  # Python shows it once
+        return problem is None
+
     def _attend_flex(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
+        """Attend with all rows in one, padded at the end: only the number of tokens differs between batches."""
         if q_BHTD.device.type == "cpu" and q_BHTD.requires_grad:
             raise ConfigError(NO_FLEX_ON_CPU)
+        (B, H, T, D), S = q_BHTD.shape, self.block_size
+        unit = -(-FLEX_TOKENS // S) * S
+        missing = -(B * T) % unit
+        q, k, v = (
+            nn.functional.pad(x_BHTD.transpose(0, 1).reshape(1, H, B * T, D), (0, 0, 0, missing))
+            for x_BHTD in (q_BHTD, k_BHTD, v_BHTD)
+        )
         try:
-            return _compiled_flex(q_BHTD.device.type)(q_BHTD, k_BHTD, v_BHTD, block_mask=self.block_mask(valid_BT))
+            context = run_flex(q, k, v, self.block_mask(valid_BT, missing // S))
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ConfigError(
-                f"task.model_config.block_sparse_kernel=flex cannot be compiled here ({reason}). "
+                f"task.model_config.block_sparse_kernel=flex cannot be compiled here ({first_line(error)}). "
                 "Use block_sparse_kernel=gathered."
             ) from error
+        return context[0, :, : B * T].unflatten(1, (B, T)).transpose(0, 1)
 
-    def block_mask(self, valid_BT: Tensor) -> BlockMask:
-        """Return the blocks that FlexAttention must visit, from the block indices, without a mask over T x T tokens."""
+    def block_mask(self, valid_BT: Tensor, num_empty: int = 0) -> BlockMask:
+        """Return the blocks that FlexAttention must visit, all rows in one, from the block indices of each row.
+
+        No mask over tokens is made. ``num_empty`` blocks at the end see nothing.
+        """
         S, (B, T) = self.block_size, valid_BT.shape
+        N = T // S
         last_B = self._last_blocks(valid_BT)
-        blocks_BHMK, used_BHMK = self.key_blocks(last_B, T // S)
-        seen_BHNN = torch.zeros(B, self.num_heads, T // S, T // S, dtype=torch.int32, device=valid_BT.device)
+        blocks_BHMK, used_BHMK = self.key_blocks(last_B, N)
+        seen_BHNN = torch.zeros(B, self.num_heads, N, N, dtype=torch.int32, device=valid_BT.device)
         seen_BHNN[:, :, 1:-1].scatter_add_(3, blocks_BHMK, used_BHMK.int())
+        row_B = torch.arange(B, device=last_B.device)
         seen_BHNN[:, :, 0] = 1
-        seen_BHNN[torch.arange(B, device=last_B.device), :, last_B] = 1
-        valid_B11NS = valid_BT.view(B, 1, 1, -1, S)
-        seen_BHNN = seen_BHNN.bool() & valid_B11NS.any(-1)
-        whole_B11N = valid_B11NS.all(-1)  # without padding, so the kernel need not call ``sees``
-
-        def sees(row: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-            return seen_BHNN[row, head, q_index // S, k_index // S] & valid_BT[row, k_index]
-
-        return BlockMask.from_kv_blocks(
-            *_counted(seen_BHNN & ~whole_B11N), *_counted(seen_BHNN & whole_B11N), BLOCK_SIZE=S, mask_mod=sees
-        )
+        seen_BHNN[row_B, :, last_B] = 1
+        seen_BHNN = seen_BHNN.bool()
+        seen_1HNN = seen_BHNN.new_zeros(1, self.num_heads, B * N + num_empty, B * N + num_empty)
+        seen_HBNBN = seen_1HNN[0, :, : B * N, : B * N].unflatten(2, (B, N)).unflatten(1, (B, N))
+        seen_HBNBN[:, row_B, :, row_B] = seen_BHNN  # rows do not see each other
+        return _block_mask(seen_1HNN, nn.functional.pad(valid_BT.flatten(), (0, num_empty * S)), S)
 
     def _attend_gathered(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, valid_BT: Tensor) -> Tensor:
         B, H, T, D = q_BHTD.shape
@@ -142,10 +172,10 @@ class BlockSparseSelfAttention(nn.Module):
         global_BHTD = scaled_dot_product_attention(q_global_BHTD, k_BHTD, v_BHTD, valid_BT[:, None, None])
         first_BH1SD, last_BH1SD = global_BHTD.view(B, H, 2, S, D).split(1, 2)
 
-        # Gathered blocks are 5 + R times as large as keys and values. With a few heads at a time, and gathered again in the
-        # backward pass, they fit the caches and are never held for all heads and layers.
+        # Gathered blocks are 5 + R times as large as keys and values. They are gathered again in the backward pass, and thus
+        # never held for all layers. On CPUs, only a few heads at a time fit the caches.
         blocks_BHMK, used_BHMK = self.key_blocks(last_B, N)
-        num_heads = max(1, GATHERED_AT_ONCE // (blocks_BHMK[:, 0].numel() * S * D))
+        num_heads = _heads_at_once(q_BHTD.device.type, B * (N - 2), blocks_BHMK[:, 0].numel() * S * D)
         inputs = (q_BHNSD[:, :, 1:-1], k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
         parts = zip(*(x.split(num_heads, 1) for x in inputs), strict=True)
         attend = _attend_middle_on_cpu if q_BHTD.device.type == "cpu" else _attend_middle
@@ -161,8 +191,23 @@ class BlockSparseSelfAttention(nn.Module):
         """Return which blocks the query blocks 1 ... N - 2 see, (B, H, M, K) int64, and whether each counts (bool).
 
         ``last_B``: index of each row's last block. A block does not count if it is in the list twice or beyond the row. Results
-        for a row's last block and its padding have no meaning.
+        for a row's last block and its padding have no meaning. They are taken from a table of rows of all lengths, made at the
+        first call, unless it would be too large.
         """
+        num_rows, num_entries = max(self.max_blocks, num_blocks), NUM_FIXED_BLOCKS + self.num_random_blocks
+        if num_rows**2 * self.num_heads * num_entries > LARGEST_TABLE:
+            return self.listed_blocks(last_B, num_blocks)
+        if self._table is None or len(self._table) < num_rows:
+            parts = [self.listed_blocks(last_P, num_rows) for last_P in torch.arange(num_rows, device="cpu").split(16)]
+            self._table = torch.cat([blocks.where(used, -1).to(torch.int16) for blocks, used in parts])
+            self._priorities = None
+        if self._table.device != last_B.device:
+            self._table = self._table.to(last_B.device)
+        listed_BHMK = self._table[last_B, :, : num_blocks - 2]
+        return listed_BHMK.clamp(min=0).long(), listed_BHMK >= 0
+
+    def listed_blocks(self, last_B: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Compute what ``key_blocks`` returns."""
         random_BHMR, drawn_BHMR = self.random_blocks(last_B, num_blocks)
         B, H, M, _ = random_BHMR.shape
         i_1M = torch.arange(1, num_blocks - 1, device=last_B.device)[None]
@@ -203,19 +248,72 @@ class BlockSparseSelfAttention(nn.Module):
 
 
 @cache
+@torch.inference_mode(False)  # its tensors are saved for the backward pass
+def flex_problem(device: torch.device, dtype: torch.dtype, width: int, block_size: int) -> str | None:
+    """Return why FlexAttention cannot be used with heads of ``width``; None if a small example of it is right, both ways.
+
+    Its backward pass is compiled when it is first run, in which it is too late for another kernel: hence an example.
+    """
+    if block_size % 16:
+        return f"block_size={block_size} is not a multiple of 16"
+    num_blocks, num_heads = 8, 2
+    seen_NN = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).triu(-1)
+    valid_T = torch.arange(num_blocks * block_size, device=device) < num_blocks * block_size - 3
+    mask_TT = seen_NN.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1) & valid_T
+    block_mask = _block_mask(seen_NN.expand(1, num_heads, -1, -1), valid_T, block_size)
+    return problem_of(
+        lambda q, k, v: run_flex(q, k, v, block_mask),
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, mask_TT),
+        (1, num_heads, len(valid_T), width),
+        device,
+        dtype,
+    )
+
+
+def run_flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, block_mask: BlockMask) -> Tensor:
+    options = None
+    if q_BHTD.device.type != "cpu":
+        (side, _) = block_mask.BLOCK_SIZE
+        tile = min(64, side & -side)  # the largest power of two in a block
+        options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tile)
+    return _compiled_flex(q_BHTD.device.type)(q_BHTD, k_BHTD, v_BHTD, block_mask=block_mask, kernel_options=options)
+
+
+@cache
 def _compiled_flex(device_type: str) -> Callable[..., Tensor]:
     """Return the compiled FlexAttention; run eagerly, it would hold T x T scores.
 
-    From reading torch 2.13: on Hopper, the only backward kernel tried by default has blocks of 128 instead of our 64;
-    "max-autotune" also tries 64. On CPUs, kernels for dynamic sizes do not compile ("cur_kvSplitSize1 was not declared").
+    From reading torch 2.13: tiles that do not fit blocks of 64 are left out before ``kernel_options`` are applied. On Hopper,
+    the backward pass would have none left, because the only default has 128; "max-autotune" adds some of 64. With the tiles
+    given, it compiles and compares a handful of numbers of stages. On CPUs, kernels for dynamic sizes do not compile
+    ("cur_kvSplitSize1 was not declared").
     """
-    settings = {"dynamic": False, "recompile_limit": 64} if device_type == "cpu" else {"mode": "max-autotune-no-cudagraphs"}
-    return torch.compile(flex_attention, fullgraph=True, **settings)
+    settings = {} if device_type == "cpu" else {"mode": "max-autotune-no-cudagraphs"}
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False, recompile_limit=64, **settings)
+
+
+def _block_mask(seen_BHNN: Tensor, valid_T: Tensor, block_size: int) -> BlockMask:
+    """Return FlexAttention's mask: queries see the valid tokens of the blocks ``seen_BHNN`` (bool; B is 1)."""
+    whole_N = valid_T.view(-1, block_size).all(-1)  # without padding, so the kernel need not call ``sees``
+    seen_BHNN = seen_BHNN & valid_T.view(-1, block_size).any(-1)
+
+    def sees(row: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return seen_BHNN[row, head, q_index // block_size, k_index // block_size] & valid_T[k_index]
+
+    partial, whole = _counted(seen_BHNN & ~whole_N), _counted(seen_BHNN & whole_N)
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=block_size, mask_mod=sees)
 
 
 def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks each query block sees (B, H, N), and which: the first indices of each row in (B, H, N, N)."""
     return seen_BHNN.sum(-1, dtype=torch.int32), seen_BHNN.int().argsort(dim=-1, descending=True, stable=True).int()
+
+
+def _heads_at_once(device_type: str, blocks_of_head: int, numbers_of_head: int) -> int:
+    """Return how many heads' blocks are gathered at a time, given those of one head and the numbers in their keys."""
+    if device_type == "cpu":
+        return max(1, GATHERED_ON_CPU // numbers_of_head)
+    return max(1, min(GATHERED_ELSEWHERE // numbers_of_head, LARGEST_GRID // blocks_of_head))
 
 
 def _attend_middle(

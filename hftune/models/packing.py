@@ -128,12 +128,18 @@ def packed_attention(
     is_causal: bool | None = None,
     packing: Packing | None = None,
     sliding_window: int | None = None,
+    prefix: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' attention functions do: (1, H, N, d) to (1, N, H, d); texts do not see each other.
 
-    Without ``packing``, as in evaluations and in generation, it is transformers' ``sdpa``.
+    Without ``packing``, as in evaluations and in generation, it is transformers' ``sdpa``. A prefix LM packs by itself, with
+    or without it, and hands on its ``prefix`` instead (``hftune.models.prefix_attention``).
     """
+    if prefix is not None:
+        if prefix.is_asked_for:
+            _calls.append(module)
+        return prefix.attend(query, key, value, dropout, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     if packing is None:
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest, **kwargs)

@@ -103,8 +103,7 @@ class Memory(StepMemory):
     """
 
     ddp_buckets_bytes: int
-    """Part of the peak: DDP's buckets, which keep their size. They hold the gradients of a step's last micro-batch; those of
-    earlier ones take additional memory."""
+    """Part of the peak: DDP's buckets, which hold the gradients all the time."""
     receive_bytes: int
     """Part of the peak: in a pipeline, the receive buffers."""
     device: str
@@ -254,8 +253,8 @@ def count_data(batches: BatchPlan, eval_samples: int, found: Survey) -> Data:
     """Count samples and tokens."""
     if found.tokens is None:
         return Data(batches.num_samples, eval_samples, None, None, None, None)
-    share, longest = 1 - found.tokens / found.cost, batches.most_padded
-    return Data(batches.num_samples, eval_samples, found.tokens, found.cost, share, longest)
+    share, longest = 1 - found.tokens / found.computed, batches.most_padded
+    return Data(batches.num_samples, eval_samples, found.tokens, found.computed, share, longest)
 
 
 @dataclass
@@ -266,7 +265,6 @@ class Candidate:
     micro_batch: MicroBatch
     is_first: bool
     """Of those that the process computes in the step."""
-    is_only: bool
 
 
 @dataclass
@@ -274,8 +272,8 @@ class Survey:
     """Results of one walk through the first epoch."""
 
     tokens: int | None
-    cost: int
-    """Of all micro-batches: padded tokens, or samples if they have no lengths."""
+    computed: int
+    """Tokens of all micro-batches, those of padding included; samples if they have no lengths."""
     work: Work
     heaviest: list[Candidate]
     """Without repetition."""
@@ -284,35 +282,36 @@ class Survey:
 def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     """Walk through the first epoch, or the part of it that is trained, as the processes would."""
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
-    counts, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0
-    heaviest: dict[tuple[str, bool, bool], Candidate] = {}
+    counts, computed, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0, 0
+    heaviest: dict[tuple[str, bool], Candidate] = {}
     for number in range(num_steps):
         step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
         shares = balance(costs, num_processes)
         counts[number] = len(step)
+        computed += sum(micro_batch.tokens for micro_batch in step)
         cost += sum(costs)
         busiest += max(sum(costs[index] for index in share) for share in shares)
         most = max(most, max(map(len, shares)))
         idle += len(step) < num_processes
         for share in shares:
             for turn, index in enumerate(share):
-                weigh(heaviest, step[index], is_first=turn == 0, is_only=len(share) == 1)
+                weigh(heaviest, step[index], is_first=turn == 0)
     work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
     tokens = None
     if batches.lengths is not None:
         tokens = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
     different = {id(item.micro_batch): item for item in heaviest.values()}
-    return Survey(tokens, cost, work, [*different.values()])
+    return Survey(tokens, computed, work, [*different.values()])
 
 
-def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroBatch, is_first: bool, is_only: bool) -> None:
+def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, is_first: bool) -> None:
     """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
-    rows, cost = len(micro_batch.samples), micro_batch.cost
-    for kind, size in (("tokens", cost), ("pairs", cost * (cost // rows)), ("rows", rows)):
-        known = heaviest.get((kind, is_first, is_only))
+    rows, tokens = len(micro_batch.samples), micro_batch.tokens
+    for kind, size in (("tokens", tokens), ("pairs", tokens * micro_batch.length), ("rows", rows)):
+        known = heaviest.get((kind, is_first))
         if known is None or size > known.size:
-            heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
+            heaviest[kind, is_first] = Candidate(size, micro_batch, is_first)
 
 
 def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
@@ -445,7 +444,7 @@ def count_in_pipeline(
     unused = meter.unused()
     plan.unused_parameters = [name for name, parameter in model.named_parameters() if parameter in unused]
     rows = max(len(micro_batch.samples) for micro_batch, _ in share)
-    longest = max(micro_batch.cost // len(micro_batch.samples) for micro_batch, _ in share)
+    longest = max(micro_batch.length for micro_batch, _ in share)
     plan.memory = Memory(
         **asdict(next(place for place in places if place.peak_bytes == fullest)),
         ddp_buckets_bytes=0,
@@ -461,23 +460,18 @@ def candidate_memory(
 ) -> Memory:
     """Measure the memory of a process while it computes one micro-batch.
 
-    DDP's buckets hold the gradients of a step's last micro-batch, and keep their size. Those of earlier ones are allocated in
-    addition: under ``no_sync`` DDP ignores them, and ``zero_grad`` took them out of the buckets.
+    Under DDP the gradients are in its buckets, from the beginning.
     """
     many, samples = plan.processes > 1, len(item.micro_batch.samples)
-    step = step_memory(model, optimizer, forward_backward, has_gradients=not item.is_first or (many and item.is_only))
-    buckets = sum(value.nbytes for value in model.parameters() if value.requires_grad) if many else 0
-    if many and item.is_only:
-        step.gradients_bytes = 0  # those that were counted are the buckets
-    else:
-        step.peak_bytes += buckets
+    step = step_memory(model, optimizer, forward_backward, has_gradients=many or not item.is_first)
+    buckets, step.gradients_bytes = (step.gradients_bytes, 0) if many else (0, step.gradients_bytes)
     return Memory(
         **asdict(step),
         ddp_buckets_bytes=buckets,
         receive_bytes=0,
         device=next(model.parameters()).device.type,
         samples=samples,
-        longest=None if plan.data.longest is None else item.micro_batch.cost // samples,
+        longest=None if plan.data.longest is None else item.micro_batch.length,
         host_copy_bytes=plan.disk.checkpoint_bytes,
     )
 

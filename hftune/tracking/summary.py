@@ -56,8 +56,9 @@ def describe_classes(counts: Mapping[str, int]) -> str:
 def describe_batch(recipe: Recipe, plan: BatchPlan) -> str:
     """Say how many samples a step has, and how many a forward pass."""
     bounds = [f"{plan.micro_batch_size} samples"] if plan.micro_batch_size else []
-    bounds += [f"{plan.micro_batch_tokens} tokens"] if plan.micro_batch_tokens else []
-    return f"{recipe.train.batch_size} samples, in micro-batches of at most {' and '.join(bounds)}"
+    bounds += [f"{plan.micro_batch_tokens:,} tokens"] if plan.micro_batch_tokens else []
+    packed = ", without padding" if plan.packed else ""
+    return f"{recipe.train.batch_size} samples, in micro-batches of at most {' and '.join(bounds)}{packed}"
 
 
 def print_summary(evaluations: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any], rows: Mapping[str, str]) -> None:

@@ -37,7 +37,7 @@ class Throughput:
             return
         lengths_B = np.concatenate([lengths[micro_batch.samples] for micro_batch in plan])
         self.tokens += int(lengths_B.sum())
-        self.padded += sum(micro_batch.cost for micro_batch in plan)
+        self.padded += sum(micro_batch.tokens for micro_batch in plan)
         if self.arithmetic is not None:
             self.flops += self.arithmetic.flops(lengths_B, num_items)
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import pipeline
 from hftune import Recipe, TrainingError, __version__, train
 from hftune.commands.evaluate import evaluate
 from hftune.data.demo import reviews
-from tests.support.runs import NO_DROPOUT, TINY, Run, environment
+from tests.support.runs import NO_DROPOUT, TINY, Run, environment, warm_python
 from tests.support.wandb_read import read
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,7 @@ def run(folder, *overrides):
 def demo(tmp_path_factory):
     """The demo's own command, cut to an epoch and a half, on two processes."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
+    launch = [Path(warm_python()).with_name("accelerate"), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
     command = [*launch, "-m", "hftune.run", "recipe=yelp_demo", "train.max_steps=188", f"output_dir={folder}"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

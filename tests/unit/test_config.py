@@ -456,7 +456,7 @@ def test_a_key_without_its_section_suggests_the_full_one(plain, key, full_key):
 @pytest.mark.parametrize(
     ("key", "known"),
     [
-        ("eval.xyz", "Keys of eval: every, batch_size, metric, metrics, greater_is_better, show_samples."),
+        ("eval.xyz", "Keys of eval: every, batch_size, batch_tokens, metric, metrics, greater_is_better, show_samples."),
         ("track.xyz", "Keys of track: with, project, run_name, entity, group, tags, notes, job_type, upload, register."),
         ("xyz", SECTIONS),
         ("xyz.uvw", SECTIONS),
