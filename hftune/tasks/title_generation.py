@@ -272,9 +272,14 @@ class TitleGeneration(TextTask):
     def inputs(self, batch: Batch) -> dict[str, Any]:
         source, title = batch["source"], batch["title"]
         if self.architecture == "encoder_decoder":
-            return {"input_ids": source, "attention_mask": batch["source_mask"], "decoder_input_ids": title}
+            tokens = {"input_ids": source, "attention_mask": batch["source_mask"], "decoder_input_ids": title}
+            return {**tokens, "use_cache": False}
         # Logits of the title only: those of a source of 4,096 tokens would take 650 MB per row.
-        return {**_joined(batch, title, batch["labels"] != NO_LABEL), "logits_to_keep": title.shape[1]}
+        return {**_joined(batch, title, batch["labels"] != NO_LABEL), "logits_to_keep": title.shape[1], "use_cache": False}
+
+    def evaluation_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return ``inputs``, and keep the cache: titles are generated from it, so that sources are read once."""
+        return {**self.inputs(batch), "use_cache": True}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return token_loss(outputs.logits, target)
@@ -282,18 +287,26 @@ class TitleGeneration(TextTask):
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
 
+    @property
+    def rows_per_sample(self) -> int:
+        return int(self.generation.get("num_beams") or 1)
+
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate titles. Return rows of title (the reference in the data), generated, and source (its beginning)."""
         rows = self._rows["eval"][batch["index"].tolist()]
-        columns = zip(rows[self.target_column], self._generate(model, batch), rows[self._source], strict=True)
+        columns = zip(rows[self.target_column], self._generate(outputs, model, batch), rows[self._source], strict=True)
         return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
 
-    def _generate(self, model: PreTrainedModel, batch: Batch) -> list[str]:
+    def _generate(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[str]:
+        """Generate titles, going on from what the model returned for ``evaluation_inputs``, whose cache this uses up."""
+        from hftune.models.generation import continued
+
         start = batch["title"][:, :1]
+        read = continued(outputs, batch["title"].shape[1], model.generation_config)
         if self.architecture == "encoder_decoder":
-            ids = model.generate(batch["source"], attention_mask=batch["source_mask"])
+            ids = model.generate(batch["source"], attention_mask=batch["source_mask"], **read)
         else:
-            ids = model.generate(**_joined(batch, start, start == start))[:, batch["source"].shape[1] :]
+            ids = model.generate(**_joined(batch, start, start == start), **read)[:, batch["source"].shape[1] :]
         return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -338,7 +351,8 @@ class TitleGeneration(TextTask):
         title = [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]
         batch = self.collate([{"source": source, "title": title, "index": 0} for source in sources])
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        return [{"generated": text} for text in self._generate(model, batch)]
+        outputs = model(**self.evaluation_inputs(batch))
+        return [{"generated": text} for text in self._generate(outputs, model, batch)]
 
 
 def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:

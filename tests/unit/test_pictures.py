@@ -378,4 +378,4 @@ def test_whole_images_of_several_shapes_keep_the_bound_in_pixels(folder):
     (step,) = BatchPlan(3, 3, micro_batch_tokens=2560, lengths=recipe.lengths(train), **sizes).epoch(0)
     for micro_batch in step:
         batch = recipe.collate([train[int(sample)] for sample in micro_batch.samples])
-        assert batch["mask"].numel() == micro_batch.cost <= 2560
+        assert batch["mask"].numel() == micro_batch.tokens <= 2560
