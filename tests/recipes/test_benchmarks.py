@@ -118,6 +118,11 @@ def check_restoration_flowers(cells):
     assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
 
 
+def check_startup(cells):
+    assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
+    assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
+
+
 def check_throughput(cells):
     padding = {row[""]: number(row["padding"]) for row in cells.rows}
     assert padding["hftune"] < padding["trainer"] < padding["padded"]
@@ -129,7 +134,7 @@ def check_wikitext2(cells):
     assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
 
 
-COLD = ("batch_plan", "checkpoint_cost")
+COLD = ("batch_plan", "checkpoint_cost", "startup")
 """Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 
