@@ -33,8 +33,13 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCro
 from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
 
 from hftune.errors import ConfigError, did_you_mean
+<<<<<<< HEAD
+from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
+from hftune.models.packing import ATTENTION, Packing, without_masks
+=======
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
 from hftune.models.packing import ATTENTION, without_masks
+>>>>>>> main
 from hftune.models.prefix_attention import Prefix, pack_layers
 from hftune.models.pretrained import load_model
 
@@ -306,7 +311,8 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
     ) -> BaseModelOutput:
         """Return ``last_hidden_state`` (B, T, C) of ``input_ids`` (B, T), padded on the right where ``attention_mask`` is 0.
 
-        Long batches are padded to a multiple of the block size, and the output is cut to the original length.
+        Long batches are padded to a multiple of the block size, and the output is cut to the original length. Linear layers
+        compute real tokens only.
 
         Raises:
             ValueError: hidden states or attentions are requested, which are not kept.
@@ -322,7 +328,11 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
                 attention_mask = hidden_BTC.new_ones(hidden_BTC.shape[:2], dtype=torch.bool)
             hidden_BTC = torch.nn.functional.pad(hidden_BTC, (0, 0, 0, missing))
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-        hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
+        if (tokens := RealTokens.of(attention_mask)) is None:
+            hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
+        else:
+            hidden_1XC = self.encoder(tokens.pack(hidden_BTC), attention_mask=attention_mask, tokens=tokens).last_hidden_state
+            hidden_BTC = tokens.unpack(hidden_1XC)
         return BaseModelOutput(last_hidden_state=hidden_BTC[:, :length])
 
 
