@@ -33,13 +33,8 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCro
 from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
 
 from hftune.errors import ConfigError, did_you_mean
-<<<<<<< HEAD
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
-from hftune.models.packing import ATTENTION, Packing, without_masks
-=======
-from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
 from hftune.models.packing import ATTENTION, without_masks
->>>>>>> main
 from hftune.models.prefix_attention import Prefix, pack_layers
 from hftune.models.pretrained import load_model
 
