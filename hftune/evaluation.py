@@ -16,7 +16,7 @@ from hftune.distributed.pulse import marked_while_moving
 from hftune.errors import DataError, TrainingError
 from hftune.metrics.named import compute, load_metrics
 from hftune.strategies.base import Strategy
-from hftune.task import ask
+from hftune.task import Task, ask
 
 ROWS = 1000
 """Rows of each process that go to the main process together."""
@@ -55,6 +55,7 @@ def evaluate(
     num_images: int = 0,
     metrics: Sequence[str] = (),
     on_scored: Callable[[int, int], None] = lambda count, total: None,
+    batch_tokens: int | None = None,
 ) -> Evaluation | None:
     """Score the whole data set. Collective. Return None if ``should_stop`` has become true on any process.
 
@@ -64,6 +65,7 @@ def evaluate(
 
     Args:
         metrics: names of ``eval.metrics``, to compute in addition to the task's.
+        batch_size, batch_tokens: of ``plan_evaluation``.
         on_scored: called with the number of micro-batches that this process has scored, and of those that it has to.
 
     Raises:
@@ -71,10 +73,7 @@ def evaluate(
         TrainingError: one of ``metrics`` fails, or clashes with another one.
     """
     task = strategy.task
-    lengths = task.lengths(dataset)
-    sizes: dict[str, Any] = {"sizes": task.sizes(dataset), "padded_length": task.padded_length}
-    plan = BatchPlan(len(dataset), len(dataset), micro_batch_size=batch_size, lengths=lengths, shuffle=False, **sizes)
-    micro_batches = plan.epoch(0)[0]
+    micro_batches = plan_evaluation(task, dataset, batch_size, batch_tokens)
     total, scored = len(strategy.share(micro_batches)), []
     for micro_batch, batch in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
         scored.append(_score(strategy, micro_batch, batch, num_images))
@@ -101,6 +100,32 @@ def evaluate(
     return Evaluation(summary, rows, [images[sample] for sample in sorted(images)])
 
 
+def plan_evaluation(task: Task, dataset: Any, batch_size: int, batch_tokens: int | None = None) -> list[MicroBatch]:
+    """Sort a data set by length and cut it into micro-batches; the same on every process.
+
+    Args:
+        batch_size: maximum number of samples in one.
+        batch_tokens: maximum number of padded tokens in one, times ``task.rows_per_sample``, or what the longest sample has
+            alone if that is more: its memory is needed anyway. None: no maximum. It needs a task whose samples have lengths.
+    """
+    lengths, sizes, max_tokens = task.lengths(dataset), task.sizes(dataset), None
+    if batch_tokens is not None and lengths is not None:
+        different = [] if sizes is None else np.unique(sizes, axis=0).tolist()
+        longest = max(map(task.padded_length, different), default=int(lengths.max()))
+        max_tokens = max(batch_tokens // task.rows_per_sample, longest)
+    plan = BatchPlan(
+        len(dataset),
+        len(dataset),
+        micro_batch_size=batch_size,
+        micro_batch_tokens=max_tokens,
+        lengths=lengths,
+        shuffle=False,
+        sizes=sizes,
+        padded_length=task.padded_length,
+    )
+    return plan.epoch(0)[0]
+
+
 def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_images: int) -> _Scored:
     task, samples = strategy.task, micro_batch.samples.tolist()
     indices = [index for index, sample in enumerate(samples) if sample < num_images]
@@ -115,7 +140,7 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
             raise
         raise TrainingError(
             f"Out of memory in the evaluation of {len(samples)} samples at a time. "
-            "Lower eval.batch_size; no result depends on it."
+            "Lower eval.batch_size or eval.batch_tokens; no result depends on them."
         ) from error
     if len(rows) != len(samples):
         raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")

@@ -25,6 +25,7 @@ from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
 from hftune.task import ask
 from hftune.tracking.jsonl import write_rows
 
@@ -74,8 +75,9 @@ def evaluate(
         if built is None:
             built = build_model(recipe)
         elif recipe.train.compile:
-            built.compile(dynamic=True)
+            compile_model(built)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
         strategy.prepare(built, build_optimizer(built, recipe))
         if checkpoint is not None:
@@ -84,7 +86,15 @@ def evaluate(
         config = recipe.eval
         shown = 0 if tracked_as is None else config.show_samples
         workers = recipe.train.num_workers
-        evaluation = score(strategy, datasets[split], config.batch_size, workers, num_images=shown, metrics=config.metrics)
+        evaluation = score(
+            strategy,
+            datasets[split],
+            config.batch_size,
+            workers,
+            num_images=shown,
+            metrics=config.metrics,
+            batch_tokens=config.batch_tokens,
+        )
     folder = str(model if checkpoint is None else checkpoint)
     result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
     if tracked_as is not None and strategy.is_main:

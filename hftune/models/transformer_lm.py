@@ -1,6 +1,6 @@
 """A causal language model in plain torch, from PyTorch's tutorial on pipelines, as a transformers model."""
 
-# Shapes: B rows, T tokens, D width, H heads, V vocabulary.
+# Shapes: B rows, T new tokens, K cached and new tokens, D width, H heads, V vocabulary.
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
 class TransformerLMConfig(PreTrainedConfig):
@@ -80,8 +89,6 @@ class PositionalEncoding(nn.Module):
 
     def forward(self, x_BTD: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """``position_ids`` (B, T); by default 0, 1, 2, ... in every row."""
-        if x_BTD.shape[1] > self.max_length:
-            raise ValueError(f"{x_BTD.shape[1]} tokens exceed the model's {self.max_length} positions.")
         sinusoids = self.sinusoids_TD[: x_BTD.shape[1]] if position_ids is None else self.sinusoids_TD[position_ids]
         return self.dropout(x_BTD * math.sqrt(self.width) + sinusoids.to(x_BTD.dtype))
 
@@ -89,27 +96,29 @@ class PositionalEncoding(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Causal multi-head self-attention, with torch's fused kernels."""
 
-    def __init__(self, config: TransformerLMConfig) -> None:
+    def __init__(self, config: TransformerLMConfig, index: int) -> None:
         super().__init__()
-        self.num_heads, self.dropout = config.num_attention_heads, config.dropout
+        self.num_heads, self.dropout, self.index = config.num_attention_heads, config.dropout, index
         self.in_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-        """``mask_B1TT``: true where a token may attend, causality included; None for causality alone."""
-        q_BHTd, k_BHTd, v_BHTd = self.in_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x_BTD: Tensor, mask_B1TK: Tensor | None = None, past_key_values: Cache | None = None) -> Tensor:
+        """``mask_B1TK``: true where a token may attend, causality included; None for causality alone."""
+        q_BHTd, k_BHKd, v_BHKd = self.in_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        if past_key_values is not None:
+            k_BHKd, v_BHKd = past_key_values.update(k_BHKd, v_BHKd, self.index)
         dropout = self.dropout if self.training else 0.0
-        y_BHTd = scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, mask_B1TT, dropout, is_causal=mask_B1TT is None)
+        y_BHTd = scaled_dot_product_attention(q_BHTd, k_BHKd, v_BHKd, mask_B1TK, dropout, is_causal=mask_B1TK is None)
         return self.out_proj(y_BHTd.transpose(1, 2).flatten(2))
 
 
 class TransformerLayer(GradientCheckpointingLayer):
     """Attention, then a feed-forward block, both with pre-norm and a residual path."""
 
-    def __init__(self, config: TransformerLMConfig) -> None:
+    def __init__(self, config: TransformerLMConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = CausalSelfAttention(config)
+        self.attention = CausalSelfAttention(config, index)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size)
         self.feed_forward = nn.Sequential(
             nn.Linear(config.hidden_size, config.intermediate_size),
@@ -119,8 +128,8 @@ class TransformerLayer(GradientCheckpointingLayer):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), mask_B1TT))
+    def forward(self, x_BTD: Tensor, mask_B1TK: Tensor | None = None, past_key_values: Cache | None = None) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), mask_B1TK, past_key_values))
         return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
 
 
@@ -160,7 +169,7 @@ class TransformerLMModel(TransformerLMPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = PositionalEncoding(config)
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(TransformerLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
@@ -170,29 +179,42 @@ class TransformerLMModel(TransformerLMPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-    ) -> BaseModelOutput:
+    ) -> BaseModelOutputWithPast:
         """Return ``last_hidden_state`` (B, T, D) of ``input_ids`` (B, T), or of their embeddings (B, T, D).
 
-        Without ``attention_mask`` (B, T), 0 on padding, all tokens count and attention uses its fastest kernel. Rows padded on
-        the right do not need the mask, because no token sees later ones. There is no cache.
+        Without ``attention_mask`` (B, K), 0 on padding, all tokens count and attention uses its fastest kernel. Rows padded on
+        the right do not need the mask, because no token sees later ones. With ``past_key_values`` of K - T tokens, only the T
+        tokens after them are given. A cache is kept if there is one, or with ``use_cache=True``.
+
+        Raises:
+            ValueError: there are more tokens than positions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        num_tokens = num_cached + x_BTD.shape[1]
+        if num_tokens > self.config.max_position_embeddings:
+            raise ValueError(f"{num_tokens} tokens exceed the model's {self.config.max_position_embeddings} positions.")
+        if attention_mask is None and num_cached:
+            attention_mask = x_BTD.new_ones((len(x_BTD), num_tokens), dtype=torch.bool)
         if attention_mask is None:
-            mask_B1TT, x_BTD = None, self.embed_positions(x_BTD)
+            mask_B1TK, x_BTD = None, self.embed_positions(x_BTD)
         else:
-            mask_B1TT = causal_mask(attention_mask.bool())
-            x_BTD = self.embed_positions(x_BTD, (attention_mask.long().cumsum(-1) - 1).clamp(min=0))
+            mask_B1TK = causal_mask(attention_mask.bool(), num_cached)
+            x_BTD = self.embed_positions(x_BTD, (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:])
         for layer in self.layers:
-            x_BTD = layer(x_BTD, mask_B1TT)
-        return BaseModelOutput(last_hidden_state=self.norm(x_BTD))
+            x_BTD = layer(x_BTD, mask_B1TK, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x_BTD), past_key_values=past_key_values)
 
 
 class TransformerLM(TransformerLMPreTrainedModel, GenerationMixin):
-    """Predict each token from those before it. There is no cache: ``generate`` recomputes the whole text for each token."""
+    """Predict each token from those before it. ``generate`` keeps a cache, so that a token costs one token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -207,25 +229,31 @@ class TransformerLM(TransformerLMPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        logits_to_keep: int = 0,
         return_dict: bool | None = None,
-    ) -> CausalLMOutput:
-        """Return logits (B, T, V) of the next token; arguments as for ``TransformerLMModel``."""
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
-        return CausalLMOutput(logits=self.lm_head(hidden.last_hidden_state))
+    ) -> CausalLMOutputWithPast:
+        """Return logits (B, T, V) of the next token, or those of the last ``logits_to_keep`` positions.
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Return the arguments of ``forward``: always all tokens so far."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        Other arguments are those of ``TransformerLMModel``.
+        """
+        hidden = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        logits = self.lm_head(hidden.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=hidden.past_key_values)
 
 
-def causal_mask(valid_BT: Tensor) -> Tensor:
-    """Return the attention mask (B, 1, T, T) bool: the real tokens up to each one. Padding sees itself, to avoid NaN."""
-    index_T = torch.arange(valid_BT.shape[1], device=valid_BT.device)
-    before_TT = index_T <= index_T[:, None]
-    return ((before_TT & valid_BT[:, None]) | (index_T == index_T[:, None]))[:, None]
+def causal_mask(valid_BK: Tensor, num_cached: int = 0) -> Tensor:
+    """Return the attention mask (B, 1, T, K) bool: the real tokens up to each new one. Padding sees itself, to avoid NaN."""
+    k_K = torch.arange(valid_BK.shape[1], device=valid_BK.device)
+    q_T1 = k_K[num_cached:, None]
+    return (((k_K <= q_T1) & valid_BK[:, None]) | (k_K == q_T1))[:, None]
 
 
 AutoConfig.register(TransformerLMConfig.model_type, TransformerLMConfig, exist_ok=True)

@@ -103,13 +103,14 @@ def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig,
 def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]:
     """Measure a pipeline's share of a step by what may take memory: buffers; and tokens, pairs of tokens and rows in flight."""
     rows = [len(micro_batch.samples) for micro_batch in share]
-    costs = [micro_batch.cost for micro_batch in share]
-    lengths = [cost // count for cost, count in zip(costs, rows, strict=True)]
-    in_flight = slice(None if config.schedule == "gpipe" else config.pipeline_stages)  # the longest come first
+    lengths = [micro_batch.length for micro_batch in share]
+    tokens = sorted((micro_batch.tokens for micro_batch in share), reverse=True)
+    pairs = sorted((micro_batch.tokens * micro_batch.length for micro_batch in share), reverse=True)
+    in_flight = slice(None if config.schedule == "gpipe" else config.pipeline_stages)
     return {
         "buffers": len(share) * max(rows) * max(lengths),
-        "tokens": sum(costs[in_flight]),
-        "pairs": sum(cost * length for cost, length in zip(costs[in_flight], lengths[in_flight], strict=True)),
+        "tokens": sum(tokens[in_flight]),
+        "pairs": sum(pairs[in_flight]),
         "rows": sum(rows[in_flight]),
     }
 

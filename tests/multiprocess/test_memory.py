@@ -42,7 +42,8 @@ def test_evaluation_names_its_own_key(source, tmp_path):
     with pytest.raises(TrainingError) as caught:
         run(source, tmp_path / "out", "train.micro_batch_size=4", "eval.batch_size=16")
     assert str(caught.value) == (
-        "Out of memory in the evaluation of 16 samples at a time. Lower eval.batch_size; no result depends on it."
+        "Out of memory in the evaluation of 16 samples at a time. Lower eval.batch_size or eval.batch_tokens; "
+        "no result depends on them."
     )
 
 

@@ -64,8 +64,8 @@ def test_no_micro_batch_has_more_padded_tokens_than_asked_for(name):
         (rows, source), title = batch["source"].shape, batch["title"].shape[1]
         if name == "encoder_decoder":
             source = model.config.encoder.padded_length(source)
-        assert rows * (source + title) == micro_batch.cost <= 500
-        computed += micro_batch.cost
+        assert rows * (source + title) == micro_batch.tokens <= 500
+        computed += micro_batch.tokens
     read = sum(len(row["source"]) + len(row["title"]) - 1 for row in data)
     assert task.lengths(data).sum() == read < computed
 
@@ -85,6 +85,21 @@ def test_model_evaluated_again_gives_the_metrics_of_the_run_bit_for_bit(runs, na
     run = runs[name, 1]
     found = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model_last").metrics
     assert found == run.result["metrics"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_titles_do_not_depend_on_the_batches_that_they_are_generated_in(runs, name):
+    run, num_batches = runs[name, 1], []
+    for bound in ("eval.batch_size=3", "eval.batch_tokens=1500", "eval.batch_tokens=1"):
+        recipe = Recipe.load(run.folder / "recipe.yaml", bound)
+        task, batches = recipe.task, []
+        task._generate = lambda *given, task=task, batches=batches: batches.append(given) or type(task)._generate(task, *given)
+        found = evaluate(recipe, run.folder / "model_last").metrics
+        expected = dict(run.result["metrics"])
+        assert found.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-6) and found == expected
+        num_batches.append(len(batches))
+    assert sum(len(batch["title"]) for _, _, batch in batches) == 13
+    assert num_batches[0] == 5 and 1 < num_batches[1] < num_batches[2]
 
 
 def test_model_is_evaluated_as_the_recipe_says_now(runs):

@@ -51,6 +51,39 @@ def test_generate_takes_the_most_probable_token_each_time():
     assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False), ids)
 
 
+PADDED = {
+    "not padded": torch.ones(3, 9, dtype=torch.long),
+    "left": (torch.arange(9) >= torch.tensor([[0], [3], [7]])).long(),
+    "right": (torch.arange(9) < torch.tensor([[9], [4], [1]])).long(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
+@pytest.mark.parametrize("side", PADDED)
+def test_texts_are_the_same_with_and_without_a_cache_and_a_token_costs_one_token(side, options):
+    model, batch, read = build(initializer_range=1.0), {"input_ids": IDS, "attention_mask": PADDED[side]}, []
+    model.model.layers[0].register_forward_pre_hook(lambda layer, args: read.append(args[0].shape[1]))
+    texts = []
+    for use_cache in (False, True):
+        torch.manual_seed(1)
+        texts.append(model.generate(**batch, max_new_tokens=8, use_cache=use_cache, pad_token_id=0, **options))
+    assert torch.equal(*texts) and texts[0].shape == (3, 17) and len({*map(tuple, texts[0][:, 9:].tolist())}) > 1
+    assert read == [*range(9, 17), 9, *[1] * 7]
+
+
+@pytest.mark.parametrize("side", PADDED)
+def test_logits_after_a_cache_are_those_of_the_whole_text(side):
+    model, mask = build(), PADDED[side]
+    whole, first = model(IDS, attention_mask=mask).logits, model(IDS[:, :4], attention_mask=mask[:, :4], use_cache=True)
+    rest = model(IDS[:, 4:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole)
+    assert rest.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(model(IDS, attention_mask=mask, logits_to_keep=2).logits, whole[:, -2:])
+    assert model(IDS).past_key_values is None
+    with pytest.raises(ValueError, match=r"^21 tokens exceed the model's 20 positions\.$"):
+        model(torch.zeros(3, 12, dtype=torch.long), past_key_values=rest.past_key_values)
+
+
 def test_hidden_states_go_on_in_a_part_without_what_comes_before_the_layers():
     """As a pipeline cuts it: embeddings and positions stay with the first part, norm and head go with the last."""
     whole = build()

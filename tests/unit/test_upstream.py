@@ -11,6 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -67,6 +68,13 @@ def compiled_models_have_a_call():
     assert model._compiled_call_impl is None
     model.compile()
     assert model._compiled_call_impl is not None
+
+
+def compilations_are_counted():
+    from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
+
+    assert isinstance(get_compilation_metrics(), list)
+    assert {"start_time", "recompile_reason", "fail_reason"} <= {field.name for field in fields(CompilationMetrics)}
 
 
 def views_are_distinguished_from_copies():
@@ -348,6 +356,13 @@ TABLE = [
             exists(f"torch._dynamo.exc.{name}"),
         )
         for name in ("FailOnRecompileLimitHit", "TorchDynamoException")
+    ),
+    Upstream(
+        "torch._dynamo.utils.get_compilation_metrics",
+        "strategies",
+        "how many graphs train.compile made, and how many of them again",
+        NO_ISSUE,
+        compilations_are_counted,
     ),
     *(
         Upstream(
