@@ -23,6 +23,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from hftune.models.dropout import attention_with_dropout
+
 
 class TransformerLMConfig(PreTrainedConfig):
     """Config of a ``TransformerLM``. Defaults are those of the tutorial, whose names are in brackets.
@@ -108,7 +110,11 @@ class CausalSelfAttention(nn.Module):
         if past_key_values is not None:
             k_BHKd, v_BHKd = past_key_values.update(k_BHKd, v_BHKd, self.index)
         dropout = self.dropout if self.training else 0.0
-        y_BHTd = scaled_dot_product_attention(q_BHTd, k_BHKd, v_BHKd, mask_B1TK, dropout, is_causal=mask_B1TK is None)
+        if dropout and mask_B1TK is None and x_BTD.device.type == "cpu":  # torch has no fused kernel with dropout there
+            later_TT = torch.ones(x_BTD.shape[1], x_BTD.shape[1], dtype=torch.bool).triu(1)
+            y_BHTd = attention_with_dropout(q_BHTd, k_BHKd, v_BHKd, dropout, q_BHTd.shape[-1] ** -0.5, later_TT)
+        else:
+            y_BHTd = scaled_dot_product_attention(q_BHTd, k_BHKd, v_BHKd, mask_B1TK, dropout, is_causal=mask_B1TK is None)
         return self.out_proj(y_BHTd.transpose(1, 2).flatten(2))
 
 
