@@ -192,7 +192,7 @@ def train_with_trainer(options: argparse.Namespace) -> None:
         use_cpu=True,
     )
     collate = DataCollatorWithPadding(recipe.task.text_tokenizer)
-    trainer = Trainer(model, arguments, collate, train_dataset=data["train"].with_format(None))
+    trainer = Trainer(model, arguments, collate, train_dataset=data["train"].to_dataset())
     trainer.remove_callback(PrinterCallback)
     losses: list[float] = []
     hook = model.register_forward_hook(lambda model, inputs, outputs: losses.append(outputs.loss.item()))
@@ -212,9 +212,8 @@ def evaluate(model: Any, data: Any, recipe: Recipe) -> float:
 
     model.eval()
     total = 0.0
-    for batch in data.batch(ROWS):
-        examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        tensors = recipe.task.collate(examples)
+    for start in range(0, len(data), ROWS):
+        tensors = recipe.task.collate(data.__getitems__(range(start, min(start + ROWS, len(data)))))
         with torch.no_grad():
             total += cross_entropy(model(**tensors).logits, tensors["labels"], reduction="sum").item()
     return total / len(data)

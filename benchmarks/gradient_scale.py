@@ -112,8 +112,9 @@ def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
         strategy = choose_strategy(session.join(), recipe, session.progress)
         strategy.prepare(model, build_optimizer(model, recipe))
         batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
-        report = strategy.forward_backward(batch, recipe.seed, step=0)
-        return report.loss, strategy.clip_grad_norm(recipe.train.clip_norm)
+        strategy.forward_backward(batch, recipe.seed, step=0)
+        report = strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))
+        return report.loss, report.grad_norm
 
 
 def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, float]:
@@ -136,7 +137,7 @@ def trainer_step(recipe: Recipe, data: Any, accumulation: int) -> tuple[float, f
         use_cpu=True,
     )
     collate = DataCollatorWithPadding(recipe.task.text_tokenizer)
-    trainer = Trainer(build_model(recipe), arguments, collate, train_dataset=data.with_format(None))
+    trainer = Trainer(build_model(recipe), arguments, collate, train_dataset=data.to_dataset())
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     first = trainer.state.log_history[0]

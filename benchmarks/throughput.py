@@ -33,7 +33,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from bert_on_reviews import Meter, add_model_options, pad_to, quiet, recipe_of, review_task
@@ -46,6 +45,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hftune.build import build_model, load_datasets, plan_batches
 from hftune.config import Recipe
+from hftune.data.texts import Texts
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.strategies.data_parallel import DataParallel
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     return parse_options(parser, smoke)
 
 
-def draw_rounds(data: datasets.Dataset, options: argparse.Namespace) -> list[datasets.Dataset]:
+def draw_rounds(data: Texts, options: argparse.Namespace) -> list[Texts]:
     """Draw the samples of every round; a sample may come in several rounds, never twice in one."""
     draw, count = np.random.default_rng(0), options.steps * options.batch_size
     return [data.select(draw.permutation(len(data))[:count]) for _ in range(options.rounds)]
@@ -119,16 +119,16 @@ class Contender:
         self.recipe, self.model = recipe, build_model(recipe)
         self.meter = Meter(self.model)
 
-    def train(self, data: datasets.Dataset) -> Times:
+    def train(self, data: Texts) -> Times:
         """Train on all of ``data`` once; return the time it took."""
         raise NotImplementedError
 
-    def warm_up(self, data: datasets.Dataset) -> None:
+    def warm_up(self, data: Texts) -> None:
         with self.meter.weighing():
             self.train(data)
         self.activation_bytes = self.meter.activation_bytes
 
-    def time(self, data: datasets.Dataset) -> Round:
+    def time(self, data: Texts) -> Round:
         self.meter.restart()
         times, meter = self.train(data), self.meter
         if meter.samples != len(data):
@@ -143,7 +143,7 @@ class Padded(Contender):
         super().__init__(recipe)
         self.optimizer = build_optimizer(self.model, recipe)
 
-    def train(self, data: datasets.Dataset) -> Times:
+    def train(self, data: Texts) -> Times:
         config, task = self.recipe.train, self.recipe.task
         accumulation = config.batch_size // config.micro_batch_size
 
@@ -187,8 +187,8 @@ class ByTrainer(Contender):
         self.trainer = InOrder(self.model, arguments, collate, callbacks=[self.stopwatch])
         self.trainer.remove_callback(PrinterCallback)
 
-    def train(self, data: datasets.Dataset) -> Times:
-        self.trainer.train_dataset = data.with_format(None)  # lists, as its collator expects
+    def train(self, data: Texts) -> Times:
+        self.trainer.train_dataset = data.to_dataset()  # lists, as its collator expects
         self.trainer.train()
         return self.stopwatch.times
 
@@ -221,7 +221,7 @@ class ByHftune(Contender):
         self.strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
         self.strategy.prepare(self.model, build_optimizer(self.model, recipe))
 
-    def train(self, data: datasets.Dataset) -> Times:
+    def train(self, data: Texts) -> Times:
         config, strategy = self.recipe.train, self.strategy
         plan = replace(plan_batches(self.recipe, data), shuffle=False)
         began = now()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,17 @@ from hftune.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass.
-
-    ``index`` is its position in the step: the same on every process, so it can seed the dropout of this forward pass.
-    ``cost`` is what the pass computes: samples x padded length (samples alone if the plan has no lengths).
-    """
+    """Samples of one forward pass."""
 
     index: int
+    """Its position in the step: the same on every process, so it can seed the dropout of this forward pass."""
     samples: np.ndarray
+    length: int
+    """Of its rows, padding included; 1 if samples have no lengths."""
+    tokens: int
+    """That the layers compute: samples x length, or, if the plan is packed, the real tokens."""
     cost: int
+    """By which processes are given equal work: the tokens, and what attention adds to them; see ``BatchPlan.width``."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class BatchPlan:
     remainder. Inside a global batch the samples are sorted by length, longest first, and cut into micro-batches of
     at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded tokens, as few and as even as possible.
     Sorting inside the batch saves padding without changing what a batch contains, hence without biasing the gradient.
+
+    A packed plan is for models that compute no padding: samples of any length are dealt to micro-batches of equal work, as few
+    as the bounds allow. ``micro_batch_tokens`` then bounds the real tokens.
 
     Args:
         num_samples: samples in the dataset, at least 1.
@@ -49,6 +54,11 @@ class BatchPlan:
         sizes: (N, K) int, the parts of a sample that are padded separately, such as source and title, or height and width. The
             largest of each in a micro-batch determine its padded length. None: the largest of ``lengths`` does.
         padded_length: returns the length of a row that is padded to K sizes, monotonic in each. Required with ``sizes``.
+        packed: whether micro-batches are computed without padding. Needs lengths.
+        parts: the number of micro-batches in a step is a multiple of it (a step of fewer samples has one for each): processes
+            whose number divides it have equally many. None: any number.
+        width: of the model's hidden states, if it has attention: a row of t tokens costs t + t^2 / (6 width), the ratio of
+            floating point operations in transformer layers with feed-forward blocks of 4 x width. None: it costs t.
 
     Raises:
         ConfigError: ``micro_batch_tokens`` without lengths, or fewer than a single sample has.
@@ -63,6 +73,9 @@ class BatchPlan:
     shuffle: bool = True
     sizes: np.ndarray | None = None
     padded_length: Callable[[Sequence[int]], int] = sum
+    packed: bool = False
+    parts: int | None = None
+    width: int | None = None
 
     def __post_init__(self):
         if self.lengths is not None and len(self.lengths) != self.num_samples:
@@ -83,7 +96,7 @@ class BatchPlan:
 
     def _longest_alone(self) -> tuple[int, int]:
         """Return the sample that is the longest row on its own, and that row's length."""
-        if self.sizes is None:
+        if self.sizes is None or self.packed:
             longest = int(np.argmax(self.lengths))
             return longest, int(self.lengths[longest])
         different_K, indices = np.unique(self.sizes, axis=0, return_index=True)
@@ -96,7 +109,18 @@ class BatchPlan:
         """Length of the longest row that any micro-batch can be padded to; 1 if samples have no lengths."""
         if self.lengths is None:
             return 1
-        return int(self.lengths.max()) if self.sizes is None else self.padded_length(self.sizes.max(0).tolist())
+        if self.sizes is None or self.packed:
+            return int(self.lengths.max())
+        return self.padded_length(self.sizes.max(0).tolist())
+
+    def row_costs(self, lengths_B: Any) -> Any:
+        """Return what rows of these lengths cost, whole numbers; for an array or a number."""
+        return lengths_B if self.width is None else lengths_B + lengths_B * lengths_B // (6 * self.width)
+
+    def num_parts(self, least: int, num_samples: int) -> int:
+        """Return the number of micro-batches, at least ``least``, that a step of ``num_samples`` is cut into."""
+        parts = self.parts or 1
+        return min(-(-least // parts) * parts, num_samples)
 
     def longest(self, count: int) -> np.ndarray:
         """Return up to ``count`` samples that need the most memory together: the longest, and those of the largest sizes."""
@@ -155,30 +179,66 @@ class EpochPlan(Sequence):
             raise IndexError(step)
         plan = self.plan
         samples_B = self.order_N[step * plan.batch_size : (step + 1) * plan.batch_size]
+        return self._deal(samples_B) if plan.packed else self._cut(samples_B)
+
+    def _deal(self, samples_B: np.ndarray) -> list[MicroBatch]:
+        """Deal samples to micro-batches of equal work, the cheapest one first.
+
+        So the all-reduce of the gradient, which begins with the last backward pass, hides behind the longest one.
+        """
+        plan, lengths_B = self.plan, self.plan.lengths[samples_B].astype(np.int64)
+        costs, total = plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
+        max_rows, max_tokens = plan.micro_batch_size or len(samples_B), plan.micro_batch_tokens or total
+        least = max(-(-len(samples_B) // max_rows), -(-total // max_tokens))
+        while True:
+            count = plan.num_parts(least, len(samples_B))
+            bins = balance(costs, count, max_rows)
+            if count == len(samples_B) or all(_fits(lengths_B[places], max_rows, max_tokens) for places in bins):
+                break
+            least = count + 1
+        loads = [sum(costs[place] for place in places) for places in bins]
+        micro_batches = []
+        for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number))):
+            places = bins[number]
+            real = lengths_B[places]
+            micro_batches.append(MicroBatch(index, samples_B[places], int(real.max()), int(real.sum()), loads[number]))
+        return micro_batches
+
+    def _cut(self, samples_B: np.ndarray) -> list[MicroBatch]:
+        """Cut samples, longest first, into micro-batches of little padding."""
+        plan = self.plan
         max_rows = plan.micro_batch_size or len(samples_B)
-        if plan.lengths is None:
-            stops = _fill([1] * len(samples_B), max_rows, len(samples_B))
-            return self._cut(samples_B, stops, lambda start, stop: 1)
+        rows: _Lengths | _Sizes
         if plan.sizes is None:
-            lengths = plan.lengths[samples_B].tolist()
-            fill = partial(_fill, lengths, max_rows)
-            stops = even_cuts(fill, lengths[0], plan.micro_batch_tokens or lengths[0] * max_rows)
-            return self._cut(samples_B, stops, lambda start, stop: lengths[start])
-        sizes_BK = plan.sizes[samples_B]
-        rows = sizes_BK.tolist()
-        fill = partial(_fill_sizes, rows, plan.padded_length, max_rows)
-        widest = plan.padded_length(sizes_BK.max(0).tolist())
-        stops = even_cuts(fill, max(map(plan.padded_length, rows)), plan.micro_batch_tokens or widest * max_rows)
-        return self._cut(samples_B, stops, lambda start, stop: plan.padded_length(sizes_BK[start:stop].max(0).tolist()))
-
-    def _cut(self, samples_B: np.ndarray, stops: Sequence[int], padded_length: Callable[[int, int], int]) -> list[MicroBatch]:
-        return [
-            MicroBatch(index, samples_B[start:stop], padded_length(start, stop) * (stop - start))
-            for index, (start, stop) in enumerate(pairwise([0, *stops]))
-        ]
+            rows = _Lengths([1] * len(samples_B) if plan.lengths is None else plan.lengths[samples_B].tolist(), max_rows)
+        else:
+            rows = _Sizes(plan.sizes[samples_B].tolist(), max_rows, plan.padded_length)
+        high = plan.micro_batch_tokens or rows.widest * max_rows
+        if plan.lengths is None and plan.parts is None:
+            stops = rows.fill(high)  # full ones, and a rest
+        else:
+            stops = even_cuts(rows.fill, rows.longest, high, lambda least: plan.num_parts(least, len(samples_B)))
+        micro_batches = []
+        for index, (start, stop) in enumerate(pairwise([0, *stops])):
+            length, count = rows.padded(start, stop), stop - start
+            tokens, cost = length * count, plan.row_costs(length) * count
+            micro_batches.append(MicroBatch(index, samples_B[start:stop], length, tokens, cost))
+        return micro_batches
 
 
-def even_cuts(fill: Callable[[int], list[int]], low: int, high: int) -> list[int]:
+PADDED_TO_REAL = 4
+"""Most padded tokens of a packed micro-batch per token of ``micro_batch_tokens``: embeddings and heads still see padding."""
+
+
+def _fits(lengths_B: np.ndarray, max_rows: int, max_tokens: int) -> bool:
+    """Say whether a packed micro-batch keeps the bounds."""
+    padded = len(lengths_B) * int(lengths_B.max())
+    return len(lengths_B) <= max_rows and int(lengths_B.sum()) <= max_tokens and padded <= PADDED_TO_REAL * max_tokens
+
+
+def even_cuts(
+    fill: Callable[[int], list[int]], low: int, high: int, num_parts: Callable[[int], int] = lambda least: least
+) -> list[int]:
     """Cut samples into as few micro-batches as the bounds allow, the most expensive one as cheap as possible.
 
     Filling one micro-batch after the other up to the bounds gives the fewest. The smallest token bound that still gives as
@@ -188,44 +248,89 @@ def even_cuts(fill: Callable[[int], list[int]], low: int, high: int) -> list[int
         fill: cuts greedily, given the maximum tokens of a micro-batch; returns where each one stops.
         low: tokens of the longest sample alone.
         high: maximum tokens of a micro-batch.
+        num_parts: how many micro-batches to make where this many are needed.
     """
     stops = fill(high)
+    count = num_parts(len(stops))
     while low < high:
         middle = (low + high) // 2
         candidate = fill(middle)
-        if len(candidate) == len(stops):
+        if len(candidate) <= count:
             stops, high = candidate, middle
         else:
             low = middle + 1
+    while len(stops) < count:  # equal samples, say, of which no bound makes as many
+        start, stop = max(pairwise([0, *stops]), key=lambda ends: ends[1] - ends[0])
+        stops = sorted([*stops, (start + stop) // 2])
     return stops
 
 
-def _fill(lengths: Sequence[int], max_rows: int, max_tokens: int) -> list[int]:
-    """Cut greedily from the longest: the first sample of a micro-batch sets the length of all its rows."""
-    stops, stop = [], 0
-    while stop < len(lengths):
-        stop = min(stop + min(max_rows, max_tokens // lengths[stop]), len(lengths))
-        stops.append(stop)
-    return stops
+@dataclass(frozen=True)
+class _Lengths:
+    """Rows of one size each, longest first, to be cut into micro-batches."""
+
+    lengths: Sequence[int]
+    max_rows: int
+
+    @property
+    def longest(self) -> int:
+        """Padded length of the longest row alone."""
+        return self.lengths[0]
+
+    @property
+    def widest(self) -> int:
+        """Padded length of all rows together."""
+        return self.lengths[0]
+
+    def padded(self, start: int, stop: int) -> int:
+        """Return the padded length of some rows."""
+        return self.lengths[start]
+
+    def fill(self, max_tokens: int) -> list[int]:
+        """Cut greedily: the first sample of a micro-batch sets the length of all its rows. Return where each one stops."""
+        stops, stop = [], 0
+        while stop < len(self.lengths):
+            stop = min(stop + min(self.max_rows, max_tokens // self.lengths[stop]), len(self.lengths))
+            stops.append(stop)
+        return stops
 
 
-def _fill_sizes(
-    sizes: Sequence[Sequence[int]], padded_length: Callable[[Sequence[int]], int], max_rows: int, max_tokens: int
-) -> list[int]:
-    """Cut greedily: the largest of each size in a micro-batch set the length of all its rows."""
-    stops: list[int] = []
-    start, largest = 0, sizes[0]
-    for index, row in enumerate(sizes):
-        larger: Sequence[int] = [*map(max, largest, row)]
-        if index - start == max_rows or padded_length(larger) * (index + 1 - start) > max_tokens:
-            stops.append(index)
-            start, larger = index, row
-        largest = larger
-    return [*stops, len(sizes)]
+@dataclass(frozen=True)
+class _Sizes:
+    """Rows of several sizes each, which are padded separately; the methods are those of ``_Lengths``."""
+
+    sizes: Sequence[Sequence[int]]
+    max_rows: int
+    padded_length: Callable[[Sequence[int]], int]
+
+    @property
+    def longest(self) -> int:
+        return max(map(self.padded_length, self.sizes))
+
+    @property
+    def widest(self) -> int:
+        return self.padded(0, len(self.sizes))
+
+    def padded(self, start: int, stop: int) -> int:
+        return self.padded_length([*map(max, zip(*self.sizes[start:stop], strict=True))])
+
+    def fill(self, max_tokens: int) -> list[int]:
+        """Cut greedily: the largest of each size in a micro-batch set the length of all its rows."""
+        stops: list[int] = []
+        start, largest = 0, self.sizes[0]
+        for index, row in enumerate(self.sizes):
+            larger: Sequence[int] = [*map(max, largest, row)]
+            if index - start == self.max_rows or self.padded_length(larger) * (index + 1 - start) > max_tokens:
+                stops.append(index)
+                start, larger = index, row
+            largest = larger
+        return [*stops, len(self.sizes)]
 
 
-def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
+def balance(costs: Sequence[int], num_bins: int, max_items: int | None = None) -> list[list[int]]:
     """Assign items to ``num_bins`` bins so that the most expensive bin is cheap; return each bin's item indices, ascending.
+
+    With ``max_items``, no bin has more; there must be bins enough.
 
     Longest processing time first: at most 4/3 of the best possible maximum. Ties go to the lower item and the lower bin,
     so that every process computes the same assignment.
@@ -236,7 +341,8 @@ def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         load, count, index = heapq.heappop(loads)
         bins[index].append(item)
-        heapq.heappush(loads, (load + costs[item], count + 1, index))
+        if count + 1 != max_items:
+            heapq.heappush(loads, (load + costs[item], count + 1, index))
     return [sorted(items) for items in bins]
 
 

@@ -5,6 +5,7 @@ Processes do not communicate here, except to find the micro-batch size that fits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
+from transformers import PreTrainedModel
 
 from hftune.batch_plan import BatchPlan
 from hftune.config import ParallelConfig, Recipe, TrainConfig
@@ -22,10 +24,15 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
+from hftune.models.dropout import replace_dropout
+from hftune.models.packing import compute_padding
 from hftune.optim import check_schedule, optimizer_class
+from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.packing import collate_for, reason_against, trial_samples
 from hftune.strategies.pipeline_stages import check_stages
 
 
@@ -46,11 +53,13 @@ class Parts:
     """Of the model's class. Counted here and now, as a strategy may wrap or cut the model."""
     num_parameters: int = field(init=False)
     num_trainable: int = field(init=False)
+    arithmetic: Arithmetic | None = field(init=False)
 
     def __post_init__(self):
         self.model_name = type(self.model).__name__
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.num_trainable = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        self.arithmetic = Arithmetic.of(self.model)
 
 
 def build(recipe: Recipe, progress: Progress) -> Parts:
@@ -80,9 +89,9 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
-    """Prepare the data, one process of a node after the other: the first fills the cache that serves the rest.
+    """Prepare the data. The first time, one process of a node after the other: the first fills the cache that serves the rest.
 
-    They wait on a file lock, not in a collective.
+    They wait on a file lock, not in a collective. Once the cache is filled, no process waits for another one.
 
     Raises:
         ConfigError: ``eval.batch_tokens`` is set, but the samples have no lengths.
@@ -112,22 +121,97 @@ def first_epoch(recipe: Recipe, datasets: Mapping[str, Any]) -> Any:
 
 
 def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
-    """Plan the training batches; the same on every process.
+    """Plan the training batches; the same on every process. What is auto has no limit yet: see ``settle_micro_batches``.
 
     Raises:
         ConfigError: ``train.micro_batch_tokens`` cannot hold the longest sample, or the samples have no lengths.
     """
-    config = recipe.train
+    config, lengths = recipe.train, recipe.task.lengths(dataset)
+    if config.micro_batch_tokens == "auto" and lengths is None:
+        raise ConfigError(
+            "train.micro_batch_tokens=auto needs a task whose samples have lengths; this task's have none. "
+            "Set train.micro_batch_size=auto instead."
+        )
     return BatchPlan(
         num_samples=len(dataset),
         batch_size=config.batch_size,
         micro_batch_size=config.max_rows,
-        micro_batch_tokens=config.micro_batch_tokens,
-        lengths=recipe.task.lengths(dataset),
+        micro_batch_tokens=None if isinstance(config.micro_batch_tokens, str) else config.micro_batch_tokens,
+        lengths=lengths,
         sizes=recipe.task.sizes(dataset),
         padded_length=recipe.task.padded_length,
         seed=recipe.seed,
     )
+
+
+PARTS = 4
+"""``train.parts`` where training computes no padding: the processes of a machine, usually."""
+
+
+def without_padding(config: TrainConfig, plan: BatchPlan) -> BatchPlan:
+    """Return the plan of a training that computes no padding. Bounds that are not set follow from 8 of the longest samples."""
+    is_bounded = config.micro_batch_tokens is not None or config.micro_batch_size is not None
+    return replace(
+        plan,
+        packed=True,
+        parts=config.parts or min(PARTS, config.batch_size),
+        micro_batch_size=plan.micro_batch_size if is_bounded else None,
+        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
+    )
+
+
+def width_of(model: nn.Module) -> int | None:
+    """Return the width of a transformers model's hidden states; None for other models."""
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "hidden_size", None)
+
+
+def padding_share(plan: BatchPlan) -> float:
+    """Return the share of padding in what the first steps of a plan compute; at most 20 steps are looked at."""
+    steps = [step for _, step in zip(range(20), plan.epoch(0), strict=False)]
+    computed = sum(micro_batch.tokens for step in steps for micro_batch in step)
+    return 1 - sum(int(plan.lengths[micro_batch.samples].sum()) for step in steps for micro_batch in step) / computed
+
+
+def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
+    """Leave out padding, if train.packing=auto and the model computes the same without, as the main process tries. Collective.
+
+    Before ``strategy.prepare``, while every process has the whole model on its host.
+
+    Raises:
+        ConfigError: a step has too few micro-batches for the pipeline's schedule.
+    """
+    config, model = recipe.train, parts.model
+    parts.plan = plan = replace(parts.plan, parts=config.parts, width=width_of(model))
+    if not may_be_packed(recipe, plan, model):
+        compute_padding(model)
+        return
+    strategy.progress.stage("trying the model without padding")
+    half = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[strategy.accelerator.mixed_precision]
+    samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
+
+    def tried() -> str | None:
+        if config.compile:
+            return "train.compile=true compiles it for padded batches"
+        return reason_against(model, recipe.task, dataset, samples, strategy.device, half)
+
+    reason = strategy.on_main(tried)
+    if reason is None:
+        strategy.collate_packed = collate_for(model, recipe.task)
+        parts.plan = without_padding(config, plan)
+        if recipe.parallel.pipeline_stages > 1:
+            check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
+        return
+    compute_padding(model)
+    if (share := padding_share(plan)) >= 0.01:
+        parts.notices.append(
+            f"{share:.0%} of what training computes is padding: {parts.model_name} cannot leave it out, because {reason}."
+        )
+
+
+def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
+    """Say whether to try a model without padding."""
+    return recipe.train.packing == "auto" and plan.lengths is not None and isinstance(model, PreTrainedModel)
 
 
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
@@ -149,7 +233,9 @@ def build_model(recipe: Recipe) -> nn.Module:
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.train.compile:
-        model.compile(dynamic=True)
+        compile_model(model)
+    else:
+        replace_dropout(model)
     return model
 
 
@@ -194,19 +280,29 @@ def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: i
         )
 
 
-def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any) -> int:
+def find_micro_batch_size(strategy: Strategy, plan: BatchPlan, dataset: Any, key: str = "micro_batch_size") -> int:
     """Halve the size until the longest samples fit on every process, starting from a process's share. Collective.
 
     accelerate's find_executable_batch_size does the same for one process: the others would not hear of its failures.
+
+    Args:
+        key: of the recipe's train section, which is auto. micro_batch_tokens: as many short samples as have the tokens of so
+            many long ones have to fit as well.
 
     Raises:
         ConfigError: not even one sample fits.
     """
     size = largest_micro_batch_size(plan, strategy.num_processes)
-    while not strategy.fits(dataset, plan.longest(size)):
+
+    def fits() -> bool:
+        if not strategy.fits(dataset, plan.longest(size)):
+            return False
+        return key == "micro_batch_size" or strategy.fits(dataset, shortest(plan, size * plan.most_padded))
+
+    while not fits():
         if size == 1:
             raise ConfigError(
-                "train.micro_batch_size=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
+                f"train.{key}=auto: not even the longest sample alone fits into memory. Lower the task's maximum "
                 "length, or set train.gradient_checkpointing=true or train.mixed_precision=bf16."
             )
         size = -(-size // 2)
@@ -219,33 +315,59 @@ def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
     return share if plan.micro_batch_tokens is None else min(share, max(1, plan.micro_batch_tokens // plan.most_padded))
 
 
-def settle_micro_batch_size(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the micro-batch size that fits into the plan, if ``train.micro_batch_size=auto``. Collective.
+def largest_micro_batch_tokens(plan: BatchPlan, size: int, num_processes: int) -> int:
+    """Return the tokens of ``size`` of the longest samples; at most a process's share of a mean step, but the longest sample.
+
+    So a step has micro-batches for all processes.
+    """
+    share = math.ceil(plan.batch_size * float(plan.lengths.mean()) / num_processes)
+    return max(plan.most_padded, min(size * plan.most_padded, share))
+
+
+def shortest(plan: BatchPlan, tokens: int) -> np.ndarray:
+    """Return as many of the shortest samples as a micro-batch of so many tokens can hold, at most those of a step."""
+    order_N = np.argsort(plan.lengths, kind="stable")[: plan.batch_size]
+    count = int(np.searchsorted(plan.lengths[order_N].cumsum(), tokens, side="right"))
+    return order_N[: max(1, count)]
+
+
+def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what fits into the plan, if ``train.micro_batch_size`` or ``train.micro_batch_tokens`` is auto. Collective.
 
     Args:
         earlier: what this function returned when the run that is resumed began; its size is reused under the same conditions,
             because a different size may change the last bits of a result.
 
     Returns:
-        The size, and the conditions it was found under, for the checkpoints.
+        The number of the longest samples that fit, and the conditions it was found under, for the checkpoints.
     """
-    conditions = memory_conditions(recipe, strategy)
-    if recipe.train.micro_batch_size != "auto":
+    conditions, config = memory_conditions(recipe, strategy), recipe.train
+    key = next((name for name in ("micro_batch_size", "micro_batch_tokens") if getattr(config, name) == "auto"), None)
+    if key is None:
         return conditions | {"size": None}
     known = earlier["size"] if earlier == conditions | {"size": earlier.get("size")} else None
-    size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets))
-    how = ", found when the run began" if known else " of the longest samples fit on every process"
-    parts.plan = replace(parts.plan, micro_batch_size=size)
-    parts.notices.append(f"train.micro_batch_size=auto: {size}{how}.")
+    size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets), key)
+    bound, what, bounded = size, " of the longest samples fit on every process", key
+    if key == "micro_batch_tokens":
+        bound = largest_micro_batch_tokens(parts.plan, size, strategy.num_processes)
+        what = " tokens, a process's share of a step, fit on every process"
+        if bound == size * parts.plan.most_padded:
+            what = f" tokens, {size} of the longest samples, fit on every process"
+    elif parts.plan.packed:  # samples of any length are computed together: what fits is their tokens
+        bounded, tokens = "micro_batch_tokens", size * parts.plan.most_padded
+        bound, what = min(tokens, parts.plan.micro_batch_tokens or tokens), f" tokens, {size}{what}"
+    bounds: dict[str, Any] = {bounded: bound}
+    parts.plan = replace(parts.plan, **bounds)
+    parts.notices.append(f"train.{key}=auto: {bound:,}{', found when the run began' if known else what}.")
     return conditions | {"size": size}
 
 
 def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
-    keys = ("mixed_precision", "gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
+    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
     device = strategy.device.type
     if device == "cuda":
         properties = torch.cuda.get_device_properties(strategy.device)
         device = f"{properties.name} with {properties.total_memory} bytes"
     shared = {"processes": strategy.num_processes, "device": strategy.broadcast(device)}
-    return shared | {key: getattr(recipe.train, key) for key in keys}
+    return shared | {key: getattr(recipe.train, key) for key in keys} | {"mixed_precision": strategy.precision}

@@ -52,6 +52,8 @@ class Task(ABC):
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
+    libraries: ClassVar[Sequence[str]] = ()
+    """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse methods with names from before hftune 0.3, some of which now mean something different.
@@ -80,7 +82,8 @@ class Task(ABC):
         """Return ``{"train": dataset, "eval": dataset}``; each data set has a length and is indexed by integers.
 
         If there is a third split, "test", the best model is evaluated on it once, after the last step.
-        Called on every process. The processes of a machine take turns, so that all of them use the cache that the first fills.
+        Called on every process. The first time, the processes of a machine take turns, so that all of them use the cache that
+        the first fills; once that has worked, they all call it at once.
 
         Raises:
             DataError: the data cannot be used; the message names split, row and column.

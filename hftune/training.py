@@ -6,8 +6,10 @@ Not ``train.py``: a module and a function cannot share the name ``hftune.train``
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import sys
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -15,13 +17,14 @@ from typing import Any
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batch_size
+from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batches, settle_packing
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
-from hftune.checkpoints.output_dir import OutputDir, TrainResult
+from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
+from hftune.distributed.devices import peak_flops, precision_notices
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -31,13 +34,15 @@ from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import describe_compilation
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
 from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
-from hftune.tracking.summary import best_and_last, describe_times, print_start, print_summary
+from hftune.tracking.profiler import StepProfiler, unreachable_steps
+from hftune.tracking.summary import PRECISIONS, best_and_last, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
 
 
@@ -58,13 +63,16 @@ def train(recipe: Recipe) -> TrainResult:
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
+        settle_packing(recipe, strategy, parts)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
             return say_finished(strategy, recipe, result)
-        provenance.micro_batch_size = settle_micro_batch_size(recipe, strategy, parts, restored.micro_batch_size)
+        parts.notices += changed_precision(recipe, strategy, restored.precision)
+        provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, restored.micro_batch_size)
         run = open_run(output, session, strategy, parts, provenance, restored)
         return fit_and_save(run, output)
 
@@ -96,14 +104,24 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     digests = session.compare(strategy, parts.datasets, commits)
     # Notices read all of the data: the main process alone collects them.
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
-    return Provenance(digests, commits)
+    return Provenance(digests, commits, strategy.precision)
 
 
 def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
     """Hand model and optimizer to the strategy. Collective."""
     strategy.progress.stage("preparing model and optimizer")
     strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
-    parts.notices += strategy.notices()
+    parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
+
+
+def changed_precision(recipe: Recipe, strategy: Strategy, before: str | None) -> list[str]:
+    """Say that ``train.mixed_precision=auto`` means something else than in the steps that a run is resumed from."""
+    if recipe.train.mixed_precision != "auto" or before in (None, strategy.precision):
+        return []
+    return [
+        f"train.mixed_precision=auto: the steps so far were computed in {PRECISIONS[before]}, those from here on in "
+        f"{PRECISIONS[strategy.precision]}. To keep to one of them, set train.mixed_precision={before}."
+    ]
 
 
 def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> TrainResult:
@@ -141,7 +159,11 @@ def open_run(
         checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
+        profiler=StepProfiler(recipe.train.profile, output.path / PROFILE, strategy.process_index, strategy.device),
     )
+    if parts.arithmetic is not None:
+        run.throughput.arithmetic = parts.arithmetic
+        run.throughput.peak_flops = all_peaks(strategy, recipe)
     if strategy.is_main:
         session.at_failure(lambda report: run.console.close())
         session.at_failure(run.tracker.end_early)
@@ -150,7 +172,7 @@ def open_run(
 
     def open_files() -> dict[str, str]:
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
-        parts.notices += output.start.notices
+        parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
@@ -167,6 +189,13 @@ def open_run(
     return run
 
 
+def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
+    """Return the peak rates of the devices of all processes together; None if nobody knows one of them. Collective."""
+    own = peak_flops(strategy.device, strategy.precision, recipe.train.tf32)
+    peaks = strategy.sum(torch.tensor(math.nan if own is None else own, dtype=strategy.exact, device=strategy.device)).item()
+    return peaks if math.isfinite(peaks) else None
+
+
 def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
     """Collect what run.json says of this run. Main process only."""
     strategy, datasets, digests = run.strategy, parts.datasets, run.provenance.digests
@@ -178,6 +207,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         processes=strategy.num_processes,
         nodes=session.info.num_nodes,
         device=torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type,
+        precision=strategy.precision,
         model=parts.model_name,
         parameters=parts.num_parameters,
         trainable_parameters=parts.num_trainable,
@@ -198,17 +228,21 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     Raises:
         Interrupted: a signal asked to stop; the message says how to resume.
     """
-    strategy = run.strategy
+    strategy, began = run.strategy, time.time()
     run.console.start()
     try:
         warm_up(run)
         fit(run)
+        run.profiler.close()
         result = finish(run, output)
     except Interrupted as error:
+        run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
         raise Interrupted(f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
+    if run.recipe.train.compile:
+        run.console.line(note(describe_compilation(since=began)))
     if strategy.is_main:
         outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
         # Once everything is saved: an upload may take hours, or fail.

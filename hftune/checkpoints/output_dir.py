@@ -24,6 +24,8 @@ from hftune.strategies.base import Strategy
 
 SAMPLE_IMAGES = "samples"
 """Subfolder with images of some samples, written after each evaluation."""
+PROFILE = "profile"
+"""Subfolder with the traces of ``train.profile``."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
 """Files that a run resumed into a new folder brings along."""
 
@@ -140,7 +142,7 @@ class OutputDir:
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_best()
-        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"])
+        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""
@@ -202,7 +204,14 @@ def start_folder(path: Path) -> None:
         print(f"note: {path} holds an earlier run; this run replaces it.", flush=True)
     for name in ("model", "model_last"):
         restore_export(path / name)  # a kill may have left it under its other name
-    for name in ("model", "model_last", "checkpoints", SAMPLE_IMAGES, "tensorboard"):  # which would draw both runs in one plot
+    for name in (
+        "model",
+        "model_last",
+        "checkpoints",
+        SAMPLE_IMAGES,
+        PROFILE,
+        "tensorboard",
+    ):  # which would draw both runs in one plot
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)

@@ -27,6 +27,7 @@ FREE = ("recipe", "output_dir", "resume")
 """Keys that do not describe the training itself; changes to them are not reported."""
 HARMLESS = (
     *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
+    "train.profile",
     *("train.micro_batch_size", "train.micro_batch_tokens", "train.gradient_checkpointing", "train.compile", "parallel."),
     *("eval.batch_size", "eval.batch_tokens", "eval.show_samples", "checkpoint.", "track."),
 )

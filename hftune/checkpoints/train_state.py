@@ -55,10 +55,13 @@ class Provenance:
     """Of each split, such as "train data"."""
     commits: dict[str, str]
     """Of what was loaded from the Hub, by the key that names the repository, such as task.model."""
+    precision: str = "no"
+    """What ``train.mixed_precision`` means on these devices: no, bf16 or fp16."""
     run_ids: dict[str, str] = field(default_factory=dict)
     """Of the runs at the trackers, by tracker."""
     micro_batch_size: dict[str, Any] = field(default_factory=dict)
-    """The size that ``train.micro_batch_size=auto`` found, and the conditions it was found under."""
+    """How many of the longest samples ``train.micro_batch_size=auto`` or ``micro_batch_tokens=auto`` found to fit, and the
+    conditions it was found under."""
 
 
 @dataclass
@@ -70,3 +73,5 @@ class RestoredState:
     """See Provenance."""
     micro_batch_size: dict[str, Any] = field(default_factory=dict)
     """See Provenance."""
+    precision: str | None = None
+    """Of the steps so far; None at the beginning, and in checkpoints of hftune 0.2."""

@@ -25,6 +25,7 @@ from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
 from hftune.task import ask
 from hftune.tracking.jsonl import write_rows
 
@@ -74,8 +75,9 @@ def evaluate(
         if built is None:
             built = build_model(recipe)
         elif recipe.train.compile:
-            built.compile(dynamic=True)
+            compile_model(built)
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
         strategy.prepare(built, build_optimizer(built, recipe))
         if checkpoint is not None:
@@ -124,7 +126,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         return None
     check_checkpoint(path)
     try:
-        return open_checkpoint(path)
+        return open_checkpoint(path, to_resume=False)
     except BrokenCheckpoint as error:
         raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
 

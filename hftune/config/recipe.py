@@ -554,8 +554,8 @@ class _Schema:
         hint = self.hints.get(section, {}).get(field_name := self._field_name(section, key))
         if hint is None:
             return f"{full_key} is not a key of a recipe.{self._nearest(full_key)}"
-        if value is False and "no" in get_args(hint):
-            value = "no"  # YAML reads a bare no as false
+        if value is False:  # as YAML reads a bare no or off
+            value = next((word for word in ("no", "off") if word in get_args(hint)), value)
         default = getattr(self.types[section], field_name, None)
         if value is None and full_key in self.mappings and not holds(type(None), hint):
             value = {}  # removes what a base recipe has set

@@ -38,6 +38,7 @@ SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
     "train.optimizer": (OPTIMIZERS, DOTTED),
     "train.schedule": (SCHEDULES, DOTTED),
     "train.micro_batch_size": (("auto",), None),
+    "train.micro_batch_tokens": (("auto",), None),
     "eval.every": (("epoch",), r"^[1-9]\d* epochs?$"),
     "parallel.schedule": (PIPELINE_SCHEDULES, None),
     "track.with": (TRACKERS, DOTTED),
@@ -162,7 +163,7 @@ def _value(hint: Any, suggested: tuple[Sequence[str], str | None] | None = None)
         value = _either([_value(arg, suggested) for arg in args if arg is not types.NoneType])
         return _or_null(value) if types.NoneType in args else value
     if origin is Literal:
-        return _choice([*args, *([False] if "no" in args else [])], None)
+        return _choice([*args, *([False] if {"no", "off"} & {*args} else [])], None)
     if origin in (list, tuple):  # tuples here have elements of one type
         size = {"minItems": len(args), "maxItems": len(args)} if origin is tuple else {}
         return _either([{"type": ["array"], "items": _value(args[0], suggested), **size}, _text("")])

@@ -58,9 +58,17 @@ class TrainConfig(Section):
     micro_batch_size: Union[int, str, None] = None  # noqa: UP007 - OmegaConf reads this spelling
     """Maximum number of samples in one forward pass, which decides the memory needed. auto: as many of the longest samples as
     fit. null: 8, or no limit if train.micro_batch_tokens is set."""
-    micro_batch_tokens: int | None = None
-    """Maximum number of padded tokens (samples x padded length) in one forward pass, for samples of unequal lengths. null: no
-    limit."""
+    micro_batch_tokens: Union[int, str, None] = None  # noqa: UP007
+    """Maximum number of tokens in one forward pass, for samples of unequal lengths: real ones where training computes no
+    padding (train.packing), otherwise padded ones (samples x padded length). auto: as many as fit, and at most a process's
+    share of a step. null: no limit."""
+    packing: Literal["auto", "off"] = "auto"
+    """Whether to leave out padding: the layers compute the real tokens of a micro-batch and nothing else, and micro-batches get
+    equal work. auto: for tasks with lengths and transformers models whose layers compute the same without padding, which is
+    tried before training. off: samples are padded to the longest of their micro-batch."""
+    parts: int | None = None
+    """The number of micro-batches in a step is a multiple of it, so that numbers of processes that divide it have equal work.
+    null: 4 where training computes no padding (batch_size if it is smaller), otherwise any number."""
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: str = "adamw"
@@ -89,8 +97,9 @@ class TrainConfig(Section):
     """Epochs between two decays for schedule=step, as StepLR.step_size."""
     clip_norm: float | None = 1.0
     """Maximum norm of the global gradient; a larger gradient is scaled down to it. null: no clipping."""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Precision of the forward and backward passes; weights and optimizer state stay float32. fp16 needs a GPU."""
+    mixed_precision: Literal["no", "bf16", "fp16", "auto"] = "no"
+    """Precision of the forward and backward passes; weights and optimizer state stay float32. no: float32. fp16 needs a GPU.
+    auto: bf16 if the GPUs of all processes compute it, else no; on CPUs always no."""
     batch_norm: Literal["train", "frozen"] = "train"
     """Mode of modules with running statistics, such as BatchNorm. train: each micro-batch is normalised separately, and the
     statistics are averaged over the whole step, on any number of processes. frozen: training uses the running statistics and
@@ -98,7 +107,8 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Whether to recompute activations in the backward pass: less memory, more compute. Needs a transformers model."""
     compile: bool = False
-    """Whether to compile the model with torch.compile, for dynamic shapes."""
+    """Whether to compile the model with torch.compile, for dynamic shapes: each layer of a stack of layers by itself, which all
+    share their code; other models as a whole."""
     tf32: bool = False
     """Whether GPUs compute float32 matrix products and convolutions in TF32: faster, with 3 digits. false: neither, although
     torch's own default allows it for convolutions."""
@@ -109,10 +119,14 @@ class TrainConfig(Section):
     error. CPUs do not need this key: resuming on the same number of processes is bit-equal there. With it, resuming on the same
     number of GPUs of the same kind should be bit-equal, too; this has not been tested yet."""
     num_workers: int = 0
-    """Number of processes that load and collate batches in advance, for each training process."""
+    """Number of processes that load and collate batches in advance, for each training process; as many again for evaluations.
+    On GPUs a thread loads one step in advance in any case."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
     items of all steps since the previous line, train/loss_step that of the last step alone."""
+    profile: list[int] | None = None
+    """First and last step, such as [20, 23], of which each process writes a trace and a table of its dearest operators into the
+    folder profile of output_dir. Steps count from 1. null: none."""
     dead_after_s: float = 60.0
     """Seconds without a heartbeat, sent once a second, after which a process counts as dead and the job ends; at least 3. If
     another process on its node can see that it is alive, perhaps in C code that holds Python's lock, stall_after_s applies."""
@@ -128,7 +142,7 @@ class TrainConfig(Section):
             if problem := name_problem(f"train.{name}", getattr(self, name), names, example):
                 yield problem
         yield from self._optimizer_problems()
-        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "log_every"):
+        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "parts", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
         if self.deterministic and self.cudnn_benchmark:
@@ -136,12 +150,23 @@ class TrainConfig(Section):
                 "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick different algorithms each "
                 "time. Set train.cudnn_benchmark=false."
             )
-        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
-            yield f"train.micro_batch_size={self.micro_batch_size!r} is neither a whole number nor auto nor null."
+        for name in ("micro_batch_size", "micro_batch_tokens"):
+            if isinstance(value := getattr(self, name), str) and value != "auto":
+                yield f"train.{name}={value!r} is neither a whole number nor auto nor null."
+        if self.micro_batch_size == self.micro_batch_tokens == "auto":
+            yield (
+                "train.micro_batch_size=auto and train.micro_batch_tokens=auto both ask for what fits into memory. Keep "
+                "train.micro_batch_tokens=auto if lengths differ, and set train.micro_batch_size=null."
+            )
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size >= 1:
             yield (
                 f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}: "
                 "a micro-batch is a part of the global batch. Lower the first or raise the second."
+            )
+        if self.parts is not None and self.parts > self.batch_size >= 1:
+            yield (
+                f"train.parts={self.parts} is larger than train.batch_size={self.batch_size}: a micro-batch has at least one "
+                "sample. Lower the first or raise the second."
             )
         for name in ("lr", "weight_decay", "momentum", "eps"):
             if math.isinf(value := getattr(self, name)) and value > 0:
@@ -164,6 +189,11 @@ class TrainConfig(Section):
             elif value is not None and value > 1e8:  # Python's own waits take no more than 9e9 s, and no infinity
                 no_limit = "; null sets no limit" if name == "stall_after_s" else ""
                 yield f"train.{name}={value} must be at most 1e8, which is three years{no_limit}."
+        if self.profile is not None and not (len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1]):
+            yield (
+                f"train.profile={self.profile} must be the first and the last step to profile, counted from 1, such as "
+                "[20, 23]; null profiles none."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"train.betas={list(self.betas)} must both be in [0, 1)."
         if not 0 <= self.warmup_ratio < 1:

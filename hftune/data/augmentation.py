@@ -11,7 +11,7 @@ from hftune.task import Task
 
 
 def augmented(dataset: Any, task: Task, seed: int, epoch: int) -> Any:
-    """Return the training data of one epoch, augmented by the task; the data set itself if the task does not augment."""
+    """Return the training data of an epoch, augmented by the task; the data set itself if the task does not augment."""
     return Augmented(dataset, task, seed, epoch) if task.augments else dataset
 
 
@@ -22,7 +22,9 @@ class Augmented:
     """
 
     def __init__(self, dataset: Any, task: Task, seed: int, epoch: int):
-        self.dataset, self.task, self.key = dataset, task, (seed, epoch)
+        self.dataset, self.task, self.seed = dataset, task, seed
+        self.epoch = epoch
+        """May be changed: a loader's workers keep their copy of this data set for all epochs."""
         # RandomState, because numpy guarantees its stream (see BatchPlan). A single one, reseeded for each sample: creating one
         # takes 20 times as long.
         self._rng = np.random.RandomState(0)
@@ -40,5 +42,5 @@ class Augmented:
         return [self._augment(example, sample) for example, sample in zip(examples, samples, strict=True)]
 
     def _augment(self, example: Any, sample: int) -> Any:
-        self._rng.seed([*self.key, sample])
+        self._rng.seed([self.seed, self.epoch, sample])
         return self.task.augment(example, self._rng)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hftune.data.cache import cached_map
+from hftune.data.cache import cached_arrays, mapped
 from hftune.data.text import subsample_indices, tokenizer_key
+from hftune.data.texts import flat_arrays
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
 
@@ -49,12 +51,15 @@ class Blocks(Sequence):
 
 
 def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:
-    """Return the tokens of all rows, int32: each row's words and <eos>, or, for other tokenizers, its text and a newline."""
-    encoded = cached_map(
-        rows, encode, [tokenizer_key(tokenizer), column], f"Tokenizing {split}", tokenizer=tokenizer, column=column
-    )
-    chunks = encoded.data.column("input_ids").chunks
-    return np.concatenate([chunk.flatten().to_numpy().astype(np.int32) for chunk in chunks])
+    """Return the tokens of all rows, int32: each row's words and <eos>, or, for other tokenizers, its text and a newline.
+
+    The array is mapped from a file, which the processes of a machine share.
+    """
+
+    def make() -> dict[str, Any]:
+        return flat_arrays(mapped(rows, encode, f"Tokenizing {split}", tokenizer=tokenizer, column=column))
+
+    return cached_arrays(["stream", rows._fingerprint, tokenizer_key(tokenizer), column], make)["input_ids"]
 
 
 def encode(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[list[int]]]:

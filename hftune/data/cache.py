@@ -1,25 +1,36 @@
 """Cache of work that is done once per machine, with keys that are hashes of content. Independent of what is cached.
 
 Processes wait on a file lock, never in a collective: no process group exists while a slow machine tokenizes, so none can time
-out.
+out. They wait only for what is not there yet: what is in the cache is read without a lock, by all of them at once.
+
+An entry is ready once its ``HASH.json`` exists, which is written last and records the size and a checksum of each array.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import datasets
 import numpy as np
+import xxhash
 from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 
 from hftune import __version__
 from hftune.atomic import atomic_path
 from hftune.errors import ConfigError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+CHECKED = 2**29
+"""Of an array's file, its size and its first and last 512 MiB are compared with what was written: 0.1 s a GiB."""
 
 
 def cache_dir() -> Path:
@@ -33,77 +44,163 @@ def cache_dir() -> Path:
         path.mkdir(parents=True, exist_ok=True)
         path.stat()
     except OSError as error:
-        raise ConfigError(
-            f"{path}, the cache of prepared data, cannot be used: {error.strerror}. Set HF_HOME (for models and data sets) "
-            "or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to."
-        ) from error
+        _refuse(path, "used", error)
     return path
+
+
+def _refuse(path: Path, what: str, error: OSError) -> NoReturn:
+    raise ConfigError(
+        f"{path}, the cache of prepared data, cannot be {what}: {error.strerror}. Set HF_HOME (for models and data sets) "
+        "or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, with enough space."
+    ) from error
 
 
 @contextmanager
 def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let the processes of a machine take turns: the first one fills the cache, the others use it.
+    """Let the processes of a machine take turns until one has succeeded; from then on, none of them waits.
 
     A process that dies inside releases the lock. ``key`` identifies the work (hashed by content). ``on_wait`` is called once if
     a different process holds the lock for more than a few seconds.
     """
-    lock = FileLock(cache_dir() / f"{Hasher.hash(key)}.lock")
-    try:
-        lock.acquire(timeout=5)
-    except Timeout:
-        on_wait()
-        lock.acquire()
+    path = cache_dir() / f"{Hasher.hash([key, __version__])}"
+    done = path.with_suffix(".done")
+    if done.exists():
+        yield
+        return
+    with _locked(path, on_wait):
+        yield
+        with suppress(OSError):  # then the next processes take turns, too
+            done.touch()
+
+
+@contextmanager
+def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock of an entry."""
+    lock = FileLock(path.with_suffix(".lock"))
+    with _explained():
+        try:
+            lock.acquire(timeout=5)
+        except Timeout:
+            on_wait()
+            lock.acquire()
     try:
         yield
     finally:
         lock.release()
 
 
-def cached_map(
-    dataset: datasets.Dataset, function: Callable, key: Any, note: str, processes: int = 1, **fn_kwargs: Any
-) -> datasets.Dataset:
-    """Map batches once, keep the result on disk under a hash of data set, function and key, and load it from there.
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn a failure to write into the cache into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        is_ours = str(error.filename).startswith(str(cache_dir()))
+        if error.errno not in NO_SPACE and not (is_ours and isinstance(error, PermissionError)):
+            raise  # of reading the data
+        _refuse(cache_dir(), "written", error)
 
-    ``datasets`` caches maps, too, but not those of data sets created in memory, and under a hash of pickled objects, which
-    changes with the state of a used tokenizer. The old columns are dropped.
+
+@dataclass
+class Stream:
+    """An array to write that need not be in memory as a whole.
 
     Args:
-        key: what the result depends on besides rows and function; hashed by content.
+        chunks: consecutive slices along its first dimension; consumed only if the array is written.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...]
+    chunks: Iterable[np.ndarray]
+
+
+def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]]) -> dict[str, np.ndarray]:
+    """Write named arrays to disk once, under a hash of ``key``, and memory-map them from there, read-only.
+
+    The processes of a machine share the mapped pages, which are those of the system's file cache. Damaged files are made again.
+
+    Args:
+        make: called if they are not there, in one process at a time; if it raises, nothing is kept.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    path = cache_dir() / Hasher.hash([key, __version__])
+    if (arrays := _read(path)) is None:
+        with _locked(path):
+            if (arrays := _read(path)) is None:
+                with _explained():
+                    _write(path, make())
+                arrays = _read(path)
+    assert arrays is not None, f"{path} cannot be read back"
+    return arrays
+
+
+def cached_value(key: Any, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` returns, a value that JSON can hold, and keep it on disk under a hash of ``key``.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    text = cached_arrays(["value", key], lambda: {"json": np.frombuffer(json.dumps(make()).encode(), np.uint8)})["json"]
+    return json.loads(text.tobytes())
+
+
+def _read(path: Path) -> dict[str, np.ndarray] | None:
+    """Map the arrays of an entry; None if it is not there, or if it is not what was written."""
+    try:
+        index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        if any(_checksum(_file(path, name)) != checksum for name, checksum in index.items()):
+            return None
+        return {name: np.load(_file(path, name), mmap_mode="r") for name in index}
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray | Stream]) -> None:
+    """Write the files of an entry; the one that makes it valid comes last."""
+    for name, array in arrays.items():
+        stream = array if isinstance(array, Stream) else Stream(array.dtype, array.shape, [array])
+        # Written, not mapped: writing into a mapped file would kill the process if the disk is full.
+        with atomic_path(_file(path, name), is_shared=True) as temporary, temporary.open("wb") as file:
+            header = {"descr": np.dtype(stream.dtype).str, "fortran_order": False, "shape": stream.shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for chunk in stream.chunks:
+                file.write(np.ascontiguousarray(chunk, dtype=stream.dtype).reshape(-1).view(np.uint8).data)
+    with atomic_path(path.with_suffix(".json"), is_shared=True) as temporary:
+        temporary.write_text(json.dumps({name: _checksum(_file(path, name)) for name in arrays}), encoding="utf-8")
+
+
+def _file(path: Path, name: str) -> Path:
+    return path.with_suffix(f".{name}.npy")
+
+
+def _checksum(path: Path) -> str:
+    """Return the size of a file, and a hash of its first and last CHECKED bytes."""
+    content = np.memmap(path, np.uint8, mode="r")
+    hasher = xxhash.xxh3_128(content[:CHECKED].data)
+    hasher.update(content[max(CHECKED, len(content) - CHECKED) :].data)
+    return f"{len(content)} {hasher.hexdigest()}"
+
+
+def mapped(dataset: datasets.Dataset, function: Callable, note: str, processes: int = 1, **fn_kwargs: Any) -> datasets.Dataset:
+    """Map batches, without the old columns, and return the rows, whose file lasts as long as they do: it has no name any more.
+
+    Args:
         note: text beside the progress bar.
         processes: number of processes that share the work; see ``idle_cores``.
     """
-    fingerprint = Hasher.hash(
-        [dataset._fingerprint, function.__module__, function.__qualname__, key, datasets.__version__, __version__]
-    )
-    return dataset.map(
-        function,
-        batched=True,
-        fn_kwargs=fn_kwargs,
-        remove_columns=dataset.column_names,
-        cache_file_name=str(cache_dir() / f"{fingerprint}.arrow"),
-        new_fingerprint=fingerprint,
-        num_proc=processes if processes > 1 else None,
-        desc=note,
-    )
-
-
-def cached_bytes(key: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> np.ndarray:
-    """Write an array of uint8 to disk once, under a hash of ``key``, and memory-map it from there, read-only.
-
-    The processes of a machine share the mapped pages, which are those of the system's file cache.
-
-    Args:
-        chunks: consecutive slices of the array along its first dimension; not consumed if the file exists.
-    """
-    path = cache_dir() / f"{Hasher.hash([key, shape, __version__])}.npy"
-    if not path.exists():
-        # Written, not mapped: writing into a mapped file would kill the process if the disk is full.
-        with atomic_path(path, is_shared=True) as temporary, temporary.open("wb") as file:
-            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for chunk in chunks:
-                file.write(np.ascontiguousarray(chunk, dtype=np.uint8).data)
-    return np.load(path, mmap_mode="r")
+    with tempfile.TemporaryDirectory(prefix=".mapped-", dir=cache_dir()) as folder:
+        return dataset.map(
+            function,
+            batched=True,
+            fn_kwargs=fn_kwargs,
+            remove_columns=dataset.column_names,
+            cache_file_name=str(Path(folder) / "rows.arrow"),
+            new_fingerprint=Path(folder).name,
+            num_proc=processes if processes > 1 else None,
+            desc=note,
+        )
 
 
 def idle_cores(num_rows: int, rows_each: int = 1000) -> int:

@@ -20,7 +20,7 @@ import PIL
 from PIL import Image, ImageOps
 
 from hftune.data import idx
-from hftune.data.cache import cached_bytes, idle_cores
+from hftune.data.cache import Stream, cached_arrays, idle_cores
 from hftune.data.labels import read_labels
 from hftune.data.text import check_column, load_split, row_numbers, subsample, subsample_indices
 from hftune.errors import DataError
@@ -149,7 +149,8 @@ def decode(rows: datasets.Dataset, column: str, split: str, layout: Layout) -> n
                 yield np.stack([*threads.map(partial(_decode, rows=raw, split=split, layout=layout), stored, indices)])
 
     shape = (len(raw), layout.size, layout.size, layout.num_channels)
-    return cached_bytes([raw._fingerprint, column, layout, PIL.__version__], shape, chunks())
+    key = ["pixels", raw._fingerprint, column, layout, PIL.__version__]
+    return cached_arrays(key, lambda: {"pixels": Stream(np.uint8, shape, chunks())})["pixels"]
 
 
 def _decode(stored: Mapping[str, Any] | None, index: int, rows: datasets.Dataset, split: str, layout: Layout) -> np.ndarray:

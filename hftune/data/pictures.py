@@ -10,16 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import PIL
+import pyarrow.compute as pc
 from PIL import ExifTags, Image
 
-from hftune.data.cache import idle_cores
+from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
 from hftune.data.images import open_image, read_image
 from hftune.data.text import check_column, load_split, row_numbers, subsample
@@ -46,26 +48,25 @@ class Pictures:
     rows: datasets.Dataset
     """Encoded images: the columns image and, if the data have them, mask and target."""
     split: str
-    sizes: list[tuple[int, int]]
-    """Height and width of each image."""
+    sizes: np.ndarray
+    """Height and width of each image, (N, 2) int32."""
     num_converted: int
     """Number of images and targets that are not RGB."""
-    marked: list[float]
+    marked: np.ndarray
     """Share of masked pixels of each image, in [0, 1]; empty if masks are random."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row, row_name = self.rows[index], self.name_of(index)
+        row, row_name, (height, width) = self.rows[index], self.name_of(index), self.sizes[index].tolist()
         picture = {name: to_rgb(*_open(row[name], row_name)) for name in ("image", "target") if name in row}
         if "mask" in row:
             picture["mask"] = to_mask(*_open(row["mask"], row_name))
         else:
-            picture["mask"] = draw_mask(*self.sizes[index], np.random.RandomState([MASK_KEY, index]))
+            picture["mask"] = draw_mask(height, width, np.random.RandomState([MASK_KEY, index]))
         for name, pixels in picture.items():
-            if pixels.shape[:2] != self.sizes[index]:
-                height, width = self.sizes[index]
+            if pixels.shape[:2] != (height, width):
                 raise DataError(
                     f"{_with_file(row.get(name), row_name)}: its {name} is {pixels.shape[1]} x {pixels.shape[0]} pixels, "
                     f"but was {width} x {height} when training began."
@@ -83,7 +84,7 @@ class Pictures:
     @property
     def areas(self) -> np.ndarray | None:
         """Number of pixels of each image; None if all images have the same size."""
-        return None if len(set(self.sizes)) == 1 else np.array([height * width for height, width in self.sizes])
+        return None if (self.sizes == self.sizes[0]).all() else self.sizes.prod(axis=1, dtype=np.int64)
 
 
 MASK_KEY = 20201
@@ -169,18 +170,46 @@ def paired(folders: Mapping[str, Path], source: str) -> dict[str, list[Path]]:
 
 
 def _checked(rows: datasets.Dataset, split: str, least: int | None) -> Pictures:
-    """Check the size of every image, and every mask, before training begins."""
-    pictures = Pictures(rows, split, [], 0, [])
+    """Check the size of every image, and every mask, before training begins; only once while the files stay as they are.
+
+    Raises:
+        DataError: one of them cannot be used.
+    """
+    pictures = Pictures(rows, split, np.empty((0, 2), np.int32), 0, np.empty(0))
 
     def check(index: int) -> tuple[tuple[int, int], int, float | None]:
         return _check_row(rows[index], pictures.name_of(index), least)
 
-    with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-        for size, num_converted, marked in threads.map(check, range(len(rows))):
-            pictures.sizes.append(size)
-            pictures.num_converted += num_converted
-            pictures.marked += [] if marked is None else [marked]
-    return pictures
+    def make() -> dict[str, np.ndarray]:
+        with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
+            sizes, num_converted, marked = zip(*threads.map(check, range(len(rows))), strict=True)
+        shares = [share for share in marked if share is not None]
+        return {
+            "sizes": np.array(sizes, np.int32),
+            "converted": np.array(num_converted),
+            "marked": np.array(shares, np.float64),
+        }
+
+    found = cached_arrays(["pictures checked", rows._fingerprint, _states_of_files(rows), least, PIL.__version__], make)
+    return replace(pictures, sizes=found["sizes"], num_converted=int(found["converted"].sum()), marked=found["marked"])
+
+
+def _states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
+    """Return size and time of change of each file that the rows name, None if it is missing; not of images in the rows."""
+
+    def state(path: str) -> tuple[int, int] | None:
+        try:
+            found = Path(path).stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    states = []
+    for batch in rows.with_format("arrow").iter(1000):
+        for stored in batch.columns:
+            path, content = (pc.struct_field(stored, name) for name in ("path", "bytes"))
+            states += map(state, path.filter(content.is_null()).drop_null().to_pylist())
+    return states
 
 
 def _check_row(row: Mapping[str, Any], row_name: str, least: int | None) -> tuple[tuple[int, int], int, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,12 +14,11 @@ from huggingface_hub import is_offline_mode
 from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
+from hftune.data.cache import cached_value
 from hftune.data.files import FILE_FORMATS, file_format
 from hftune.data.hub import failure, fetch
+from hftune.data.texts import column_of
 from hftune.errors import DataError, did_you_mean
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
@@ -231,6 +230,12 @@ def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: b
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
+    cached_value(
+        ["texts checked", rows._fingerprint, column, may_be_empty], lambda: _read_all(rows, column, split, may_be_empty)
+    )
+
+
+def _read_all(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool) -> None:
     try:
         empty = [index for index, text in enumerate(rows[column]) if text is None or not (may_be_empty or text.strip())]
     except UnicodeDecodeError as error:
@@ -272,9 +277,9 @@ def tokenizer_key(tokenizer: Any) -> list:
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, column: str, max_length: int) -> dict[str, list]:
-    """Tokenize texts. ``length`` counts tokens, special tokens included; ``cut`` tells whether a text was truncated."""
+    """Tokenize texts; ``cut`` tells whether a text was truncated."""
     ids, cut = to_ids(batch[column], tokenizer, max_length)
-    return {"input_ids": ids, "length": [len(row) for row in ids], "cut": cut}
+    return {"input_ids": ids, "cut": cut}
 
 
 def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
@@ -288,23 +293,8 @@ def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[
     return ids, cut
 
 
-def cut_notices(datasets: Mapping[str, datasets.Dataset], column: str, what: str) -> list[str]:
+def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:
     """Return a notice of the share of truncated rows, by the flags in ``column``; nothing if there are none."""
-    shares = {split: np.mean(rows.with_format("numpy", columns=[column])[:][column]) for split, rows in datasets.items()}
+    shares = {split: np.mean(column_of(rows, column)) for split, rows in datasets.items()}
     cut = " and ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
     return [f"{what} are truncated at the end: {cut}."] if cut else []
-
-
-def lengths(dataset: datasets.Dataset) -> np.ndarray:
-    """Return the lengths of a tokenized data set, reading that column only."""
-    return dataset.with_format("numpy", columns=["length"])[:]["length"].astype(np.int32)
-
-
-def pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
-    """Pad sequences of ids on the right. Return ids and attention mask, both (N, longest) int64."""
-    import torch
-
-    counts_N = torch.tensor([len(row) for row in rows])
-    ids_NT = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
-    mask_NT = (torch.arange(ids_NT.shape[1]) < counts_N[:, None]).long()
-    return ids_NT, mask_NT

@@ -34,7 +34,7 @@ def write_vocabulary(files: Sequence[str], columns: Sequence[str], size: int, fo
     """
     if folder.exists() and not (folder / "vocab.txt").is_file() and any(folder.iterdir()):
         raise ConfigError(f"{folder} contains files other than a vocabulary. Choose a different folder, or empty it.")
-    tokenizer = train_tokenizer(texts := _read(files, columns), size)
+    tokenizer = save_tokenizer(train_vocabulary(texts := _read(files, columns), size))
     try:
         check_tokenizer(tokenizer, str(folder))  # as loading it does
     except ConfigError as error:
@@ -103,9 +103,9 @@ def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
     return list(vocabulary)
 
 
-def train_tokenizer(texts: Iterable[str], size: int) -> JiebaTokenizer:
-    """Train a vocabulary on texts and return its tokenizer. vocab.txt stays in the cache: saving the tokenizer needs it."""
-    words = "\n".join(train_vocabulary(texts, size)) + "\n"
+def save_tokenizer(vocabulary: Sequence[str]) -> JiebaTokenizer:
+    """Return the tokenizer of a trained vocabulary. vocab.txt stays in the cache: saving the tokenizer needs it."""
+    words = "\n".join(vocabulary) + "\n"
     folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
     folder.mkdir(exist_ok=True)
     with atomic_path(folder / "vocab.txt", is_shared=True) as temporary:  # other processes write the same text, or read it

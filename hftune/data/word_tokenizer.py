@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -17,8 +17,8 @@ _BASIC_ENGLISH = {
 }
 
 
-def train_word_tokenizer(texts: Iterable[str], kind: str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Build a tokenizer of whole words: <unk>, <eos>, then the words of the texts by frequency; ties are broken by text.
+def train_words(texts: Iterable[str], kind: str, vocab_size: int | None = None) -> list[str]:
+    """Return a vocabulary: <unk>, <eos>, then the words of the texts by frequency; ties are broken by text.
 
     Args:
         kind: "words", split at white space; or "basic_english", lower-cased, with punctuation split off.
@@ -26,18 +26,28 @@ def train_word_tokenizer(texts: Iterable[str], kind: str, vocab_size: int | None
 
     Source of basic_english: torchtext.data.utils.get_tokenizer("basic_english"); both have 28,782 types on WikiText-2.
     """
-    cut = Tokenizer(models.WordLevel({UNKNOWN: 0, END: 1}, unk_token=UNKNOWN))
-    cut.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if kind == "basic_english":
-        replaced = [normalizers.Replace(pattern, content) for pattern, content in _BASIC_ENGLISH.items()]
-        cut.normalizer = normalizers.Sequence([normalizers.Lowercase(), *replaced])
+    cut = _tokenizer([UNKNOWN, END], kind)
     normalize = cut.normalizer.normalize_str if cut.normalizer is not None else str
     split = cut.pre_tokenizer.pre_tokenize_str
     counts = Counter(word for word, _ in chain.from_iterable(split(normalize(text)) for text in texts))
     words = sorted(counts.keys() - {UNKNOWN, END}, key=lambda word: (-counts[word], word))
-    vocabulary = [UNKNOWN, END, *words][:vocab_size]
-    cut.model = models.WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=UNKNOWN)
-    return PreTrainedTokenizerFast(tokenizer_object=cut, unk_token=UNKNOWN, eos_token=END, pad_token=END)
+    return [UNKNOWN, END, *words][:vocab_size]
+
+
+def word_tokenizer(vocabulary: Sequence[str], kind: str) -> PreTrainedTokenizerBase:
+    """Build the tokenizer of a vocabulary that ``train_words`` returned."""
+    tokenizer = _tokenizer(vocabulary, kind)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, eos_token=END, pad_token=END)
+
+
+def _tokenizer(vocabulary: Sequence[str], kind: str) -> Tokenizer:
+    words = {word: number for number, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind == "basic_english":
+        replaced = [normalizers.Replace(pattern, content) for pattern, content in _BASIC_ENGLISH.items()]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *replaced])
+    return tokenizer
 
 
 def has_whole_words(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -21,6 +21,7 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config.sections import TrainConfig
+from hftune.distributed.devices import agreed_precision
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.rendezvous import init_method
 from hftune.errors import ConfigError
@@ -55,7 +56,7 @@ def start_accelerator(train: TrainConfig) -> Accelerator:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         cpu=on_cpu(),
-        mixed_precision=train.mixed_precision,
+        mixed_precision=agreed_precision(train.mixed_precision, state.device),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # The backward multiplies by the number of processes (see DataParallel): fp16 overflows at the same loss on all.

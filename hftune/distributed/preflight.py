@@ -71,11 +71,17 @@ def _check_fsdp(recipe: Recipe) -> None:
         raise ConfigError(
             "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
         )
-    if recipe.train.micro_batch_size == "auto":
+    if asks_auto := auto_key(recipe.train):
         raise ConfigError(
-            "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
+            f"{asks_auto}=auto does not work under FSDP: a process that runs out of memory would leave the others "
             "waiting for its shard of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens."
         )
+
+
+def auto_key(train: TrainConfig) -> str | None:
+    """Return the key that asks for micro-batches as large as fit, if there is one."""
+    names = [name for name in ("micro_batch_size", "micro_batch_tokens") if getattr(train, name) == "auto"]
+    return f"train.{names[0]}" if names else None
 
 
 def check_options(train: TrainConfig) -> None:
@@ -123,9 +129,9 @@ def check_parallel(recipe: Recipe, num_processes: int) -> None:
         raise ConfigError(
             f"{asked} does not work under FSDP: both split the model. Use accelerate_configs/4gpu.yaml, or {one}."
         )
-    if train.micro_batch_size == "auto":
+    if asks_auto := auto_key(train):
         raise ConfigError(
-            f"train.micro_batch_size=auto does not work with {asked}: stages need different amounts of memory. Set a number, "
+            f"{asks_auto}=auto does not work with {asked}: stages need different amounts of memory. Set a number, "
             "such as train.micro_batch_size=4; hftune plan shows what each stage needs."
         )
     if train.mixed_precision == "fp16":

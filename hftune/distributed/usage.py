@@ -64,7 +64,10 @@ class Usage:
         sample: Sample = {}
         for source in [*self._sources]:
             try:
-                sample |= source()
+                found = source()
+                sample |= {
+                    name: max(value, self.last.get(name, 0)) if "_peak_" in name else value for name, value in found.items()
+                }
             except Exception:  # of any driver; training has nothing to do with it
                 self._sources.remove(source)
         return sample
@@ -87,7 +90,7 @@ def machine_load() -> Sample:
 
 
 def gpu_memory(name: str, device: Any) -> Sample:
-    """Return what this process holds of a GPU's memory, and the most that its tensors have needed."""
+    """Return what this process holds of a GPU's memory, and the most that its tensors needed since DeviceMemory.restart."""
     import torch
 
     held, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)

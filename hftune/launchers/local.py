@@ -1,7 +1,7 @@
 """``launch(recipe, num_processes=2)``: train on several processes of this machine, from a program or a notebook cell.
 
-The processes are new interpreters that torchrun starts, as it does on the command line: nothing is forked after CUDA was
-initialized, nothing is pickled, and a process that crashes does not take the notebook with it.
+The processes are forks of a new interpreter that has done nothing but import libraries (forks.py): nothing is forked after CUDA
+was initialized, nothing is pickled, and a process that crashes does not take the notebook with it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
-from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import Recipe, type_name
-from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.tracking.console import is_terminal
+
+if TYPE_CHECKING:
+    from hftune.checkpoints.output_dir import TrainResult
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 
@@ -49,16 +49,27 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
-        # Not --standalone, whose store listens on all networks of the machine.
-        meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
-        torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
-        command = [sys.executable, *(torchrun if count > 1 else []), "-m", "hftune.run", f"recipe={path}"]
-        error_file = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # torchrun names one for each
+        launcher = several_processes(recipe, count, folder) if count > 1 else ["-m", "hftune.run"]
+        error_file = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # the launcher names one for each
         threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
+        command = [sys.executable, *launcher, f"recipe={path}"]
         code, is_stopped = run_and_show(command, {**threads, **environment(), **error_file})
         if code != 0:
             raise failure(Path(folder), code, is_stopped)
+    from hftune.checkpoints.output_dir import TrainResult  # only now: it imports torch, and the processes need not wait for it
+
     return TrainResult.read(Path(recipe.output_dir))
+
+
+def several_processes(recipe: Recipe, count: int, folder: str) -> list[str]:
+    """Return the words of Python's command line that start the processes, but for the recipe."""
+    if sys.platform == "linux":
+        modules = ",".join(("hftune.training", *recipe.task.libraries))
+        return ["-m", "hftune.launchers.forks", str(count), folder, modules]
+    # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.
+    meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
+    torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
+    return [*torchrun, "-m", "hftune.run"]
 
 
 def check_importable(recipe: Recipe) -> None:
@@ -81,11 +92,17 @@ def count_processes(asked: int | None) -> int:
         raise ConfigError(
             "hftune.launch starts processes itself, and this is one of several that a launcher has started: call train(recipe)."
         )
+    if asked is not None and asked < 1:
+        raise ConfigError(f"num_processes={asked} must be at least 1.")
+    if asked is not None and "torch" not in sys.modules:  # importing it takes a second, and each process checks the same
+        return asked
+    import torch
+
+    from hftune.distributed.accelerator import on_cpu
+
     num_gpus = 0 if on_cpu() else torch.accelerator.device_count()
     if asked is None:
         return max(num_gpus, 1)
-    if asked < 1:
-        raise ConfigError(f"num_processes={asked} must be at least 1.")
     if 0 < num_gpus < asked:
         raise ConfigError(
             f"num_processes={asked} exceeds the number of this machine's GPUs, {num_gpus}: each process takes one. Lower it; "

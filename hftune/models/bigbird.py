@@ -33,7 +33,9 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCro
 from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
 
 from hftune.errors import ConfigError, did_you_mean
-from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
+from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
+from hftune.models.packing import ATTENTION, without_masks
+from hftune.models.prefix_attention import Prefix, pack_layers
 from hftune.models.pretrained import load_model
 
 WARM_STARTS = ("bert", "big_bird")
@@ -103,6 +105,12 @@ class PrefixLM(BertLMHeadModel):
     _supports_flash_attn = False  # its kernels do not support this mask
     _supports_flex_attn = False
 
+    def __init__(self, config: PrefixLMConfig) -> None:
+        super().__init__(config)
+        pack_layers(self.bert.encoder)
+        if self.config._attn_implementation == "sdpa":
+            self.set_attn_implementation(ATTENTION)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -111,6 +119,7 @@ class PrefixLM(BertLMHeadModel):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        packing: Prefix | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
         """Return logits (B, Q, V), or those of the last ``logits_to_keep`` positions.
@@ -118,6 +127,11 @@ class PrefixLM(BertLMHeadModel):
         ``input_ids``, ``token_type_ids`` (B, Q) int64; ``attention_mask`` (B, K), the cached tokens first. With a cache, all
         new tokens are title tokens, so a source cannot be processed in pieces (no ``prefill_chunk_size``). ``position_ids``,
         which ``generate`` passes, are ignored: they follow from the mask. The model shifts ``labels``, as in transformers.
+
+        Layers compute real tokens only, unless they fill a cache. ``packing``, from ``find_packing``, saves reading the lengths
+        from the device. With the attention
+        implementations "sdpa" and "eager", they compute padding, too, with ``prefix_mask``; also where there are cached
+        tokens, and where the model is compiled as a whole.
 
         Raises:
             ValueError: there are no ``token_type_ids``, which distinguish source and title.
@@ -129,20 +143,36 @@ class PrefixLM(BertLMHeadModel):
             valid_BK = input_ids.new_ones((len(input_ids), num_cached + input_ids.shape[1]), dtype=torch.bool)
         else:
             valid_BK = attention_mask.bool()
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        given = {
+            "input_ids": input_ids,
+            "token_type_ids": token_type_ids,
+            "position_ids": (valid_BK.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:],
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        if self.config._attn_implementation == ATTENTION and not num_cached and not torch.compiler.is_compiling():
+            is_padded = use_cache or past_key_values is not None or self._shows_layers(kwargs)
+            prefix = Prefix.of(token_type_ids == 1, valid_BK, not is_padded) if packing is None else packing
+            with without_masks():
+                return super().forward(prefix=prefix, **given)
         mask_B1QK = prefix_mask(token_type_ids, valid_BK, num_cached)
         if self.config._attn_implementation == "eager":  # it adds the mask, true as 1
             mask_B1QK = torch.zeros_like(mask_B1QK, dtype=self.dtype).masked_fill(~mask_B1QK, torch.finfo(self.dtype).min)
-        if self.training and use_cache is None:
-            use_cache = False
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=mask_B1QK,
-            token_type_ids=token_type_ids,
-            position_ids=(valid_BK.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:],
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        return super().forward(attention_mask=mask_B1QK, **given)
+
+    @staticmethod
+    def find_packing(inputs: Mapping[str, Tensor]) -> Prefix:
+        """Return where sources and titles of a batch on the host are, for ``forward``."""
+        is_title_BT, valid_BT = inputs["token_type_ids"] == 1, inputs["attention_mask"].bool()
+        return Prefix.of(is_title_BT, valid_BT, packs_layers=True, is_asked_for=True)
+
+    def _shows_layers(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the caller wants the hidden states of each layer, which have rows then."""
+        asked = given.get("output_hidden_states")
+        return self.config.output_hidden_states if asked is None else asked
 
     def generate(
         self,
@@ -205,8 +235,11 @@ class BlockSparseBigBirdConfig(BigBirdConfig):
     """Not used: there is no attention dropout."""
     random_blocks_seed: int = 0
     """Seed of the random blocks, together with the layer. Part of the model: a different seed is a different function."""
-    block_sparse_kernel: str = "gathered"
-    """gathered, or flex (FlexAttention; no gradients on CPUs, untested on GPUs). Affects the speed, not the function."""
+    hidden_act: str = "gelu_pytorch_tanh"
+    """BigBird's "gelu_new" by the name of torch's faster implementation."""
+    block_sparse_kernel: str = "auto"
+    """gathered, flex (FlexAttention; no gradients on CPUs, untested on GPUs), or auto: flex on GPUs where it can be compiled,
+    gathered elsewhere. Affects the speed, not the function."""
 
     @property
     def max_full_length(self) -> int:
@@ -273,7 +306,8 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
     ) -> BaseModelOutput:
         """Return ``last_hidden_state`` (B, T, C) of ``input_ids`` (B, T), padded on the right where ``attention_mask`` is 0.
 
-        Long batches are padded to a multiple of the block size, and the output is cut to the original length.
+        Long batches are padded to a multiple of the block size, and the output is cut to the original length. Linear layers
+        compute real tokens only.
 
         Raises:
             ValueError: hidden states or attentions are requested, which are not kept.
@@ -289,7 +323,11 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
                 attention_mask = hidden_BTC.new_ones(hidden_BTC.shape[:2], dtype=torch.bool)
             hidden_BTC = torch.nn.functional.pad(hidden_BTC, (0, 0, 0, missing))
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-        hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
+        if (tokens := RealTokens.of(attention_mask)) is None:
+            hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
+        else:
+            hidden_1XC = self.encoder(tokens.pack(hidden_BTC), attention_mask=attention_mask, tokens=tokens).last_hidden_state
+            hidden_BTC = tokens.unpack(hidden_1XC)
         return BaseModelOutput(last_hidden_state=hidden_BTC[:, :length])
 
 
@@ -352,6 +390,9 @@ def build_encoder_decoder(
 def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SECTION) -> Config:
     """Create a config of a model of this module.
 
+    "gelu_new", BigBird's activation, is replaced by torch's name of the same function: transformers (5.23, NewGELUActivation)
+    computes it step by step and keeps several tensors of the intermediate layer's size for the backward pass instead of one.
+
     Raises:
         ConfigError: a value is invalid; the message names it as a key of ``section``.
     """
@@ -360,6 +401,8 @@ def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SE
     except StrictDataclassError as error:
         reason = str(error).splitlines()[-1].strip().removeprefix("TypeError: ")
         raise ConfigError(f"{section} cannot be used: {reason}.") from error
+    if getattr(config, "hidden_act", None) == "gelu_new":
+        config.hidden_act = "gelu_pytorch_tanh"
     for name, bound in LEAST.items():
         if (value := getattr(config, name, bound)) < bound:
             raise ConfigError(f"{section}.{name}={value} must be at least {bound}.")
@@ -389,17 +432,10 @@ def _refuse_other_kinds(config: PreTrainedConfig, architecture: str) -> None:
 
 
 def _common_fields(config: PreTrainedConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of ``config`` that ``kind`` also has, except those that identify the class.
-
-    "gelu_new", BigBird's activation, is replaced by torch's name of the same function: transformers (5.23, NewGELUActivation)
-    computes it step by step and keeps several tensors of the intermediate layer's size for the backward pass instead of one.
-    """
+    """Return the fields of ``config`` that ``kind`` also has, except those that identify the class."""
     identity = {"model_type", "architectures", "transformers_version", "dtype", "is_decoder", "add_cross_attention"}
     known = {field.name for field in fields(kind) if field.init} - identity
-    taken = {name: value for name, value in config.to_dict().items() if name in known}
-    if taken.get("hidden_act") == "gelu_new":
-        taken["hidden_act"] = "gelu_pytorch_tanh"
-    return taken
+    return {name: value for name, value in config.to_dict().items() if name in known}
 
 
 AutoConfig.register(PrefixLMConfig.model_type, PrefixLMConfig, exist_ok=True)

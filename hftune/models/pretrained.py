@@ -146,8 +146,8 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return positions - max(taken, default=0)
 
 
-def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train BERT's uncased WordPiece tokenizer on texts. The same texts give the same vocabulary on every machine.
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> dict[str, int]:
+    """Train the vocabulary of BERT's uncased WordPiece tokenizer. The same texts give the same one on every machine.
 
     By itself, the trainer gives a different vocabulary each time: it numbers the ##letters in the order of a hash map, and ties
     between merges are broken by number (huggingface/tokenizers#1794, open as of tokenizers 0.23). So number them in advance.
@@ -161,7 +161,12 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     trainer.train_from_iterator(
         texts, vocab_size=vocab_size, special_tokens=first, limit_alphabet=len(letters), show_progress=False
     )
-    return transformers.BertTokenizer(vocab=trainer.get_vocab(), do_lower_case=True)
+    return trainer.get_vocab()
+
+
+def wordpiece_tokenizer(vocabulary: Mapping[str, int]) -> PreTrainedTokenizerBase:
+    """Return BERT's uncased WordPiece tokenizer with this vocabulary."""
+    return transformers.BertTokenizer(vocab=dict(vocabulary), do_lower_case=True)
 
 
 def _first_line(error: Exception) -> str:

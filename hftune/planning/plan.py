@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,16 +17,30 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
-from hftune.build import build_model, check_micro_batches, largest_micro_batch_size, load_datasets, plan_batches, total_steps
+from hftune.build import (
+    build_model,
+    check_micro_batches,
+    largest_micro_batch_size,
+    largest_micro_batch_tokens,
+    load_datasets,
+    may_be_packed,
+    plan_batches,
+    total_steps,
+    width_of,
+    without_padding,
+)
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
-from hftune.distributed.preflight import check_parallel
+from hftune.distributed.devices import computes_bf16
+from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
+from hftune.models.packing import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
-from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
+from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory, without_values
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
+from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
 from hftune.strategies.sharding import checkpoint_tensors, without_gradient
 from hftune.strategies.statistics import buffer_versions, class_names, notice, written_buffers
 
@@ -86,6 +100,10 @@ class Rate:
     when: str
 
 
+Collate = Callable[[list[Any]], dict[str, Any]]
+"""Makes a batch of samples."""
+
+
 @dataclass
 class Memory(StepMemory):
     """Of each process at its peak, in bytes of tensors; torch itself and workspaces of kernels are not included.
@@ -94,8 +112,7 @@ class Memory(StepMemory):
     """
 
     ddp_buckets_bytes: int
-    """Part of the peak: DDP's buckets, which keep their size. They hold the gradients of a step's last micro-batch; those of
-    earlier ones take additional memory."""
+    """Part of the peak: DDP's buckets, which hold the gradients all the time."""
     receive_bytes: int
     """Part of the peak: in a pipeline, the receive buffers."""
     device: str
@@ -170,14 +187,22 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     """
     num_machines = count_machines(num_processes, gpus_per_machine)
     recipe.validate()
+    unsure: list[str] = []
+    on_device = target_device(device, unsure)
+    recipe = settle_precision(recipe, on_device, device, unsure)
     parallel = recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
     dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
-    batches = plan_batches(recipe, datasets["train"])
-    if is_auto := recipe.train.micro_batch_size == "auto":
-        batches = replace(batches, micro_batch_size=largest_micro_batch_size(batches, num_processes))
+    model = build_on_meta(recipe, unsure)
+    batches, collate = planned_batches(recipe, plan_batches(recipe, datasets["train"]), model)
+    auto, largest = auto_key(recipe.train), largest_micro_batch_size(batches, num_processes)
+    if auto == "train.micro_batch_size" and not batches.packed:
+        batches = replace(batches, micro_batch_size=largest)
+    elif auto is not None:
+        largest = largest_micro_batch_tokens(batches, largest, num_processes)
+        batches = replace(batches, micro_batch_tokens=largest)
     num_steps = total_steps(recipe.train, batches)
     check_schedule(recipe.train, num_steps, batches.num_steps)
     found = survey(batches, num_steps, dp_size)
@@ -192,10 +217,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
-    if is_auto:
-        plan.notices.append(
-            f"train.micro_batch_size=auto: planned with {batches.micro_batch_size}, the largest size that training would try."
-        )
+    if auto is not None:
+        plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:
         many = "pipelines" if parallel.pipeline_stages > 1 else "processes"
         plan.notices.append(
@@ -208,14 +231,27 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         check_micro_batches(parallel, batches, dp_size)
         pipelines = survey_pipelines(batches, num_steps, parallel, dp_size)
         plan.pipeline = plan_pipeline(parallel, pipelines, dp_size)
-        shares = [[(micro_batch, load(recipe, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
+        shares = [[(micro_batch, load(collate, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
         count_memory = partial(count_in_pipeline, plan, recipe, shares)
     else:
         count_memory = partial(
-            count_in_process, plan, recipe, [(item, load(recipe, seen, item.micro_batch)) for item in found.heaviest]
+            count_in_process, plan, recipe, [(item, load(collate, seen, item.micro_batch)) for item in found.heaviest]
         )
-    add_model(plan, recipe, datasets, count_memory, target_device(device, plan.notices))
+    plan.notices += unsure
+    if model is not None:
+        add_model(plan, recipe, datasets, model, count_memory, on_device)
     return plan
+
+
+def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None) -> tuple[BatchPlan, Collate]:
+    """Return the plan of training and how it collates: without padding, if the model looks as if it could do without."""
+    if model is None:
+        return batches, recipe.task.collate
+    batches = replace(batches, parts=recipe.train.parts, width=width_of(model))
+    if recipe.train.compile or not may_be_packed(recipe, batches, model) or not seems_packable(model):
+        compute_padding(model)
+        return batches, recipe.task.collate
+    return without_padding(recipe.train, batches), collate_for(model, recipe.task)
 
 
 def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
@@ -239,8 +275,8 @@ def count_data(batches: BatchPlan, eval_samples: int, found: Survey) -> Data:
     """Count samples and tokens."""
     if found.tokens is None:
         return Data(batches.num_samples, eval_samples, None, None, None, None)
-    share, longest = 1 - found.tokens / found.cost, batches.most_padded
-    return Data(batches.num_samples, eval_samples, found.tokens, found.cost, share, longest)
+    share, longest = 1 - found.tokens / found.computed, batches.most_padded
+    return Data(batches.num_samples, eval_samples, found.tokens, found.computed, share, longest)
 
 
 @dataclass
@@ -251,7 +287,6 @@ class Candidate:
     micro_batch: MicroBatch
     is_first: bool
     """Of those that the process computes in the step."""
-    is_only: bool
 
 
 @dataclass
@@ -259,8 +294,8 @@ class Survey:
     """Results of one walk through the first epoch."""
 
     tokens: int | None
-    cost: int
-    """Of all micro-batches: padded tokens, or samples if they have no lengths."""
+    computed: int
+    """Tokens of all micro-batches, those of padding included; samples if they have no lengths."""
     work: Work
     heaviest: list[Candidate]
     """Without repetition."""
@@ -269,35 +304,36 @@ class Survey:
 def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     """Walk through the first epoch, or the part of it that is trained, as the processes would."""
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
-    counts, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0
-    heaviest: dict[tuple[str, bool, bool], Candidate] = {}
+    counts, computed, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0, 0
+    heaviest: dict[tuple[str, bool], Candidate] = {}
     for number in range(num_steps):
         step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
         shares = balance(costs, num_processes)
         counts[number] = len(step)
+        computed += sum(micro_batch.tokens for micro_batch in step)
         cost += sum(costs)
         busiest += max(sum(costs[index] for index in share) for share in shares)
         most = max(most, max(map(len, shares)))
         idle += len(step) < num_processes
         for share in shares:
             for turn, index in enumerate(share):
-                weigh(heaviest, step[index], is_first=turn == 0, is_only=len(share) == 1)
+                weigh(heaviest, step[index], is_first=turn == 0)
     work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
     tokens = None
     if batches.lengths is not None:
         tokens = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
     different = {id(item.micro_batch): item for item in heaviest.values()}
-    return Survey(tokens, cost, work, [*different.values()])
+    return Survey(tokens, computed, work, [*different.values()])
 
 
-def weigh(heaviest: dict[tuple[str, bool, bool], Candidate], micro_batch: MicroBatch, is_first: bool, is_only: bool) -> None:
+def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, is_first: bool) -> None:
     """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
-    rows, cost = len(micro_batch.samples), micro_batch.cost
-    for kind, size in (("tokens", cost), ("pairs", cost * (cost // rows)), ("rows", rows)):
-        known = heaviest.get((kind, is_first, is_only))
+    rows, tokens = len(micro_batch.samples), micro_batch.tokens
+    for kind, size in (("tokens", tokens), ("pairs", tokens * micro_batch.length), ("rows", rows)):
+        known = heaviest.get((kind, is_first))
         if known is None or size > known.size:
-            heaviest[kind, is_first, is_only] = Candidate(size, micro_batch, is_first, is_only)
+            heaviest[kind, is_first] = Candidate(size, micro_batch, is_first)
 
 
 def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
@@ -330,22 +366,35 @@ def target_device(wanted: str | None, notices: list[str]) -> torch.device:
     return torch.device(wanted)
 
 
-def load(recipe: Recipe, dataset: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, notices: list[str]) -> Recipe:
+    """Return the recipe with the precision that ``train.mixed_precision=auto`` means on the GPUs planned for.
+
+    Args:
+        wanted: the device that was asked for, which may not be here; see ``make_plan``.
+    """
+    if recipe.train.mixed_precision != "auto":
+        return recipe
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    precision: Literal["bf16", "no"] = "bf16" if (computes_bf16(device) if is_here else wanted == "cuda") else "no"
+    if precision == "bf16":
+        notices.append("train.mixed_precision=auto: planned with bf16.")
+    return replace(recipe, train=replace(recipe.train, mixed_precision=precision))
+
+
+def load(collate: Collate, dataset: Any, micro_batch: MicroBatch) -> dict[str, Any]:
     """Load a micro-batch as a process does."""
-    return recipe.task.collate([dataset[sample] for sample in micro_batch.samples.tolist()])
+    return collate([dataset[sample] for sample in micro_batch.samples.tolist()])
 
 
 def add_model(
     plan: Plan,
     recipe: Recipe,
     datasets: Mapping[str, Any],
+    model: nn.Module,
     count_memory: Callable[[nn.Module, torch.optim.Optimizer], None],
     device: torch.device,
 ) -> None:
-    """Build the model without weights, and add its numbers to the plan."""
-    model = build_on_meta(recipe, plan.notices)
-    if model is None:
-        return
+    """Add the numbers of a model without weights to the plan."""
     plan.parameters = sum(parameter.numel() for parameter in model.parameters())
     plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     plan.notices += recipe.task.notices(datasets, model)
@@ -385,6 +434,8 @@ def count_in_process(
 ) -> None:
     """Add the memory of a process that has the whole model, and the parameters without a gradient."""
     found = []
+    if any(PACKING in batch for _, batch in heaviest):
+        install_packing(model)
     for item, batch in heaviest:
         found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
         if plan.unused_parameters is None:
@@ -415,7 +466,7 @@ def count_in_pipeline(
     unused = meter.unused()
     plan.unused_parameters = [name for name, parameter in model.named_parameters() if parameter in unused]
     rows = max(len(micro_batch.samples) for micro_batch, _ in share)
-    longest = max(micro_batch.cost // len(micro_batch.samples) for micro_batch, _ in share)
+    longest = max(micro_batch.length for micro_batch, _ in share)
     plan.memory = Memory(
         **asdict(next(place for place in places if place.peak_bytes == fullest)),
         ddp_buckets_bytes=0,
@@ -431,23 +482,18 @@ def candidate_memory(
 ) -> Memory:
     """Measure the memory of a process while it computes one micro-batch.
 
-    DDP's buckets hold the gradients of a step's last micro-batch, and keep their size. Those of earlier ones are allocated in
-    addition: under ``no_sync`` DDP ignores them, and ``zero_grad`` took them out of the buckets.
+    Under DDP the gradients are in its buckets, from the beginning.
     """
     many, samples = plan.processes > 1, len(item.micro_batch.samples)
-    step = step_memory(model, optimizer, forward_backward, has_gradients=not item.is_first or (many and item.is_only))
-    buckets = sum(value.nbytes for value in model.parameters() if value.requires_grad) if many else 0
-    if many and item.is_only:
-        step.gradients_bytes = 0  # those that were counted are the buckets
-    else:
-        step.peak_bytes += buckets
+    step = step_memory(model, optimizer, forward_backward, has_gradients=many or not item.is_first)
+    buckets, step.gradients_bytes = (step.gradients_bytes, 0) if many else (0, step.gradients_bytes)
     return Memory(
         **asdict(step),
         ddp_buckets_bytes=buckets,
         receive_bytes=0,
         device=next(model.parameters()).device.type,
         samples=samples,
-        longest=None if plan.data.longest is None else item.micro_batch.cost // samples,
+        longest=None if plan.data.longest is None else item.micro_batch.length,
         host_copy_bytes=plan.disk.checkpoint_bytes,
     )
 
@@ -471,8 +517,8 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
     forward: Callable[..., Any] = model
     if precision is not None:  # as Accelerate does
         forward = convert_outputs_to_fp32(torch.autocast(device.type, precision)(model.forward))
-    inputs = {name: torch.empty_like(value, device=device) for name, value in batch.items()}
-    task.loss(forward(**task.inputs(inputs)), task.target(inputs)).backward()
+    inputs = without_values(batch, device)
+    task.loss(compute(forward, **inputs_of(task, inputs)), task.target(inputs)).backward()
 
 
 def needs_values(error: Exception) -> str:

@@ -383,7 +383,8 @@ def recipe_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     yield "learning rate", f"{train['lr']:g}, {train['schedule']} schedule{warmup}"
     if train["clip_norm"] is not None:
         yield "gradient clipping", f"norm {train['clip_norm']:g}"
-    yield "precision", "float32" if train["mixed_precision"] == "no" else f"{train['mixed_precision']} (mixed)"
+    precision = facts.run.get("precision", train["mixed_precision"])
+    yield "precision", "float32" if precision == "no" else f"{precision} (mixed)"
     yield "seed", str(facts.values["seed"])
 
 

@@ -23,9 +23,13 @@ TITLES = {
     "train/loss_step": "Loss of single steps",
     "train/grad_norm": "Gradient norm before clipping",
     "eval/loss": "Evaluation loss",
+    "perf/step_s": "Time of a step",
     "perf/samples_per_s": "Training speed",
     "perf/tokens_per_s": "Training speed in tokens",
     "perf/padding_share": "Share of padding",
+    "perf/mfu": "Useful share of what the devices can compute (MFU)",
+    "perf/memory_gb": "Most memory of a process",
+    "perf/data_wait_s": "Wait for data in a step",
     "perf/checkpoint_s": "Wait for checkpoints",
     "perf/data_share": "Wait for data",
     "perf/wait_share": "Wait for the slowest process",
@@ -40,8 +44,8 @@ TITLES = {
     "perf/*/gpu*_peak_gib": "GPU memory needed at the peak",
 }
 """Titles of metrics whose names alone do not say enough; * stands for the number of a host or a GPU."""
-UNITS = {"s": "s", "ms": "ms", "share": "%", "bytes": "B", "gib": "GiB", "w": "W", "percent": "percent"}
-"""Units by the last part of a name, which is how metrics are named here. "%" is of shares, which are from 0 to 1."""
+UNITS = {"s": "s", "ms": "ms", "share": "%", "bytes": "B", "gb": "GB", "gib": "GiB", "mfu": "%", "w": "W", "percent": "percent"}
+"""Units by the last part of a name, which is how metrics are named here. "%" is of shares, from 0 to 1."""
 Points = tuple[list[int], list[float | None]]
 """Steps and values."""
 

@@ -321,7 +321,7 @@ def setup_section(run: RunRecord) -> Section | None:
         "Learning rate": recipe.get("train.lr"),
         "Schedule": recipe.get("train.schedule"),
         "Optimizer": recipe.get("train.optimizer"),
-        "Precision": recipe.get("train.mixed_precision"),
+        "Precision": facts.get("precision", recipe.get("train.mixed_precision")),
         "Seed": recipe.get("seed"),
         "Started": moment(facts.get("started")),
         "Processes": facts.get("processes"),

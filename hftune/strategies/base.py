@@ -14,8 +14,8 @@ A new strategy is a subclass of ``Strategy`` with a ``Sharding`` of its own. It 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
 from typing import Any
@@ -26,12 +26,12 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from hftune.batch_plan import MicroBatch, balance, format_digest, samples_digest
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
+from hftune.strategies.loading import Loader, SideStream, read_ahead
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import SavedState, Sharding
 from hftune.strategies.step_times import StepTimes
@@ -47,7 +47,12 @@ class StepBatch:
     weights: list[int]
     """1 for a micro-batch of mine; 0 for a dummy: a sample that another process computes as well, and counts. Dummies are
     there because every process has to take part in the collectives of a step."""
-    batches: list[dict[str, Tensor]] = field(default_factory=list)  # one per micro-batch of mine, on the CPU
+    batches: list[dict[str, Tensor]] = field(default_factory=list)
+    """One for each micro-batch of mine: on the device already, or on the CPU."""
+    counts: list[float] = field(default_factory=list)
+    """See ``Step.counts``."""
+    copied: torch.cuda.Event | None = None
+    """When a GPU has the batches."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class StepReport:
 
     loss: float
     """Mean over the items of the global batch."""
+    grad_norm: float
+    """Global norm of the gradient before it was clipped."""
     num_items: float
     num_samples: int
     digest: str
@@ -107,13 +114,16 @@ class Step(ABC):
 
     @abstractmethod
     def batches(
-        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
-    ) -> Iterator[StepBatch]:
-        """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective."""
+        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int, epoch: int = 0
+    ) -> Generator[StepBatch, None, None]:
+        """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective.
+
+        The samples are augmented for ``epoch``. Close the iterator if it is not read to its end: it may have a thread.
+        """
 
     @abstractmethod
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        """Accumulate the gradient of the step's mean loss, in float32.
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+        """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
 
         Args:
             stop: this process was asked to stop.
@@ -123,16 +133,23 @@ class Step(ABC):
     def not_finite(self, batch: StepBatch) -> list[str]:
         """Return on the main process and on all others which processes met a loss that is not finite, and on which samples.
 
-        About the last ``forward_backward``, whose batch this was.
+        About the last ``report``, whose batch this was.
         """
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Scale the gradient down to ``max_norm``; return its global norm before that, equal on all processes.
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale the gradient down to ``max_norm``, without waiting for the device.
 
         Args:
             max_norm: None: measure the norm and leave the gradient as it is.
+
+        Returns:
+            Its global norm before that, equal on all processes: a scalar on the device.
         """
+
+    @abstractmethod
+    def report(self, grad_norm: Tensor) -> StepReport:
+        """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
 
     @abstractmethod
     def optimizer_step(self, lr: float) -> None:
@@ -169,7 +186,7 @@ class Step(ABC):
     def counts(self, batch: StepBatch) -> list[float]:
         """Return what this process adds to the step's number of items, number of samples, and two sums of their digest.
 
-        The sums over all processes must be those of the global batch. Not collective.
+        The sums over all processes must be those of the global batch. The samples are on the CPU. Not collective.
         """
 
     @abstractmethod
@@ -205,8 +222,25 @@ class Strategy(Collectives, Step):
         """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
+        self.collate_packed: Callable[[list[Any]], dict[str, Any]] | None = None
+        """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
+        # Of the last forward_backward. Tensors are on the device.
+        self._loaders: dict[str, Loader] = {}
+        """Of training and evaluation."""
+        self._counts: list[float] = []
+        """What this process added to the sums."""
+        self._sums = self._loss = torch.zeros(())
         self._micro_losses: list[Tensor] = []
-        self._items = torch.zeros(())
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a thread loads the next step while this one is computed. A CPU that computes cannot spare one."""
+        return self.device.type == "cuda"
+
+    @property
+    def precision(self) -> str:
+        """Of forward and backward passes: no (float32), bf16 or fp16."""
+        return self.accelerator.mixed_precision
 
     def state(self) -> SavedState | None:
         """See ``Sharding.state``. Collective."""
@@ -225,36 +259,81 @@ class Strategy(Collectives, Step):
         indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]
         return [micro_batches[index] for index in indices]
 
-    def loader(self, dataset: Any, samples: Any, num_workers: int) -> DataLoader:
-        """Return a loader of one collated batch for each list of sample numbers. Not collective."""
-        return DataLoader(
-            dataset,
-            batch_sampler=samples,
-            collate_fn=self.task.collate,
-            num_workers=num_workers,
-            pin_memory=self.device.type == "cuda",
-        )
+    def loader(self, dataset: Any, num_workers: int, is_packed: bool) -> Loader:
+        """Return a new loader of collated batches. Not collective."""
+        collate = self.collate_packed if self.collate_packed is not None and is_packed else self.task.collate
+        return Loader(dataset, collate, num_workers, pin_memory=self.device.type == "cuda")
+
+    def _kept_loader(self, use: str, dataset: Any, num_workers: int) -> Loader:
+        """Return the loader of training or evaluation, whose workers live until another data set takes its place."""
+        kept = self._loaders.get(use)
+        if kept is None or kept.dataset is not dataset or kept.num_workers != num_workers:
+            if kept is not None:
+                kept.close()
+            kept = self._loaders[use] = self.loader(dataset, num_workers, is_packed=use == "training")
+        return kept
+
+    def end_workers(self) -> None:
+        """End the loaders' workers, which live between epochs and evaluations. Not collective."""
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
 
     def batches(
-        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int
-    ) -> Iterator[StepBatch]:
-        # With workers, the loader runs ahead of the steps, so it needs an iterator of its own.
+        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int, epoch: int = 0
+    ) -> Generator[StepBatch, None, None]:
+        # The loader may run ahead of the steps, so it needs an iterator of its own.
         assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
         samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
+        side = self._side_stream() if self.reads_ahead else None
+        loading = Progress() if self.reads_ahead else self.progress  # a thread has not come to this step yet
         with self.times.loading():
-            loaded = iter(self.loader(dataset, samples, num_workers))
+            loaded = self._kept_loader("training", dataset, num_workers).read(samples, epoch)
+        in_order = self._filled(assigned, loaded, loading, side)
+        with closing(read_ahead(in_order) if self.reads_ahead else in_order) as filled:
+            while True:
+                if side is not None:
+                    side.await_computed()
+                with self._explained_waiting(loading), self.times.loading():
+                    batch = next(filled, None)
+                if batch is None:
+                    return
+                if side is not None:
+                    side.await_copies(batch.copied)
+                yield batch
+
+    def _side_stream(self) -> SideStream | None:
+        return SideStream(self.device) if self.device.type == "cuda" else None
+
+    def _filled(
+        self, assigned: Iterator[StepBatch], loaded: Iterator[dict[str, Tensor]], loading: Progress, side: SideStream | None
+    ) -> Generator[StepBatch, None, None]:
+        """Yield steps with their samples loaded and counted, and, with a side stream, on their way to the device."""
         for batch in assigned:
-            with self.times.loading():
+            with nullcontext() if side is None else side.current():
                 for micro_batch in batch.mine:
-                    self.progress.samples(micro_batch.samples)
+                    loading.samples(micro_batch.samples)
                     batch.batches.append(next(loaded))
+                batch.counts = self.counts(batch)
+                if side is not None:
+                    batch.batches, batch.copied = side.copy(batch.batches)
             yield batch
+
+    @contextmanager
+    def _explained_waiting(self, loading: Progress) -> Iterator[None]:
+        """Let the progress say which samples are waited for, and which could not be loaded."""
+        self.progress.samples(loading.current_samples)
+        try:
+            yield
+        except Exception:
+            self.progress.samples(loading.current_samples)
+            raise
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         mine = self.share(micro_batches)
-        loaded = iter(self.loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
+        loaded = self.evaluated(dataset, mine, num_workers)
         with self.evaluating():
             for micro_batch in takewhile(lambda _: not should_stop(), mine):
                 self.progress.samples(micro_batch.samples)
@@ -262,18 +341,30 @@ class Strategy(Collectives, Step):
                 seed_forward(0, 0, micro_batch.index, self.device)
                 yield micro_batch, batch
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        counts = [*self.counts(batch), stop]
-        sums = self.sum(torch.tensor([*counts, *self.times.told()], dtype=self.exact, device=self.device))
-        items = self._items = sums[0]
+    def evaluated(self, dataset: Any, mine: Sequence[MicroBatch], num_workers: int) -> Iterator[dict[str, Tensor]]:
+        """Return the batches of an evaluation's micro-batches, on the CPU. Not collective."""
+        lists = [micro_batch.samples.tolist() for micro_batch in mine]
+        return self._kept_loader("evaluation", dataset, num_workers).read(lists)
+
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+        self._counts = [*batch.counts, stop]
+        self._sums = self.sum(self._on_device([*self._counts, *self.times.told()]))
+        items = self._sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
-        loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
-        # This waits for the device, once.
-        loss, num_items, num_samples, low, high, stops, *seconds = torch.cat([loss[None], sums]).tolist()
+        self._loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
+
+    def _on_device(self, values: Sequence[float]) -> Tensor:
+        """Copy numbers to the device without waiting for it, as a copy from pinned memory does."""
+        host = torch.tensor(values, dtype=self.exact, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
+
+    def report(self, grad_norm: Tensor) -> StepReport:
+        results = torch.stack([self._loss, grad_norm.to(self.exact)])
+        loss, norm, num_items, num_samples, low, high, stops, *seconds = torch.cat([results, self._sums]).tolist()
         if self.num_processes == 1:
-            num_items, num_samples, low, high, stops = counts  # exact even on a device without float64
+            num_items, num_samples, low, high, stops = self._counts  # exact even on a device without float64
         self.times.add(seconds)
-        return StepReport(loss, num_items, int(num_samples), format_digest(low, high), stops > 0)
+        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), stops > 0)
 
     def counts(self, batch: StepBatch) -> list[float]:
         items = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
@@ -283,7 +374,7 @@ class Strategy(Collectives, Step):
         return [num_items, len(mine), *samples_digest(mine)]
 
     def not_finite(self, batch: StepBatch) -> list[str]:
-        if self._items == 0:
+        if self._sums[0] == 0:
             return ["task.num_items is 0 for all its samples"]
         culprits = [
             f"process {self.process_index}: samples {micro_batch.samples.tolist()}"
@@ -297,7 +388,7 @@ class Strategy(Collectives, Step):
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups
         optimizer.step()
-        optimizer.zero_grad()
+        self.sharding.clear_gradient()
         self.times.finish()
         scaler = self.accelerator.scaler
         if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more
@@ -313,7 +404,8 @@ class Strategy(Collectives, Step):
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not should_reduce_batch_size(error):
                 raise
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items() if value.ndim > 1)
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items() if value.ndim > 1)
             raise TrainingError(
                 f"Out of memory in step {step + 1} on process {self.process_index}, in a micro-batch of {shapes}. "
                 "Lower train.micro_batch_size or train.micro_batch_tokens: the steps stay the same. "
@@ -325,4 +417,4 @@ class Strategy(Collectives, Step):
 def dummy_micro_batch(step: list[MicroBatch]) -> MicroBatch:
     """Return the shortest sample of a step as a micro-batch that costs next to nothing and does not count."""
     cheapest = step[-1]
-    return MicroBatch(cheapest.index, cheapest.samples[-1:], 0)
+    return MicroBatch(cheapest.index, cheapest.samples[-1:], length=1, tokens=0, cost=0)

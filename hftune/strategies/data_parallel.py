@@ -12,11 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.optimizer_state import KNOWN
+from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, refuse_unused, without_gradient
@@ -37,8 +39,10 @@ class DataParallel(Strategy):
         self._checked_gradients = False
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if model._compiled_call_impl is None:  # a hook would break the graph of a compiled model at each layer
+        if model._compiled_call_impl is None:  # compiled as a whole: a hook would break its graph at each layer
             self._seeds.watch(layers_of(model))
+        if self.collate_packed is not None:
+            install_packing(model)
         self.sharding.prepare(model, optimizer)
         self.model = self.sharding.model
         self.sharding.wrapped.train()
@@ -49,45 +53,55 @@ class DataParallel(Strategy):
         # (watched with 4 processes and Gloo, torch 2.13).
         if self.num_processes == 1 and not named_buffers(self.sharding.model):
             return self._keep_statistics([], frozen)
-        changed = self._throwaway_backward(self.sharding.wrapped, dataset, micro_batch.samples)
+        with restored_buffers(self.sharding.model) as changed:
+            try:
+                self._backward_once(self.sharding.wrapped, dataset, micro_batch.samples)
+                self._check_gradients()
+            finally:
+                self.sharding.clear_gradient()
         places = named_buffers(self.sharding.model)
-        return self._keep_statistics([places[name] for name in self.broadcast(changed)], frozen)
+        return self._keep_statistics([places[name] for name in self.broadcast([*changed])], frozen)
 
     def _keep_statistics(self, places: Sequence[tuple[nn.Module, str]], frozen: bool) -> list[str]:
         """Average these buffers over each step, or freeze their modules; return the class names of the modules."""
         if frozen:
             freeze({module: None for module, _ in places})
         self._statistics = RunningStatistics([] if frozen else places, self.exact)
+        if isinstance(self.sharding.wrapped, DistributedDataParallel):  # it sends buffers at each step, even constant ones
+            self.sharding.wrapped.broadcast_buffers = bool(self._statistics.places)
         return class_names(places)
 
-    def _throwaway_backward(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> list[str]:
-        """Compute a gradient and discard it; return the names of the buffers that changed meanwhile."""
-        (loaded,) = self.loader(dataset, [samples.tolist()], num_workers=0)
+    def _backward_once(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> None:
+        """Compute a gradient that will be discarded."""
+        (loaded,) = self.loader(dataset, num_workers=0, is_packed=True).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
-        with restored_buffers(self.sharding.model) as changed:
-            try:
-                self.task.loss(model(**self.task.inputs(inputs)), self.task.target(inputs)).backward()
-                self._check_gradients()
-            finally:
-                self.sharding.optimizer.zero_grad()
-        return [*changed]
+        outputs = compute(model, **inputs_of(self.task, inputs))
+        self.task.loss(outputs, self.task.target(inputs)).backward()
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
-        failed = False
+        failed, hooks = False, []
         try:
             # The optimizer allocates its moments in its first step: two of each parameter's size for Adam; three with amsgrad,
             # and to be safe for optimizers that are not hftune's.
             optimizer = self.sharding.bare_optimizer
             most = 2 if type(optimizer) in KNOWN and not optimizer.defaults.get("amsgrad") else 3
             missing = 0 if optimizer.state else most
-            moments = [torch.empty_like(value) for value in parameters for _ in range(missing)]
-            self._throwaway_backward(self.sharding.model, dataset, samples)  # past DDP, whose forward is collective
-            del moments
+            # A second micro-batch finds the gradient of the first. DDP has its buckets for it already.
+            missing += not self.sharding.keeps_gradient
+            there = [torch.empty_like(value) for value in parameters for _ in range(missing)]
+            hooks = [value.register_post_accumulate_grad_hook(drop_gradient) for value in parameters]
+            with restored_buffers(self.sharding.model):
+                self._backward_once(self.sharding.model, dataset, samples)  # past DDP, whose forward is collective
+            del there
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not should_reduce_batch_size(error):
                 raise
             failed = True
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.sharding.optimizer.zero_grad()
         clear_device_cache(garbage_collection=True)
         return not self.any_process(failed)
 
@@ -110,7 +124,7 @@ class DataParallel(Strategy):
             accumulating = nullcontext() if is_last else self.sharding.accumulating()
             with accumulating, self.explained_memory_errors(inputs, step), resting:
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
-                    outputs = self.sharding.wrapped(**self.task.inputs(inputs))
+                    outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs))
                 loss = self.task.loss(outputs, self.task.target(inputs))
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
@@ -128,9 +142,12 @@ class DataParallel(Strategy):
         self._checked_gradients = True
         refuse_unused(without_gradient(dict(self.sharding.model.named_parameters())))
 
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        limit = float("inf") if max_norm is None else max_norm
-        return self.sharding.whole(self.accelerator.clip_grad_norm_(self.sharding.wrapped.parameters(), limit)).item()
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        parameters = [*self.sharding.wrapped.parameters()]
+        if max_norm is not None:
+            return self.sharding.whole(self.accelerator.clip_grad_norm_(parameters, max_norm))
+        self.accelerator.unscale_gradients()
+        return self.sharding.whole(nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -144,3 +161,8 @@ class DataParallel(Strategy):
     def forward(self, batch: dict[str, Tensor]) -> Any:
         with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
             return self.model(**self.task.evaluation_inputs(batch))
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    """Free the new gradient of a parameter, as if it had been added to one that is there."""
+    parameter.grad = None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
-from hftune.strategies.base import StepBatch, StepReport, dummy_micro_batch
+from hftune.strategies.base import StepBatch, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
 from hftune.strategies.optimizer_state import check_optimizer
@@ -72,9 +72,10 @@ class FullySharded(DataParallel):
         num_missing = -(-len(step) // self.num_processes) - len(mine)
         return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> StepReport:
-        self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
-        return super().forward_backward(batch, seed, step, stop)
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+        if self._statistics.places:
+            self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
+        super().forward_backward(batch, seed, step, stop)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from hftune.config.sections import ParallelConfig
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
+from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_sharding import Grid, StagedWeights
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
@@ -96,7 +97,7 @@ class Stage(nn.Module):
         # Contiguous, as on one process: CUDA's dropout assigns its random numbers to different elements if the strides differ.
         hidden = None if self.is_first else received[:rows, :length].contiguous()
         with self._statistics_of(micro_batch), self.accelerator.autocast():
-            outputs = self.stage(hidden, **micro_batch.inputs)
+            outputs = compute(self.stage, hidden, **micro_batch.inputs)
         if self.is_last:
             return self._finish(int(index), micro_batch, convert_to_fp32(outputs))
         hidden = outputs.to(self.dtype)
@@ -159,6 +160,8 @@ class Pipeline(Strategy):
         self.model = UnavailableModel()
         self._stages: dict[int, Stage] = {}
         for index, module in self.sharding.modules.items():
+            if self.collate_packed is not None:
+                install_packing(module)
             stage = Stage(module, index, self.config.num_stages, self.task, self.accelerator, self._seeds).train()
             own = {*stage.parameters()}
             stage.first_layer = next((n for n, layer in enumerate(layers) if not own.isdisjoint(layer.parameters())), 0)
@@ -231,7 +234,7 @@ class Pipeline(Strategy):
     def _micro_batch(
         self, batch: dict[str, Tensor], key: tuple[int, int, int], weight: Tensor | None = None
     ) -> PipelineMicroBatch:
-        return PipelineMicroBatch(self.task.inputs(batch), self.task.target(batch), key, weight)
+        return PipelineMicroBatch(inputs_of(self.task, batch), self.task.target(batch), key, weight)
 
     def _run(self, micro_batches: Sequence[PipelineMicroBatch], backward: bool) -> None:
         """Send micro-batches through the stages, forward and backward or forward only. Collective over the pipeline."""
@@ -297,25 +300,25 @@ class Pipeline(Strategy):
         if self.pp_rank == 0:
             first = self._stages[0].stage
             with torch.no_grad(), self.accelerator.autocast():
-                width = [tuple(first(None, **example.inputs).shape[2:])]
+                width = [tuple(compute(first, None, **example.inputs).shape[2:])]
         source = self.grid.rank_of(self.dp_rank, pp_rank=0)
         torch.distributed.broadcast_object_list(width, src=source, group=self.grid.pipeline, device=self.device)
         return width[0]
 
-    def clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         own = nn.utils.get_total_norm(self.sharding.gradients_counted_here())
         squared = own.to(self.device, self.exact) ** 2
         torch.distributed.all_reduce(squared, group=self.grid.pipeline)
         norm = squared.sqrt()
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.sharding.parameters().values(), max_norm, norm.to(own.dtype))
-        return norm.item()
+        return norm
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         mine = self.share(micro_batches)
-        loaded = iter(self.loader(dataset, [micro_batch.samples.tolist() for micro_batch in mine], num_workers))
+        loaded = self.evaluated(dataset, mine, num_workers)
         size = self.config.fill_up(2 * self.config.pipeline_stages)
         with self.evaluating(), torch.no_grad():
             for start in range(0, len(mine), size):

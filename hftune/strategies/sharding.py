@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from inspect import signature
 from itertools import chain
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hftune.distributed.collectives import Collectives
 from hftune.errors import TrainingError
@@ -41,6 +44,8 @@ class Sharding(ABC):
     """Of what this process holds, possibly wrapped by Accelerate."""
     initial_options: list[dict[str, Any]]
     """Of the optimizer's parameter groups before the first step: a checkpoint holds those that the optimizer has changed."""
+    keeps_gradient = False
+    """Whether the gradient has its memory between steps, too."""
 
     def __init__(self, accelerator: Accelerator, group: Collectives):
         self.accelerator, self.group = accelerator, group
@@ -102,6 +107,10 @@ class Sharding(ABC):
         Collective.
         """
 
+    def clear_gradient(self) -> None:
+        """Clear the gradient after a step. Local."""
+        self.optimizer.zero_grad()
+
     def whole(self, value: Tensor) -> Tensor:
         """Return all of a tensor of which this process may hold a part. Collective."""
         return value
@@ -124,8 +133,10 @@ class Sharding(ABC):
             copies = self._host.setdefault(name, {})
             for key, whole in self.gather(group):
                 if key not in copies:
-                    copies[key] = torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format)
-                copies[key].copy_(whole)
+                    copies[key] = empty_on_host(whole)
+                copies[key].copy_(whole, non_blocking=True)
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)  # until then the copies are under way
         plain = self.plain_state()
         values: dict[str, Any] = {}
         if not self.group.is_main:
@@ -195,6 +206,15 @@ class Replicated(Sharding):
         self.initial_options = options_of(optimizer)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)
+        takes_choice = "set_to_none" in signature(self.bare_optimizer.zero_grad).parameters  # not every class of one's own
+        self.keeps_gradient = isinstance(self.wrapped, DistributedDataParallel) and takes_choice
+
+    def clear_gradient(self) -> None:
+        if self.keeps_gradient:
+            # Gradients are views of DDP's buckets. Set to None, they would come about once more beside these.
+            self.optimizer.zero_grad(set_to_none=False)
+        else:
+            super().clear_gradient()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
@@ -223,6 +243,15 @@ class Replicated(Sharding):
 
     def unwrap(self) -> nn.Module:
         return self.model
+
+
+def empty_on_host(whole: Tensor) -> Tensor:
+    """Return memory for a copy, pinned if the tensor is on a GPU: the copy is then several times as fast, and may overlap."""
+    copy = partial(torch.empty_like, whole, device="cpu", memory_format=torch.contiguous_format)
+    try:
+        return copy(pin_memory=whole.is_cuda)
+    except RuntimeError:  # the machine does not allow so much pinned memory
+        return copy()
 
 
 def start_equal(model: nn.Module, group: Collectives) -> None:

@@ -1,4 +1,6 @@
-"""How long each process loads and computes its part of a step, and how long it waits for the slowest. Shown, never acted on.
+"""How long each process loads and computes its part of a step, how long it waits for the slowest, and the memory it needs.
+
+Shown, never acted on.
 
 The processes of a data-parallel step meet twice: when they count its items, after their samples are loaded, and when they sum
 the gradient, after their last backward pass. So a process waits ``max - own`` seconds at each place, with ``max`` taken over
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import psutil
 import torch
 from torch import Tensor
 from torch.autograd import Variable
@@ -55,6 +58,23 @@ class CudaInterval:
 INTERVALS: dict[str, type[HostInterval] | type[CudaInterval]] = {"cpu": HostInterval, "cuda": CudaInterval}
 
 
+class DeviceMemory:
+    """The most memory that this process's tensors take on its GPU; on a CPU, what the whole process takes."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._process = device, psutil.Process()
+
+    def peak_bytes(self) -> int:
+        """Return the most on a GPU since ``restart``, and what there is now on a CPU, which keeps no record."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._process.memory_info().rss
+
+    def restart(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
 class StepTimes:
     """The seconds of this process's current step, and what all processes told of their steps since the last ``take``.
 
@@ -67,8 +87,10 @@ class StepTimes:
         self.rank, self.num_processes = rank, num_processes
         kind = INTERVALS.get(device.type) if computes_alone and num_processes > 1 else None
         self._computing = None if kind is None else kind()
-        self._told = [0.0, 0.0]
-        """Loading and computing in the last finished step, which this process tells the others in the next one."""
+        self._memory = DeviceMemory(device)
+        self._told = [0.0, 0.0, 0.0]
+        """Seconds of loading and of computing in the last finished step, and bytes after it. This process tells the others
+        in the next one."""
         self._told_of_s = 0.0
         """Duration of that step."""
         self._restart()
@@ -80,6 +102,7 @@ class StepTimes:
 
     def _forget(self) -> None:
         self.seconds = self.loading_s = self.waiting_s = self.most_computing_s = self.mean_computing_s = 0.0
+        self.num_steps, self.most_bytes = 0, 0.0
         self.busy_s = [0.0] * self.num_processes
 
     # Of this process, in the order of a step
@@ -110,7 +133,8 @@ class StepTimes:
         """End the step: its gradient is applied."""
         computing_s = 0.0 if self._computing is None else self._computing.seconds()
         now = time.perf_counter()
-        self._told, self._told_of_s = [self._loading_s, computing_s], now - (self._began or now)
+        self._told = [self._loading_s, computing_s, float(self._memory.peak_bytes())]
+        self._told_of_s = now - (self._began or now)
         self._restart()
 
     def discard(self) -> None:
@@ -122,11 +146,13 @@ class StepTimes:
     def told(self) -> list[float]:
         """Return a number for each process and kind, of which the other processes' are 0: their sum is what all told."""
         before, after = self.rank, self.num_processes - self.rank - 1
-        return [0.0, 0.0] * before + self._told + [0.0, 0.0] * after
+        return [0.0, 0.0, 0.0] * before + self._told + [0.0, 0.0, 0.0] * after
 
-    def add(self, seconds: Sequence[float]) -> None:
-        """Add what all processes told of the previous step, the sum of their ``told``."""
-        loading_P, computing_P = seconds[0::2], seconds[1::2]
+    def add(self, told: Sequence[float]) -> None:
+        """Add what all processes told of the previous step, the sum of their ``told``; zeros if there was none."""
+        loading_P, computing_P, bytes_P = told[0::3], told[1::3], told[2::3]
+        self.num_steps += any(bytes_P)
+        self.most_bytes = max(self.most_bytes, *bytes_P)
         busy_P = [sum(own) for own in zip(loading_P, computing_P, strict=True)]
         self.seconds += self._told_of_s
         self.loading_s += max(loading_P)
@@ -134,22 +160,29 @@ class StepTimes:
         self.mean_computing_s += sum(computing_P) / self.num_processes
         self.waiting_s += max(loading_P) + max(computing_P) - sum(busy_P) / self.num_processes
         self.busy_s = [before + own for before, own in zip(self.busy_s, busy_P, strict=True)]
-        self._told, self._told_of_s = [0.0, 0.0], 0.0
+        self._told, self._told_of_s = [0.0, 0.0, 0.0], 0.0
 
     def take(self) -> dict[str, float]:
         """Return what the steps since the last call were like, and begin anew; nothing if there was none.
 
-        perf/data_share: share of their time in which the slowest process of each waited for its samples.
+        perf/data_wait_s: mean seconds in which the slowest process of each waited for its samples.
+        perf/data_share: share of their time that this was.
+        perf/memory_gb: most memory of any process, in 10^9 bytes; see DeviceMemory.
         perf/wait_share: mean share in which a process waited for the slowest one.
         perf/imbalance: computing of the slowest process over the mean of all; 1 is even.
         perf/slowest_rank: who loaded and computed longest.
         """
         if not self.seconds:
             return {}
-        shares: dict[str, float] = {"perf/data_share": min(self.loading_s / self.seconds, 1.0)}
+        shares: dict[str, float] = {
+            "perf/data_wait_s": self.loading_s / self.num_steps,
+            "perf/data_share": min(self.loading_s / self.seconds, 1.0),
+            "perf/memory_gb": self.most_bytes / 1e9,
+        }
         if self.mean_computing_s:
             shares["perf/wait_share"] = min(self.waiting_s / self.seconds, 1.0)
             shares["perf/imbalance"] = self.most_computing_s / self.mean_computing_s
             shares["perf/slowest_rank"] = self.busy_s.index(max(self.busy_s))
         self._forget()
+        self._memory.restart()
         return shares

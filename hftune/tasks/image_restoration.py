@@ -118,9 +118,7 @@ class ImageRestoration(ImageTask):
 
     def sizes(self, dataset: Pictures) -> np.ndarray | None:
         """Return height and width of each image, or None if ``lengths`` does."""
-        import numpy as np
-
-        return None if self.lengths(dataset) is None else np.array(dataset.sizes)
+        return None if self.lengths(dataset) is None else dataset.sizes
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         return sizes[0] * sizes[1]
@@ -233,7 +231,7 @@ class ImageRestoration(ImageTask):
         messages += notices.left_out({split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}, "images")
         files = {split: pictures.rows["image"][:] for split, pictures in datasets.items()}
         messages += notices.shared(notices.shared_files(files), "images")
-        if shares := {split: fmean(pictures.marked) for split, pictures in datasets.items() if pictures.marked}:
+        if shares := {split: fmean(pictures.marked.tolist()) for split, pictures in datasets.items() if len(pictures.marked)}:
             marked = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items())
             doubt = " Are the masks inverted? White marks damage." if max(shares.values()) > SUSPICIOUS_SHARE else ""
             messages.append(f"The masks mark, on average, {marked}.{doubt}")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ class LanguageModeling(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
+    libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
     sample_fields = ("text", "perplexity")
 
@@ -135,11 +137,15 @@ class LanguageModeling(TextTask):
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, the one that the recipe names, or one built from the training text."""
-        from hftune.data.word_tokenizer import train_word_tokenizer
+        from hftune.data.cache import cached_value
+        from hftune.data.word_tokenizer import train_words, word_tokenizer
         from hftune.models.pretrained import load_tokenizer
 
         if self.tokenizer in TRAINED:
-            return train_word_tokenizer(self._rows["train"][self.text_column], self.tokenizer, self.vocab_size)
+            rows, column = self._rows["train"], self.text_column
+            key = ["words", rows._fingerprint, column, self.tokenizer, self.vocab_size, version("tokenizers")]
+            words = cached_value(key, lambda: train_words(rows[column], self.tokenizer, self.vocab_size))
+            return word_tokenizer(words, self.tokenizer)
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
         return load_tokenizer(self.model, commit=self.model_commit)

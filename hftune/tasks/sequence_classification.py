@@ -5,9 +5,10 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hftune.data.texts import Texts
     from hftune.task import Batch, Direction
 
 
@@ -73,11 +75,16 @@ class SequenceClassification(TextTask):
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
         """Class names in the order of the class numbers."""
+        from hftune.data.cache import cached_value
         from hftune.data.labels import class_names
 
         if names := self.label_names or self._data_label_names:
             return list(names)
-        return class_names(self._raw_labels("train"), "train", self._row_of("train"), self.ordinal)
+
+        def find() -> list[str]:
+            return class_names(self._raw_labels("train"), "train", self._row_of("train"), self.ordinal)
+
+        return cached_value(["class names", self._rows["train"]._fingerprint, self.label_column, self.ordinal], find)
 
     @property
     def _data_label_names(self) -> list[str] | None:
@@ -96,38 +103,44 @@ class SequenceClassification(TextTask):
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, or one trained on the training texts."""
-        from hftune.models.pretrained import load_tokenizer, train_wordpiece
+        from hftune.data.cache import cached_value
+        from hftune.models.pretrained import load_tokenizer, train_wordpiece, wordpiece_tokenizer
 
         if self.model is not None:
             return load_tokenizer(self.model, commit=self.model_commit)
-        return train_wordpiece(self._rows["train"][self.text_column], self.vocab_size)
+        rows, column = self._rows["train"], self.text_column
+        key = ["wordpiece", rows._fingerprint, column, self.vocab_size, version("tokenizers")]
+        return wordpiece_tokenizer(cached_value(key, lambda: train_wordpiece(rows[column], self.vocab_size)))
 
-    def datasets(self) -> dict[str, Dataset]:
-        """Return the tokenized splits, with columns input_ids (list of int), length (int), cut (bool) and label (int)."""
+    def datasets(self) -> dict[str, Texts]:
+        """Return the tokenized splits, with columns input_ids (tokens), cut (bool) and label (int)."""
         return {split: self._tokenized(split) for split in ("train", "eval")}
 
-    def _tokenized(self, split: str) -> Dataset:
+    def _tokenized(self, split: str) -> Texts:
+        import numpy as np
+
         from hftune.data import text
-        from hftune.data.cache import cached_map
+        from hftune.data.cache import mapped
         from hftune.data.labels import class_numbers
+        from hftune.data.texts import cached_texts, flat_arrays
 
-        rows = self._rows[split]
-        encoded = cached_map(
-            rows,
-            text.tokenize,
-            key=[text.tokenizer_key(self.text_tokenizer), self.text_column, self.max_length],
-            note=f"Tokenizing {split}",
-            tokenizer=self.text_tokenizer,
-            column=self.text_column,
-            max_length=self.max_length,
-        )
-        numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
-        return encoded.add_column("label", numbers).with_format("numpy")
+        rows, tokenizer, labels, data_names = self._rows[split], self.text_tokenizer, self.labels, self._data_label_names
+        settings: dict[str, Any] = {"column": self.text_column, "max_length": self.max_length}
 
-    def class_counts(self, dataset: Dataset) -> dict[str, int]:
-        return count_classes(dataset.select_columns("label").with_format("numpy")[:]["label"], self.labels)
+        def make() -> dict[str, Any]:
+            numbers = class_numbers(self._raw_labels(split), labels, data_names, split, self._row_of(split))
+            encoded = mapped(rows, text.tokenize, f"Tokenizing {split}", tokenizer=tokenizer, **settings)
+            return {**flat_arrays(encoded), "label": np.array(numbers, np.int64)}
 
-    def notices(self, datasets: Mapping[str, Dataset], model: PreTrainedModel) -> list[str]:
+        key = [rows._fingerprint, text.tokenizer_key(tokenizer), settings, self.label_column, labels, data_names]
+        return cached_texts(key, make)
+
+    def class_counts(self, dataset: Any) -> dict[str, int]:
+        from hftune.data.texts import column_of
+
+        return count_classes(column_of(dataset, "label"), self.labels)
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
 
         messages = self._row_notices(self._rows, self.text_column)
@@ -154,20 +167,17 @@ class SequenceClassification(TextTask):
             raise ConfigError(f"task.max_length={self.max_length} exceeds the model's {positions} positions. Lower it.")
         return model
 
-    def lengths(self, dataset: Dataset) -> np.ndarray:
-        from hftune.data.text import lengths
+    def lengths(self, dataset: Any) -> np.ndarray:
+        from hftune.data.texts import lengths_of
 
-        return lengths(dataset)
+        return lengths_of(dataset, "input_ids")
 
-    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Pad to the longest text: input_ids and attention_mask (N, T) int64, labels (N,) int64."""
-        import torch
+        from hftune.data.texts import ragged, values
 
-        from hftune.data.text import pad
-
-        ids_NT, mask_NT = pad([example["input_ids"] for example in examples], self.text_tokenizer.pad_token_id)
-        labels_N = torch.tensor([int(example["label"]) for example in examples])
-        return {"input_ids": ids_NT, "attention_mask": mask_NT, "labels": labels_N}
+        ids_NT, mask_NT = ragged(examples, "input_ids").padded(self.text_tokenizer.pad_token_id)
+        return {"input_ids": ids_NT, "attention_mask": mask_NT, "labels": values(examples, "label")}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy
@@ -211,11 +221,12 @@ class SequenceClassification(TextTask):
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the most probable label of each text, by name, and its probability."""
-        from hftune.data.text import check_inputs, pad, to_ids
+        from hftune.data.text import check_inputs, to_ids
+        from hftune.data.texts import Ragged
 
         check_inputs(inputs)
         ids, _ = to_ids(inputs, self.text_tokenizer, self.max_length)
-        ids_NT, mask_NT = pad(ids, self.text_tokenizer.pad_token_id)
+        ids_NT, mask_NT = Ragged.of(ids).padded(self.text_tokenizer.pad_token_id)
         logits_NC = model(input_ids=ids_NT.to(model.device), attention_mask=mask_NT.to(model.device)).logits
         names = model.config.id2label
         return [{"label": names[label], "probability": probability} for label, probability in most_probable(logits_NC)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.task import Task
 
@@ -55,6 +55,8 @@ class TextTask(Task):
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None
     """Number of evaluation rows to use, a random subset that is the same in every run. null: all."""
+
+    libraries: ClassVar[Sequence[str]] = ("hftune.data.text", "hftune.data.notices", "hftune.models.pretrained")
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hftune.data.jieba_tokenizer import JiebaTokenizer
+    from hftune.data.texts import Texts
     from hftune.task import Batch
 
 
@@ -57,6 +59,7 @@ class TitleGeneration(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
+    libraries = (*TextTask.libraries, "hftune.models.bigbird")
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
         **{"exact_match": "max", "mean_length": None, "empty_share": "min"},
@@ -99,39 +102,40 @@ class TitleGeneration(TextTask):
     @cached_property
     def text_tokenizer(self) -> JiebaTokenizer:
         """The jieba tokenizer of the model or the vocabulary, checked on the texts; or one trained on them."""
+        from hftune.data.cache import cached_value
         from hftune.data.jieba_tokenizer import JiebaTokenizer, check_tokenizer
-        from hftune.data.vocabulary import train_tokenizer
+        from hftune.data.vocabulary import save_tokenizer, train_vocabulary
         from hftune.models.pretrained import TOKENIZER, folder_of
 
         train, folder = self._rows["train"], self.model or self.vocabulary
         if folder is None:
-            return train_tokenizer([*train[self._source], *train[self.target_column]], self.vocab_size)
+            columns = (self._source, self.target_column)
+            key = ["jieba", train._fingerprint, columns, self.vocab_size, version("jieba"), version("tokenizers")]
+            texts = (text for column in columns for text in train[column])
+            return save_tokenizer(cached_value(key, lambda: train_vocabulary(texts, self.vocab_size)))
         tokenizer = JiebaTokenizer.from_pretrained(folder_of(folder, self.model_commit, TOKENIZER))
         check_tokenizer(tokenizer, folder, train[:100][self._source])
         return tokenizer
 
-    def datasets(self) -> dict[str, Dataset]:
-        """Return the tokenized splits.
+    def datasets(self) -> dict[str, Texts]:
+        """Return the tokenized splits: source, title (tokens), source_cut, title_cut (bool), and index (of the row)."""
+        return {split: self._tokenized(split) for split in self._rows}
 
-        Columns: source, title (lists of int), length (of both), source_cut, title_cut (bool), index (of the row).
-        """
+    def _tokenized(self, split: str) -> Texts:
+        import numpy as np
+
         from hftune.data import text
-        from hftune.data.cache import cached_map, idle_cores
+        from hftune.data.cache import idle_cores, mapped
+        from hftune.data.texts import cached_texts, flat_arrays
 
-        return {
-            split: cached_map(
-                rows,
-                encode,
-                key=[text.tokenizer_key(self.text_tokenizer), *self._encoded_by.values()],
-                note=f"Tokenizing {split}",
-                processes=idle_cores(len(rows)),
-                tokenizer=self.text_tokenizer,
-                **self._encoded_by,
-            )
-            .add_column("index", list(range(len(rows))))
-            .with_format("numpy")
-            for split, rows in self._rows.items()
-        }
+        rows, tokenizer = self._rows[split], self.text_tokenizer
+
+        def make() -> dict[str, Any]:
+            settings = {"tokenizer": tokenizer, **self._encoded_by}
+            encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), **settings)
+            return {**flat_arrays(encoded), "index": np.arange(len(rows))}
+
+        return cached_texts([rows._fingerprint, text.tokenizer_key(tokenizer), self._encoded_by], make)
 
     @property
     def _encoded_by(self) -> dict[str, Any]:
@@ -207,7 +211,7 @@ class TitleGeneration(TextTask):
                 "Lower one of them."
             )
 
-    def notices(self, datasets: Mapping[str, Dataset], model: PreTrainedModel) -> list[str]:
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data.text import cut_notices
 
         messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
@@ -226,24 +230,23 @@ class TitleGeneration(TextTask):
                 )
         return messages
 
-    def lengths(self, dataset: Dataset) -> np.ndarray:
+    def lengths(self, dataset: Any) -> np.ndarray:
         """Return the tokens that the model reads: of the source, and of the title without its last token."""
         return self.sizes(dataset).sum(1, dtype="int32")
 
-    def sizes(self, dataset: Dataset) -> np.ndarray:
+    def sizes(self, dataset: Any) -> np.ndarray:
         """Return the tokens of source and title, which ``collate`` pads independently, without the title's last token."""
         import numpy as np
-        import pyarrow.compute
 
-        table = dataset.with_format("arrow", columns=["source", "title"])[:]
-        source_N, title_N = (pyarrow.compute.list_value_length(table[name]).to_numpy() for name in ("source", "title"))
-        return np.stack([source_N, title_N - 1], axis=1).astype(np.int32)
+        from hftune.data.texts import lengths_of
+
+        return np.stack([lengths_of(dataset, "source"), lengths_of(dataset, "title") - 1], axis=1)
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         source, title = sizes
         return self._padded_source(source) + title
 
-    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Lay out source and title as two blocks of columns, S and T wide, the title padded on the right.
 
         For prefix_lm the source is padded on the left, so that it ends where its title begins, both in training and in
@@ -253,18 +256,17 @@ class TitleGeneration(TextTask):
             source and source_mask (N, S), title (N, T): int64. labels (N, T): the token after each token of the title, NO_LABEL
             after the last. index (N,): row of the data.
         """
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
+        from hftune.data.texts import ragged, values
 
         pad, side = self.text_tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
-        sources = [torch.tensor(example["source"]) for example in examples]
-        titles = [torch.tensor(example["title"]) for example in examples]
+        source_NS, source_mask_NS = ragged(examples, "source").padded(pad, side)
+        titles = ragged(examples, "title")
         return {
-            "source": pad_sequence(sources, batch_first=True, padding_value=pad, padding_side=side),
-            "source_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True, padding_side=side),
-            "title": pad_sequence([title[:-1] for title in titles], batch_first=True, padding_value=pad),
-            "labels": pad_sequence([title[1:] for title in titles], batch_first=True, padding_value=NO_LABEL),
-            "index": torch.tensor([int(example["index"]) for example in examples]),
+            "source": source_NS,
+            "source_mask": source_mask_NS,
+            "title": titles.without_last().padded(pad)[0],
+            "labels": titles.without_first().padded(NO_LABEL)[0],
+            "index": values(examples, "index"),
         }
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
@@ -382,5 +384,4 @@ def encode(
 
     sources, source_cut = to_ids(batch[source_column], tokenizer, max_source_length)
     titles, title_cut = to_ids(batch[target_column], tokenizer, max_target_length)
-    lengths = [len(source) + len(title) for source, title in zip(sources, titles, strict=True)]
-    return {"source": sources, "title": titles, "length": lengths, "source_cut": source_cut, "title_cut": title_cut}
+    return {"source": sources, "title": titles, "source_cut": source_cut, "title_cut": title_cut}

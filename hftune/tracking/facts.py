@@ -32,6 +32,8 @@ class Facts:
     nodes: int
     device: str
     """Name of the GPU, or cpu."""
+    precision: str
+    """What ``train.mixed_precision`` means here: no, bf16 or fp16."""
     model: str
     """Name of its class."""
     parameters: int

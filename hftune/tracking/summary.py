@@ -14,7 +14,7 @@ from hftune.tracking.facts import Facts
 MOST_LABELS = 10
 """Labels to list; of more, only the rarest and the most frequent one are named."""
 PRECISIONS = {"no": "float32", "bf16": "bf16 and float32", "fp16": "fp16 and float32"}
-"""In words, by train.mixed_precision."""
+"""In words, as run.json names them."""
 
 
 def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Mapping[str, int]) -> None:
@@ -23,7 +23,7 @@ def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Map
     Args:
         class_counts: of the training split; see ``Task.class_counts``.
     """
-    precision = PRECISIONS[recipe.train.mixed_precision]
+    precision = PRECISIONS[facts.precision]
     rows = {
         "recipe": f"{recipe.recipe} (hftune {__version__})",
         "model": describe_model(facts),
@@ -56,8 +56,9 @@ def describe_classes(counts: Mapping[str, int]) -> str:
 def describe_batch(recipe: Recipe, plan: BatchPlan) -> str:
     """Say how many samples a step has, and how many a forward pass."""
     bounds = [f"{plan.micro_batch_size} samples"] if plan.micro_batch_size else []
-    bounds += [f"{recipe.train.micro_batch_tokens} tokens"] if recipe.train.micro_batch_tokens else []
-    return f"{recipe.train.batch_size} samples, in micro-batches of at most {' and '.join(bounds)}"
+    bounds += [f"{plan.micro_batch_tokens:,} tokens"] if plan.micro_batch_tokens else []
+    packed = ", without padding" if plan.packed else ""
+    return f"{recipe.train.batch_size} samples, in micro-batches of at most {' and '.join(bounds)}{packed}"
 
 
 def print_summary(evaluations: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any], rows: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ PARAMETERS = {
     "hftune show recipe=mi": ["recipe=mine.yaml"],
     "hftune show tra": ["track.", "train."],
     "hftune show train.mi": ["train.micro_batch_size=", "train.micro_batch_tokens=", "train.min_lr=", "train.mixed_precision="],
-    "hftune show train.mixed_precision=": [f"train.mixed_precision={name}" for name in ("no", "bf16", "fp16")],
+    "hftune show train.mixed_precision=": [f"train.mixed_precision={name}" for name in ("no", "bf16", "fp16", "auto")],
     "hftune show train.tf32=t": ["train.tf32=true"],
     "hftune show track.with=[w": ["track.with=[wandb]"],
     "hftune show recipe=mnist task.w": ["task.width="],

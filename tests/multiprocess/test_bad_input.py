@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import datasets  # noqa: F401 - here, not in the first test that needs it: its l
 import pytest
 
 import hftune.run
-from tests.support.runs import Command
+from tests.support.runs import Command, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 150  # of a whole job, imports included; on a free machine they take 3 to 12 s
@@ -68,9 +67,8 @@ def refused(capsys, monkeypatch) -> Callable[[list[str]], str]:
 
 def launch(*command: str, **variables: str) -> tuple[int, str, str]:
     """Run a command as a user does; return exit code, stdout and stderr. A job that hangs is killed, and fails the test."""
-    program = str(Path(sys.executable).with_name(command[0]))
     job = subprocess.Popen(
-        [program, *command[1:]],
+        [Path(warm_python()).with_name(command[0]), *command[1:]],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import pytest
 
 from hftune.tracking.ledger import audit
 from tests.support.machines import NotAllowed, two_machines
-from tests.support.runs import Command, environment
+from tests.support.runs import Command, environment, warm_python
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 # Of 64 samples in 16 steps, two processes meet 17 in step 15, in a micro-batch of process 1 with sample 35.
@@ -51,7 +50,7 @@ def launch(tmp_path) -> Callable[..., list[Job]]:
     def run(*words: str, machines: tuple[tuple[str, ...], ...] = ((),), options: tuple[tuple[str, ...], ...]) -> list[Job]:
         jobs = []
         for place, option in zip(machines, options, strict=True):
-            command = [*place, sys.executable, "-m", "torch.distributed.run", *option, "-m", "hftune.run", f"recipe={RECIPE}"]
+            command = [*place, warm_python(), "-m", "torch.distributed.run", *option, "-m", "hftune.run", f"recipe={RECIPE}"]
             jobs.append(
                 subprocess.Popen(
                     [*command, f"output_dir={tmp_path / 'out'}", f"task.note={note}", *words],

@@ -12,6 +12,7 @@ import pytest
 from hftune import ConfigError, DataError, Interrupted, Recipe, TrainingError, launch
 from hftune.cli import main
 from hftune.tracking.ledger import audit
+from tests.support.runs import warm_python
 from tests.support.tasks import Faulty
 
 FAULTY = Path(__file__).parents[1] / "support" / "faulty.yaml"
@@ -20,6 +21,7 @@ FAULTY = Path(__file__).parents[1] / "support" / "faulty.yaml"
 @pytest.fixture(autouse=True)
 def somewhere_else(monkeypatch, tmp_path):
     """On CPUs, in a folder from which the tests' own tasks can be found through sys.path alone."""
+    monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.chdir(tmp_path)
 

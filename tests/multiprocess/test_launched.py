@@ -12,16 +12,16 @@ import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
 from hftune.distributed.preflight import launch_options
-from tests.support.runs import Run, environment
+from tests.support.runs import Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 FAULTY = f"recipe={ROOT}/tests/support/faulty.yaml"
 
 
-def start(*options, folder):
+def start(*options, folder, python=sys.executable):
     """Start `accelerate launch` with these options; return the process, whose output is one stream."""
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", *options]
+    command = [Path(python).with_name("accelerate"), "launch", *options]
     command += ["-m", "hftune.run", FAULTY, f"output_dir={folder}"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **streams)
@@ -72,7 +72,7 @@ def test_processes_that_do_not_divide_among_the_machines_are_refused(tmp_path):
 
 def test_one_process_config_starts_one(tmp_path):
     """What 2cpu.yaml starts is told by test_routes.py."""
-    code, said = end(start("--config_file", "accelerate_configs/cpu.yaml", folder=tmp_path / "out"))
+    code, said = end(start("--config_file", "accelerate_configs/cpu.yaml", folder=tmp_path / "out", python=warm_python()))
     assert code == 0, said
     assert Run(tmp_path / "out").result["world_size"] == 1
 

@@ -7,13 +7,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hftune.tracking.ledger import audit
-from tests.support.runs import environment
+from tests.support.runs import environment, warm_python
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 
@@ -27,7 +26,7 @@ def on_two_agents(*words: str) -> list[tuple[int, str]]:
     options = ("--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", *meeting)
     agents = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, "-m", "hftune.run", *words],
+            [warm_python(), "-m", "torch.distributed.run", *options, "-m", "hftune.run", *words],
             env=environment(TORCH_CPP_LOG_LEVEL="ERROR"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

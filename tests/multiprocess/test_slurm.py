@@ -19,7 +19,7 @@ import pytest
 
 from hftune import cli
 from hftune.tracking.ledger import audit
-from tests.support.runs import Run, environment
+from tests.support.runs import Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]
 FAULTY = f"recipe={ROOT}/tests/support/faulty.yaml"
@@ -63,7 +63,8 @@ def sbatch(tmp_path, capsys, monkeypatch):
     (tmp_path / "it's here").mkdir()
     monkeypatch.chdir(tmp_path / "it's here")
     monkeypatch.syspath_prepend(str(ROOT))
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setattr(sys, "executable", warm_python())
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     jobs = []
 
     def start(*words, nodes):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from hftune import ConfigError, DataError, Recipe, TrainingError, spark
 from hftune.launchers import spark as launcher
-from tests.support.runs import QUICK_JAVA, Run, environment, train_on
+from tests.support.runs import QUICK_JAVA, Run, environment, train_on, warm_python
 
 ROOT = Path(__file__).parents[2]
 TAGGING, FAULTY = ROOT / "tests" / "support" / "tagging.yaml", ROOT / "tests" / "support" / "faulty.yaml"
@@ -48,8 +48,9 @@ def cluster(tmp_path_factory):
         "spark.executorEnv.PYTHONPATH": str(ROOT),
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(**JAVA, PYSPARK_PYTHON=sys.executable).items():
+        for name, value in environment(**JAVA, PYSPARK_PYTHON=warm_python()).items():
             patch.setenv(name, value)
+        patch.setattr(sys, "executable", warm_python())
         builder = SparkSession.builder.master("local-cluster[2,1,1024]")
         for name, value in options.items():
             builder = builder.config(name, value)

@@ -20,7 +20,7 @@ from hftune.tracking.ledger import audit
 from tests.support.hub import Hub
 from tests.support.hub_contents import bigbird, xlsum
 from tests.support.machines import MAIN, Machine, NotAllowed, two_machines
-from tests.support.runs import Command, Run, environment, train_on
+from tests.support.runs import Command, Run, environment, train_on, warm_python
 
 TAGGING = str(Path(__file__).parents[1] / "support" / "tagging.yaml")
 CONFIG = str(Path(__file__).parents[2] / "accelerate_configs" / "2node.yaml")
@@ -42,7 +42,7 @@ def start(
     machine: Machine, *words: str, launcher: tuple[str, ...] = (), config: str = CONFIG, **variables: str
 ) -> subprocess.Popen:
     """Start the command of the README there; both machines are given the same."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
+    command = [warm_python(), "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
     return subprocess.Popen(
         [*machine.prefix, *command, "-m", *words],
         env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **{"HFTUNE_JOIN_TIMEOUT_S": "60", **variables}),
@@ -99,7 +99,7 @@ def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_o
     assert cli.main(["configs", "2node", "--copy"]) == 0
     hub = Hub(tmp_path / "hub")
     commits = {"task.model": bigbird(hub), "task.dataset": xlsum(hub)}
-    serving = [sys.executable, "-m", "tests.support.hub", str(hub.root), "8000", MAIN]
+    serving = [warm_python(), "-m", "tests.support.hub", str(hub.root), "8000", MAIN]
     server = subprocess.Popen([*machines[0].prefix, *serving], env=environment())
     sizes = ("train.max_steps=2", "train.batch_size=8", "task.max_source_length=100", "task.max_target_length=8")
     try:

@@ -1,7 +1,6 @@
 """FSDP is only another way to compute the same training: as under DDP, with a part of everything on each process."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import ConfigError, Recipe, train
 from hftune.tracking.ledger import audit
-from tests.support.runs import FSDP, SMALL, Command, Run, environment, train_on
+from tests.support.runs import FSDP, SMALL, Command, Run, environment, train_on, warm_python
 from tests.support.tasks import few_reviews
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +125,7 @@ def test_a_run_goes_from_fsdp_to_ddp_and_back_as_launched_by_accelerate(runs, fo
     chain = Run(folder / "chain")
     assert len(chain.logged("train/loss")) == 10 and not (chain.folder / "result.json").exists()
     config = str(ROOT / "accelerate_configs" / "fsdp.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "-m", "hftune.run"]
+    command = [warm_python(), "-m", "accelerate.commands.launch", "--config_file", config, "-m", "hftune.run"]
     words = ["recipe=yelp_demo", *ODD, f"output_dir={chain.folder}"]
     done = subprocess.run([*command, *words], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import NotAllowed, two_machines
-from tests.support.runs import environment, run_script
+from tests.support.runs import environment, warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHARED = {"bert_on_reviews", "contest", "measured", "record"}
@@ -34,7 +34,7 @@ def check_batch_plan(cells):
 
 
 def check_bigbird_attention(cells):
-    assert [row[""] for row in cells.rows] == ["transformers, sparse", "hftune, sparse"]
+    assert [row[""] for row in cells.rows] == ["transformers, sparse", "hftune, sparse", "prefix LM"]
     assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 1 for mib in cells.column("peak MiB"))
 
 
@@ -118,6 +118,11 @@ def check_restoration_flowers(cells):
     assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
 
 
+def check_startup(cells):
+    assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
+    assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
+
+
 def check_throughput(cells):
     padding = {row[""]: number(row["padding"]) for row in cells.rows}
     assert padding["hftune"] < padding["trainer"] < padding["padded"]
@@ -129,10 +134,8 @@ def check_wikitext2(cells):
     assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
 
 
-ALONE = ("batch_plan", "checkpoint_cost")
-"""Run in an interpreter of their own, as a newcomer would: without torch, and a training. The others are forks, to save time."""
-STARTS_INTERPRETERS = ("kill", "plan_memory")
-"""Kills what it starts, and compares the memory of fresh processes. What the others start are forks, too."""
+COLD = ("batch_plan", "checkpoint_cost", "startup")
+"""Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 
 
@@ -151,17 +154,11 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "result.json"
     script = BENCHMARKS / f"{name}.py"
-    if name in ALONE:
-        command = [sys.executable, script, "--smoke", "--output", output]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed = done.stdout
-    else:
-        printed = run_script(
-            script, "--smoke", "--output", str(output), log=tmp_path / "log", is_forking=name not in STARTS_INTERPRETERS
-        )
+    command = [sys.executable if name in COLD else warm_python(), script, "--smoke", "--output", output]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(output.read_text())
     assert result["script"] == f"{name}.py" and result["smoke"] and result["versions"]["torch"] and result["machine"]["cores"]
     assert result["measured"] and all(what and figure for what, figure in result["measured"].items())
-    assert all(table["title"] in printed and table["rows"] for table in result["tables"])
+    assert all(table["title"] in done.stdout and table["rows"] for table in result["tables"])
     CHECKS[name](*map(Cells, result["tables"]))

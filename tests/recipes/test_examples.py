@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 import hftune
 from hftune import Recipe, cli, train
 from tests.support.pages import hftune_words
-from tests.support.runs import Run, environment
+from tests.support.runs import Run, environment, warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIGKILL_MARGIN_S = 10
@@ -42,7 +42,7 @@ def example(tmp_path, monkeypatch):
 
 def child_environment() -> dict[str, str]:
     """The environment of a child process that finds the commands of this interpreter, such as hftune."""
-    return environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    return environment(PATH=f"{Path(warm_python()).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def files_of_examples() -> list[Path]:
@@ -87,7 +87,7 @@ def test_notebook_trains_the_same_on_one_and_two_processes(example):
     *_, last = ast.parse(code).body
     shown = code.replace(ast.unparse(last), f"print({ast.unparse(last)})")
     assert shown != code
-    done = subprocess.run([sys.executable, "-c", shown], env=child_environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run([warm_python(), "-c", shown], env=child_environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = Run(folder / "outputs" / "one_process"), Run(folder / "outputs" / "two_processes")
     assert two.result["world_size"] == 2 and two.result["metrics"]["accuracy"] > 0.9

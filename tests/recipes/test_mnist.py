@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import hftune
 from hftune import Recipe, cli, train
 from hftune.data.demo_digits import digits
 from hftune.tracking.ledger import audit
-from tests.support.runs import Command, Run, environment, train_on
+from tests.support.runs import Command, Run, environment, train_on, warm_python
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -91,7 +90,7 @@ def test_augmentation_moves_training_images_and_no_others(runs):
 
 def test_demo_learns_its_digits(tmp_path):
     """The demo's own command, on two processes."""
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
+    launch = [Path(warm_python()).with_name("accelerate"), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
     command = [*launch, "-m", "hftune.run", "recipe=mnist_demo", f"output_dir={tmp_path}/out"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,12 +5,11 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import QUICK_JAVA, Run, environment
+from tests.support.runs import QUICK_JAVA, Run, environment, warm_python
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "databricks_mnist.py"
 MISSING = [name for name in ("pyspark", "pandas", "pyarrow", "mlflow") if importlib.util.find_spec(name) is None]
@@ -30,7 +29,7 @@ def test_notebook_trains_the_same_in_three_ways_and_gets_labels_from_mlflow(tmp_
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",
     }
     done = subprocess.run(
-        [sys.executable, NOTEBOOK], env=environment(**variables), cwd=tmp_path, capture_output=True, text=True, timeout=540
+        [warm_python(), NOTEBOOK], env=environment(**variables), cwd=tmp_path, capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = {name: Run(tmp_path / "out" / name).logged("train/loss") for name in ("one_process", "two_processes", "executors")}

@@ -11,7 +11,7 @@ import torch
 
 import hftune
 from hftune import ConfigError, Recipe, cli
-from tests.support.runs import Run, environment
+from tests.support.runs import Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,7 +26,7 @@ def block(language, first_word):
 def python(*arguments, folder, **extra):
     env = environment(**extra)
     env["PYTHONPATH"] = f"{folder}:{ROOT}"
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run([warm_python(), *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_readme_is_a_door_and_no_manual():

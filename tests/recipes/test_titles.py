@@ -64,8 +64,8 @@ def test_no_micro_batch_has_more_padded_tokens_than_asked_for(name):
         (rows, source), title = batch["source"].shape, batch["title"].shape[1]
         if name == "encoder_decoder":
             source = model.config.encoder.padded_length(source)
-        assert rows * (source + title) == micro_batch.cost <= 500
-        computed += micro_batch.cost
+        assert rows * (source + title) == micro_batch.tokens <= 500
+        computed += micro_batch.tokens
     read = sum(len(row["source"]) + len(row["title"]) - 1 for row in data)
     assert task.lengths(data).sum() == read < computed
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import pipeline
 from hftune import Recipe, TrainingError, __version__, train
 from hftune.commands.evaluate import evaluate
 from hftune.data.demo import reviews
-from tests.support.runs import NO_DROPOUT, TINY, Run, environment
+from tests.support.runs import NO_DROPOUT, TINY, Run, environment, warm_python
 from tests.support.wandb_read import read
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,7 @@ def run(folder, *overrides):
 def demo(tmp_path_factory):
     """The demo's own command, cut to an epoch and a half, on two processes."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
+    launch = [Path(warm_python()).with_name("accelerate"), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
     command = [*launch, "-m", "hftune.run", "recipe=yelp_demo", "train.max_steps=188", f"output_dir={folder}"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -183,12 +182,16 @@ def test_gradient_checkpointing_changes_nothing_even_with_dropout(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
-def test_compiled_model_trains_the_same_and_is_exported_under_its_own_names(tmp_path):
-    config = "task.model_config={model_type: bert, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}"
+def test_compiled_layers_train_the_same_and_are_exported_under_their_own_names(tmp_path, capsys):
+    config = "task.model_config={model_type: bert, hidden_size: 16, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 16}"
     runs = [
         run(tmp_path / flag, config, *NO_DROPOUT, f"train.compile={flag}", "train.log_every=1", "train.max_steps=2")
         for flag in ("false", "true")
     ]
+    (said,) = re.findall(
+        r"note: train\.compile: (\d+) graphs compiled, (\d+) of them again for other inputs\.", capsys.readouterr().out
+    )
+    assert 2 <= int(said[0]) < 20 and int(said[1]) < int(said[0])  # three layers share their graphs
     assert runs[1].logged("train/loss") == pytest.approx(runs[0].logged("train/loss"), rel=1e-4)
     assert pipeline("text-classification", model=str(runs[1].folder / "model"), device="cpu")("good")
 

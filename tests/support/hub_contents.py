@@ -16,7 +16,7 @@ import yaml
 from hftune.data.demo import articles
 from hftune.data.demo_text import paragraphs
 from hftune.data.vocabulary import train_vocabulary
-from hftune.models.pretrained import train_wordpiece
+from hftune.models.pretrained import train_wordpiece, wordpiece_tokenizer
 from tests.support.hub import Hub
 from tests.support.tasks import few_digits, few_reviews
 
@@ -40,7 +40,7 @@ def bert(hub: Hub, name: str, seed: int = 0) -> str:
     """A pretrained BERT as safetensors, with its tokenizer; its positions are bert-base's."""
     from transformers import BertConfig, BertForMaskedLM
 
-    tokenizer = train_wordpiece([row["text"] for row in few_reviews("train")], 300)
+    tokenizer = wordpiece_tokenizer(train_wordpiece([row["text"] for row in few_reviews("train")], 300))
     torch.manual_seed(seed)
     model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **SIZES))
     return hub.commit("models", name, saved(model, tokenizer))

@@ -11,13 +11,12 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed import TCPStore
-
-from tests.support.forks import group_variables
 
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
@@ -108,7 +107,6 @@ class Group:
         errors: the file for standard error; by default ``log``.
         variables: environment from the interpreter's start on, as libraries read it when they are imported.
         as_typed: each job is what ``python -m hftune.run`` does, down to its last words and its exit code.
-        is_forking: the interpreters that scripts among the jobs start are forks, too.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class Group:
         variables: Mapping[str, str] | None = None,
         as_typed: bool = False,
         errors: Path | None = None,
-        is_forking: bool = False,
     ):
         self._worker = start_worker(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
@@ -132,9 +129,9 @@ class Group:
             "log": str(log),
             "errors": str(errors or log),
             "as_typed": as_typed,
-            "is_forking": is_forking,
             "last_words_s": 1.0 if as_typed else 10.0,
         }
+        assert self._worker.executable  # it has started
         self._worker.stdin.write(json.dumps(request).encode() + b"\n")
         self.pids: list[int] = json.loads(self._worker.stdout.readline())
         self._codes: list[int] | None = None
@@ -180,24 +177,54 @@ class Command(Group):
         return self._out.read_text(), self._err.read_text()
 
 
-def run_script(path: Path, *words: str, log: Path, is_forking: bool = True) -> str:
-    """Run a Python script in a fork of the warm interpreter, which spares it the imports; return what it printed, errors included.
+def group_variables(world_size: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets for all processes of a group on this machine whose agent's store is at this port."""
+    count = str(world_size)
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **{"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": uuid4().hex,
+        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
+    }
 
-    The current folder is that of the caller. ``is_forking``: the interpreters and torchruns that it starts are forks, too.
+
+def warm_python() -> str:
+    """Return a program that does what sys.executable does, and has imported everything; commands are beside it.
+
+    See tests/support/warm.py.
     """
-    (code,) = Group(1, [[str(path), list(words), None, {}]], log, is_forking=is_forking).wait()
-    printed = log.read_text()
-    assert code == 0, printed
-    return printed
+    return start_worker().executable
+
+
+class Worker(subprocess.Popen):
+    """The interpreter that process groups are forks of.
+
+    Args:
+        variables: environment from its start on.
+    """
+
+    def __init__(self, variables: Mapping[str, str]):
+        folder = tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])  # which tests/conftest.py removes
+        super().__init__(
+            [sys.executable, "-m", "tests.support.worker", folder],
+            cwd=Path(__file__).parents[2],
+            env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # what select does not see was not read either
+        )
+
+    @cached_property
+    def executable(self) -> str:
+        """The path of its warm ``python``, once it has imported everything."""
+        return self.stdout.readline().decode().strip()
 
 
 @cache
-def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> subprocess.Popen:
+def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> Worker:
     """Start the one interpreter, of those with these variables, that process groups are forks of; it ends with the tests."""
-    root = Path(__file__).parents[2]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}  # what select does not see was not read either
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.worker"], cwd=root, env=environment(**dict(variables)), **pipes
-    )
+    worker = Worker(dict(variables))
     atexit.register(worker.communicate)
     return worker

@@ -9,18 +9,20 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
 from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.base import Strategy
-from tests.support.forks import interpreters_are_forks
+from tests.support.tasks import few_digits, few_reviews
+from tests.support.warm import Server
 
 TIMEOUT_S = 540.0
 IMPORTED = (
@@ -28,6 +30,17 @@ IMPORTED = (
     *("tests.support.tasks", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sklearn.metrics"),
     *("hftune.strategies.pipeline", "hftune.models.transformer_lm", "transformers.models.bert.modeling_bert"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+    *("evaluate", "hftune.metrics.classification", "hftune.data.files", "hftune.data.text", "transformers.pipelines"),
+    *(
+        "transformers.models.auto.processing_auto",
+        "transformers.models.bert.tokenization_bert",
+        "torch.profiler._cupti_monitor",
+    ),
+    *(
+        "torch.distributed.run",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+        "accelerate.commands.accelerate_cli",
+    ),
 )
 """Before there are processes. What is missing here they import themselves, each of them."""
 
@@ -35,10 +48,17 @@ COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 
 
 def main() -> None:
-    """Start a group for each line of the input; answer with its process ids, and at its end with their exit codes."""
+    """Start a group for each line of the input; answer with its process ids, and at its end with their exit codes.
+
+    The first line of the output is the path of a warm ``python``, see tests/support/warm.py.
+    """
     for name in IMPORTED:
         importlib.import_module(name)
+    for part in ("train", "eval"):  # each is made once a process
+        few_reviews(part), few_digits(part)
+    dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU
     gc.freeze()  # a collection in a child would copy what all share
+    print(start_server(Path(sys.argv[1])), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         children: dict[int, int] = {}
@@ -49,6 +69,20 @@ def main() -> None:
         print(json.dumps(list(children)), flush=True)
         print(json.dumps(wait(children, request["last_words_s"])), flush=True)
     return None
+
+
+def start_server(folder: Path) -> Path:
+    """Start a server of forks, which ends with this process; return the program that asks it for one."""
+    theirs, ours = os.pipe()
+    server = Server(folder, theirs)
+    if os.fork() == 0:
+        os.close(ours)
+        for stream in (0, 1):
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        server.serve()
+    server.leave()
+    os.close(theirs)
+    return server.executable
 
 
 def wait(children: dict[int, int], last_words_s: float) -> list[int]:
@@ -76,10 +110,9 @@ def work(
     log: str,
     as_typed: bool,
     errors: str = "",
-    is_forking: bool = False,
     **_: Any,
 ) -> None:
-    """Be one process of a group: train each job, or run it if it is a command or a script."""
+    """Be one process of a group: train each job, or run it if it is a command."""
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, appending), (2, errors or log, appending)):
         os.dup2(os.open(path, flags), stream)  # the worker's own input is not theirs
@@ -92,11 +125,6 @@ def work(
             sys.argv = [source, *overrides]
             if code := importlib.import_module(source).main(overrides):
                 run.leave(code)
-            continue
-        if source.endswith(".py"):
-            sys.argv, sys.path[0] = [source, *overrides], str(Path(source).parent)
-            with interpreters_are_forks(work) if is_forking else nullcontext():
-                runpy.run_path(source, run_name="__main__")
             continue
         if as_typed:
             if code := run.main([f"recipe={source}", *overrides]):

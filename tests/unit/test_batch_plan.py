@@ -1,5 +1,6 @@
 """Properties of the batch plan that must hold for any data set and any sizes."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -202,3 +203,84 @@ def test_token_bound_without_lengths_is_refused():
     assert str(caught.value) == (
         "train.micro_batch_tokens needs a task whose samples have lengths; this task's have none. Set train.micro_batch_size instead."
     )
+
+
+@st.composite
+def packed_plans(draw):
+    num_samples, batch_size = draw(st.integers(1, 200)), draw(st.integers(1, 50))
+    lengths = np.array(draw(st.lists(st.integers(1, 40), min_size=num_samples, max_size=num_samples)), np.int32)
+    return BatchPlan(
+        num_samples,
+        batch_size,
+        micro_batch_size=draw(st.none() | st.integers(1, batch_size)),
+        micro_batch_tokens=draw(st.none() | st.integers(40, 200)),
+        lengths=lengths,
+        packed=True,
+        parts=draw(st.none() | st.integers(1, batch_size)),
+        width=draw(st.none() | st.integers(1, 8)),
+    )
+
+
+@given(packed_plans())
+def test_a_packed_plan_keeps_its_bounds_and_uses_every_sample_once(plan):
+    used = []
+    for step in plan.epoch(0):
+        samples = sum(len(micro_batch.samples) for micro_batch in step)
+        assert len(step) == samples or len(step) % (plan.parts or 1) == 0
+        for micro_batch in step:
+            lengths = plan.lengths[micro_batch.samples]
+            assert micro_batch.tokens == lengths.sum() <= (plan.micro_batch_tokens or np.inf)
+            assert micro_batch.length == lengths.max() and len(lengths) <= (plan.micro_batch_size or np.inf)
+            assert micro_batch.cost == sum(
+                length + (length**2 // (6 * plan.width) if plan.width else 0) for length in lengths.tolist()
+            )
+            used += micro_batch.samples.tolist()
+        assert [micro_batch.index for micro_batch in step] == list(range(len(step)))
+        assert np.all(np.diff([micro_batch.cost for micro_batch in step]) >= 0)  # the largest last
+    assert sorted(used) == list(range(plan.num_samples))
+
+
+def test_processes_share_packed_steps_evenly():
+    lengths = np.random.default_rng(0).lognormal(4.8, 0.6, 20_000).astype(int).clip(8, 512)
+    for batch_size, tokens, parts, floor in ((32, None, 4, {2: 0.995, 4: 0.97}), (128, 4096, 8, {2: 0.998, 4: 0.998, 8: 0.99})):
+        settings = {"micro_batch_tokens": tokens, "lengths": lengths, "width": 384}
+        packed = BatchPlan(len(lengths), batch_size, packed=True, parts=parts, **settings)
+        padded = BatchPlan(len(lengths), batch_size, micro_batch_size=None if tokens else 8, **settings)
+        for processes, least in floor.items():
+            assert evenness(packed, processes) > least > evenness(padded, processes)
+
+
+def evenness(plan, processes):
+    """Return the mean load of a process over the largest, of all full steps."""
+    mean = most = 0
+    for step in list(plan.epoch(0))[:-1]:
+        loads = [sum(step[index].cost for index in share) for share in balance([part.cost for part in step], processes)]
+        mean, most = mean + sum(loads) / processes, most + max(loads)
+    return mean / most
+
+
+def test_a_packed_micro_batch_has_bounded_padding_because_heads_compute_it():
+    lengths = np.array([1000] + [1] * 99)
+    for step in BatchPlan(100, 100, micro_batch_tokens=1000, lengths=lengths, packed=True).epoch(0):
+        assert all(len(micro_batch.samples) * micro_batch.length <= 4000 for micro_batch in step)
+
+
+@given(plans(), st.integers(1, 9))
+def test_a_padded_step_has_a_multiple_of_the_parts_or_a_micro_batch_a_sample(plan, parts):
+    plan = dataclasses.replace(plan, parts=parts)
+    for step in plan.epoch(0):
+        samples = sum(len(micro_batch.samples) for micro_batch in step)
+        assert len(step) % parts == 0 or len(step) == samples
+        assert all(1 <= len(part.samples) <= (plan.micro_batch_size or np.inf) for part in step)
+        assert all(part.tokens <= (plan.micro_batch_tokens or np.inf) for part in step)
+
+
+def test_a_bound_of_samples_costs_a_packed_step_no_micro_batches():
+    lengths = np.random.default_rng(1).integers(1, 100, 64)
+    steps = BatchPlan(64, 16, micro_batch_size=2, lengths=lengths, packed=True, parts=4).epoch(0)
+    assert [[len(part.samples) for part in step] for step in steps] == [[2] * 8] * 4
+
+
+def test_samples_without_lengths_are_cut_into_equal_parts():
+    sizes = [[len(part.samples) for part in step] for step in BatchPlan(20, 10, micro_batch_size=8, parts=4).epoch(0)]
+    assert [sorted(step) for step in sizes] == [[1, 3, 3, 3]] * 2

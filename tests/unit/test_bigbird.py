@@ -2,6 +2,8 @@
 
 import copy
 import shutil
+import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
 )
+from transformers.activations import ACT2FN
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 from hftune.errors import ConfigError
@@ -31,6 +34,7 @@ from hftune.models.bigbird import (
     PrefixLM,
     PrefixLMConfig,
     build_encoder_decoder,
+    make_config,
 )
 
 PAD, START, END = 0, 1, 2
@@ -129,7 +133,7 @@ def test_source_and_title_see_the_whole_source(prefix_lm):
 
 
 @pytest.mark.parametrize("place", ["left", "between", "right"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["hftune_packed", "sdpa", "eager"])
 def test_padding_changes_no_logits_wherever_it_is(place, attention, prefix_lm):
     prefix_lm.set_attn_implementation(attention)
     batch = source_and_title()
@@ -263,6 +267,15 @@ def test_attention_dropout_is_zero_unless_asked_for(pretrained):
     assert asked.attention_probs_dropout_prob == 0.2 and asked.hidden_act == "gelu_pytorch_tanh"
 
 
+def test_new_models_have_the_cheap_kernel_of_big_birds_activation():
+    fresh = make_config(BigBirdConfig, SIZES)
+    configs = [fresh, BlockSparseBigBirdConfig(**SIZES), BlockSparseBigBirdConfig.warm_start(BigBirdConfig(**SIZES))]
+    configs += [PrefixLMConfig.warm_start(fresh), PrefixLMConfig.warm_start(fresh, hidden_act="gelu_new")]
+    assert {config.hidden_act for config in configs} == {"gelu_pytorch_tanh"}
+    x = torch.linspace(-5, 5, 101, dtype=torch.double)
+    torch.testing.assert_close(ACT2FN["gelu_pytorch_tanh"](x), ACT2FN["gelu_new"](x), rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -375,6 +388,22 @@ def test_on_the_cpu_a_kernel_of_its_own_gives_what_other_devices_compute_and_the
         torch.testing.assert_close(value, results[1][name], rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("lengths", [[5, 20], [64, 29, 50]])
+def test_layers_of_the_encoder_compute_real_tokens_only_and_the_same_as_padded_ones(lengths, pretrained, monkeypatch):
+    model = load_encoder(pretrained).double().train()
+    ids, mask = right_padded(lengths)
+    computed = []
+    model.encoder.layer[1].output.dense.register_forward_hook(lambda layer, args, output: computed.append(output.shape[:2]))
+    results = []
+    for _ in range(2):
+        hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        results.append([hidden, *gradients(model, lambda hidden=hidden: hidden.square().sum()).values()])
+        monkeypatch.setattr(bigbird_attention.RealTokens, "of", lambda mask_BT: None)
+    assert computed == [(1, sum(lengths)), (len(lengths), max(lengths))]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("length", [9, 70])
 def test_no_parameter_of_the_encoder_is_left_out_whatever_the_length(length, pretrained):
     model = load_encoder(pretrained).train()  # DistributedDataParallel stops where one has no gradient
@@ -385,7 +414,8 @@ def test_no_parameter_of_the_encoder_is_left_out_whatever_the_length(length, pre
 @pytest.mark.compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="FlexAttention on the CPU is compiled by g++")
 @pytest.mark.parametrize("lengths", [[64, 29, 33, 50], [127, 31]])
-def test_flex_attention_gives_what_gathered_blocks_give(lengths, pretrained):
+def test_flex_attention_gives_what_gathered_blocks_give(lengths, pretrained, monkeypatch):
+    monkeypatch.setattr(bigbird_attention, "FLEX_TOKENS", 256)
     gathered = load_encoder(pretrained).eval()
     flex = load_encoder(pretrained, block_sparse_kernel="flex").eval()
     assert flex.state_dict().keys() == gathered.state_dict().keys()
@@ -399,7 +429,8 @@ def test_flex_attention_visits_the_blocks_seen_and_no_others_forward_and_backwar
     attention = load_encoder(pretrained).encoder.layer[1].attention.self
     lengths = [1, 4, 28, 29, 33, 50, 127, 128]
     valid = right_padded(lengths)[1].bool()
-    block_mask = attention.block_mask(valid)
+    block_mask = attention.block_mask(valid, num_empty=3)
+    num_blocks = len(lengths) * 32 + 3
 
     def visited(num, indices):
         dense = torch.zeros(*indices.shape, dtype=torch.bool)
@@ -422,12 +453,77 @@ def test_flex_attention_visits_the_blocks_seen_and_no_others_forward_and_backwar
     )
     assert torch.equal(forward, backward) and torch.equal(whole, whole_backward) and not (forward & whole).any()
     more_than_listed = ((forward | whole).sum(-1) > 5 + RANDOM).nonzero()
-    assert all(query in (0, (lengths[row] - 1) // BLOCK) for row, _, query in more_than_listed.tolist())
-    index = (torch.arange(size) for size in (len(lengths), 4, 128, 128))
+    rows = [(query // 32, query % 32) for _, _, query in more_than_listed.tolist()]
+    assert rows and all(query in (0, (lengths[row] - 1) // BLOCK) for row, query in rows)
+    among_themselves = torch.block_diag(*torch.ones(len(lengths), 32, 32), torch.zeros(3, 3)).bool()
+    assert not (forward | whole)[:, :, ~among_themselves].any()
+    index = (torch.arange(size) for size in (1, 4, num_blocks * BLOCK, num_blocks * BLOCK))
     tokens = block_mask.mask_mod(*torch.meshgrid(*index, indexing="ij"))
-    blocks = tokens.view(len(lengths), 4, 32, BLOCK, 32, BLOCK)
+    blocks = tokens.view(1, 4, num_blocks, BLOCK, num_blocks, BLOCK)
     assert torch.equal(blocks.any(5).any(3), forward | whole)
     assert (blocks.all(5).all(3) == whole).all()
+
+
+def test_flex_attention_is_tried_on_an_example_and_its_backward_pass_is_missed_on_a_cpu():
+    assert bigbird_attention.flex_problem(torch.device("cpu"), torch.float32, 8, 24) == "block_size=24 is not a multiple of 16"
+    problem = bigbird_attention.flex_problem(torch.device("cpu"), torch.float32, 8, 16)
+    assert problem is not None and "\n" not in problem
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_flex_attention_is_found_right_or_wrong_by_its_example(wrong, monkeypatch):
+    def dense(q, k, v, block_mask):
+        rows, heads, size = (torch.arange(n) for n in (1, *q.shape[1:3]))
+        mask = block_mask.mask_mod(*torch.meshgrid(rows, heads, size, size, indexing="ij"))
+        return scaled_dot_product_attention(q, k, v, mask.roll(16, -1) if wrong else mask)
+
+    monkeypatch.setattr(bigbird_attention, "run_flex", dense)
+    problem = bigbird_attention.flex_problem.__wrapped__(torch.device("cpu"), torch.float32, 8, 16)
+    assert problem == ("it computes something else" if wrong else None)
+
+
+def test_blocks_are_gathered_where_flex_attention_cannot_be_used_and_it_is_said_once(pretrained, monkeypatch):
+    model, ids = load_encoder(pretrained), words(1, 64)
+    expected = model(ids).last_hidden_state
+    tried = []
+    monkeypatch.setattr(bigbird_attention, "flex_problem", lambda *args: tried.append(args) or "no compiler")
+    flex_is_used = bigbird_attention.BlockSparseSelfAttention._flex_is_used
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 4, 64, 8))
+    monkeypatch.setattr(
+        bigbird_attention.BlockSparseSelfAttention, "_flex_is_used", lambda self, q: flex_is_used(self, on_a_gpu)
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        assert torch.equal(model(ids).last_hidden_state, expected)
+    assert tried == [(torch.device("cuda", 0), torch.bfloat16, 8, BLOCK)] * 2
+    assert [str(warning.message) for warning in said] == [
+        "FlexAttention cannot be used here (no compiler): block-sparse attention gathers blocks instead, which computes the "
+        "same and is slower. To hide this, set task.model_config.block_sparse_kernel=gathered."
+    ]
+
+
+def test_all_heads_are_gathered_at_once_but_on_cpus():
+    base_size = (2, 12, 62, 8)  # two rows of 4096 tokens
+    assert bigbird_attention._heads_at_once(base_size, 64, 64) >= 12
+    assert bigbird_attention._heads_at_once((8, *base_size[1:]), 64, 64) == 4
+    assert bigbird_attention._heads_at_once((2, 12, 15_000, 8), 1, 8) == 2  # as many as a grid allows
+
+
+def test_table_of_key_blocks_holds_what_is_computed_for_each_row_and_is_no_weight(pretrained, monkeypatch):
+    attention = load_encoder(pretrained).encoder.layer[1].attention.self
+    last = torch.tensor([0, 3, 6, 7, 12, 15])
+    from_table = attention.key_blocks(last, 16)
+    assert attention._table.dtype == torch.int16 and not any("_table" in name for name in attention.state_dict())
+    assert copy.deepcopy(attention).key_blocks(last, 16)[0].equal(from_table[0])
+    monkeypatch.setattr(bigbird_attention, "LARGEST_TABLE", 0)
+    blocks, used = attention.key_blocks(last, 16)
+    assert torch.equal(used, from_table[1]) and torch.equal(blocks[used], from_table[0][used])
+    monkeypatch.setattr(type(attention), "listed_blocks", None)
+    with pytest.raises(TypeError):
+        attention.key_blocks(last, 16)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(attention), "listed_blocks", None)
+    attention.key_blocks(last, 16)  # computed once
 
 
 def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_compile(pretrained, monkeypatch):
@@ -598,7 +694,7 @@ def test_encoder_decoder_without_pretrained_weights_is_drawn_from_its_config():
         ),
         (
             {"block_sparse_kernel": "flexx"},
-            "task.model_config.block_sparse_kernel='flexx' is not one of gathered, flex. Did you mean 'flex'?",
+            "task.model_config.block_sparse_kernel='flexx' is not one of auto, gathered, flex. Did you mean 'flex'?",
         ),
         (
             {"attention_type": "blocksparse"},

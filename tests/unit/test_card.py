@@ -25,6 +25,7 @@ RESULT = {
 }
 RUN = {
     "device": "NVIDIA H200",
+    "precision": "no",
     "nodes": 1,
     "model": "BertForSequenceClassification",
     "parameters": 109_486_085,

@@ -504,6 +504,16 @@ def test_a_section_that_is_none_is_refused(write, text, message):
         ("train.batch_size=1.5", "train.batch_size=1.5 is not a whole number, such as 32."),
         ("train.batch_size=many", "train.batch_size='many' is not a whole number, such as 32."),
         ("train.micro_batch_size=many", "train.micro_batch_size='many' is neither a whole number nor auto nor null."),
+        ("train.micro_batch_tokens=many", "train.micro_batch_tokens='many' is neither a whole number nor auto nor null."),
+        ("train.profile=5", "train.profile=5 is not a list such as [a,b] or null."),
+        *[
+            (
+                f"train.profile={steps}",
+                f"train.profile={steps} must be the first and the last step to profile, counted from 1, such as [20, 23]; "
+                "null profiles none.",
+            )
+            for steps in ("[3, 2]", "[0, 2]", "[4]", "[1, 2, 3]")
+        ],
         ("train.clip_norm=big", "train.clip_norm='big' is not a number or null, such as 1.0."),
         ("train.compile=maybe", "train.compile='maybe' is not true or false."),
         ("train.compile=2", "train.compile=2 is not true or false."),
@@ -557,8 +567,8 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
             "train.optimizer=AdamW",
             "train.optimizer='AdamW' is not one of adamw, adam, sgd, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
         ),
-        ("train.mixed_precision=fp61", "train.mixed_precision='fp61' is not one of no, bf16, fp16. Did you mean 'fp16'?"),
-        ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16."),
+        ("train.mixed_precision=fp61", "train.mixed_precision='fp61' is not one of no, bf16, fp16, auto. Did you mean 'fp16'?"),
+        ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16, auto."),
         (
             "track.with=[wanb]",
             "track.with='wanb' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker. Did you mean 'wandb'?",

@@ -13,7 +13,8 @@ from hftune.tracking import facts
 from tests.support.tasks import Tagging
 
 FACTS = dict(  # noqa: C408 - shorter
-    recipe="yelp", started="2026-11-22T18:30:00+00:00", command="", processes=1, nodes=1, device="cpu", model="Net", parameters=1,
+    recipe="yelp", started="2026-11-22T18:30:00+00:00", command="", processes=1, nodes=1, device="cpu", model="Net", precision="no",
+    parameters=1,
     trainable_parameters=1, data={}, labels=None, commits={}, versions={}, git=None, num_steps=1, steps_per_epoch=1, notices=[],
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hftune import ConfigError, DataError, Recipe
 from hftune.data.blocks import Blocks
 from hftune.data.demo_text import NUM_PARAGRAPHS, TOPICS, paragraphs
-from hftune.data.word_tokenizer import train_word_tokenizer
+from hftune.data.word_tokenizer import train_words, word_tokenizer
 from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
 from hftune.tasks.language_modeling import LanguageModeling
 
@@ -39,13 +39,13 @@ def task(tmp_path):
 
 
 def test_words_are_numbered_by_frequency_and_ties_by_text_and_keep_their_case():
-    tokenizer = train_word_tokenizer(LINES, "words")
+    tokenizer = word_tokenizer(train_words(LINES, "words"), "words")
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == [
         *("<unk>", "<eos>", ".", "The", "cat", "saw", "the"),
         "dog",
     ]
     assert tokenizer("The bird saw the <unk>")["input_ids"] == [3, 0, 5, 6, 0]
-    bound = train_word_tokenizer(reversed(LINES), "words", vocab_size=4)
+    bound = word_tokenizer(train_words(reversed(LINES), "words", vocab_size=4), "words")
     assert bound.get_vocab() == {"<unk>": 0, "<eos>": 1, ".": 2, "The": 3}
 
 
@@ -58,12 +58,12 @@ def test_basic_english_cuts_as_torchtext_does(text):
     expected = text.lower()
     for pattern, content in zip(patterns, replaced, strict=True):
         expected = re.sub(pattern, content, expected)
-    tokenizer = train_word_tokenizer([text], "basic_english")
+    tokenizer = word_tokenizer(train_words([text], "basic_english"), "basic_english")
     assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == expected.split()
 
 
 def test_word_tokenizer_is_loaded_from_an_export_as_it_was(tmp_path):
-    tokenizer = train_word_tokenizer(LINES, "basic_english")
+    tokenizer = word_tokenizer(train_words(LINES, "basic_english"), "basic_english")
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.get_vocab() == tokenizer.get_vocab() and (loaded.eos_token, loaded.unk_token) == ("<eos>", "<unk>")

@@ -105,7 +105,7 @@ def test_what_launchers_do_set_is_not_refused(environment, values):
     [
         (
             {"ACCELERATE_MIXED_PRECISION": "bf16"},
-            (),
+            ("train.mixed_precision=no",),
             "The launcher asks for mixed_precision bf16, and the recipe for train.mixed_precision=no. The recipe decides. Set "
             "train.mixed_precision=bf16, or mixed_precision: 'no' in the launcher's config.",
         ),

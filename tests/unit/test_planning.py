@@ -61,7 +61,7 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     whole = [*batches.epoch(0)]
     shares = [balance([part.cost for part in step], 3) for step in whole]
     loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, shares, strict=True)]
-    assert found.tokens == lengths.sum() and found.cost == sum(map(sum, loads))
+    assert found.tokens == lengths.sum() and found.computed == sum(map(sum, loads))
     assert found.work.micro_batches == sum(map(len, whole))
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
     assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
@@ -92,9 +92,9 @@ def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path, o
 
 @pytest.mark.parametrize(
     ("processes", "micro_batch_size", "gradients", "buckets"),
-    [(1, 16, "some", 0), (1, 4, "all", 0), (2, 8, "none", 1), (2, 4, "all", 1)],
+    [(1, 16, "some", 0), (1, 4, "all", 0), (2, 8, "none", 1), (2, 4, "none", 1)],
 )
-def test_gradients_are_there_once_and_twice_where_ddp_accumulates(tmp_path, processes, micro_batch_size, gradients, buckets):
+def test_gradients_are_there_once_and_in_the_buckets_of_ddp(tmp_path, processes, micro_batch_size, gradients, buckets):
     recipe = own(tmp_path, "tests.support.tasks.Trapped", batch_size=16, micro_batch_size=micro_batch_size)
     memory, size = make_plan(recipe, processes).memory, 8 * (4 * 8 + 8 + 8 * 2 + 2)
     assert memory.ddp_buckets_bytes == buckets * size
@@ -260,6 +260,17 @@ def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
     assert plan.notices == ["train.micro_batch_size=auto: planned with 13, the largest size that training would try."]
 
 
+def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_of_the_device():
+    words = (*TINY, *DATA, FEW, "train.micro_batch_size=null", "train.micro_batch_tokens=auto", "train.mixed_precision=auto")
+    recipe = Recipe.load("yelp_demo", *words)
+    plan = make_plan(recipe, num_processes=2)
+    (said,) = [notice for notice in plan.notices if "auto" in notice]
+    tokens = int(re.fullmatch(r"train.micro_batch_tokens=auto: planned with (\d+), the largest size .*", said)[1])
+    assert tokens == np.ceil(plan.data.tokens / plan.data.train_samples * plan.steps.batch_size / 2)
+    assert plan.work.idle_steps == 0
+    assert "train.mixed_precision=auto: planned with bf16." in make_plan(recipe, device="cuda").notices
+
+
 def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging"), device="cuda")
@@ -344,7 +355,6 @@ own on 2 machines x 1 process: a plan, nothing is trained.
 
   memory         N KiB on each process (cpu), in a micro-batch of 4 samples of at most 19 tokens
                    N KiB  weights
-                   N KiB  gradients
                    N KiB  DDP gradient buckets
                    N KiB  optimizer
                    N KiB  activations

@@ -21,6 +21,7 @@ LINES = [
 def facts_of(**values):
     defaults = {
         **{"recipe": "yelp_demo", "started": "", "command": "", "processes": 1, "nodes": 1, "device": "cpu", "model": "Net"},
+        "precision": "no",
         **{"parameters": 12000, "trainable_parameters": 12000, "data": {"train": {"samples": 64}}, "labels": None},
         **{"commits": {}, "versions": {}, "git": None, "num_steps": 2, "steps_per_epoch": 2, "notices": []},
     }
@@ -31,7 +32,7 @@ def test_start_names_model_labels_sizes_and_folder(capsys):
     recipe = Recipe.load("yelp_demo", "output_dir=out", "train.mixed_precision=bf16")
     plan = BatchPlan(4000, 32, micro_batch_tokens=1024, lengths=np.full(4000, 10))
     sizes = {"train": {"samples": 4000}, "eval": {"samples": 800}}
-    facts = facts_of(data=sizes, processes=2, num_steps=500, steps_per_epoch=125, notices=["Texts are cut."])
+    facts = facts_of(data=sizes, precision="bf16", processes=2, num_steps=500, steps_per_epoch=125, notices=["Texts are cut."])
     print_start(recipe, plan, facts, {"bad": 1500, "good": 2500})
     assert capsys.readouterr().out.splitlines() == [
         f"  recipe   yelp_demo (hftune {hftune.__version__})",
@@ -39,7 +40,7 @@ def test_start_names_model_labels_sizes_and_folder(capsys):
         "  labels   bad: 1,500, good: 2,500",
         "  samples  4,000 train, 800 eval",
         "  steps    500, 125 an epoch",
-        "  batch    32 samples, in micro-batches of at most 1024 tokens",
+        "  batch    32 samples, in micro-batches of at most 1,024 tokens",
         "  runs on  2 processes, cpu, bf16 and float32",
         "  output   out",
         "note: Texts are cut.",

@@ -9,6 +9,7 @@ import pytest
 
 from hftune import DataError
 from hftune.data import text
+from hftune.data.texts import Ragged
 from hftune.tasks import SequenceClassification
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -36,9 +37,9 @@ def test_all_file_formats_give_the_same_samples(tmp_path, kind):
     loaded = task(dataset=kind, data_files=files)
     assert loaded.validate() == []
     train = loaded.datasets()["train"]
-    assert list(train["label"]) == [row["label"] for row in ROWS]
+    assert list(train.column("label")) == [row["label"] for row in ROWS]
     assert loaded.text_tokenizer.decode(train[0]["input_ids"], skip_special_tokens=True) == "the food was a on day 0"
-    assert loaded.lengths(train).tolist() == [len(row) for row in train["input_ids"]]
+    assert loaded.lengths(train).tolist() == [len(row) for row in (sample["input_ids"] for sample in train)]
 
 
 def test_rows_may_come_from_a_python_function():
@@ -70,7 +71,7 @@ def test_label_names_may_be_the_labels_themselves(tmp_path):
     files = {part: write(rows, tmp_path / f"{part}.csv") for part in ("train", "eval")}
     loaded = task(dataset="csv", data_files=files)
     assert loaded.labels == ["bad", "good"]
-    assert list(loaded.datasets()["eval"]["label"]) == [1, 0, 1]
+    assert list(loaded.datasets()["eval"].column("label")) == [1, 0, 1]
 
 
 def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
@@ -86,8 +87,9 @@ def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
 
 
 def test_padding_is_on_the_right_and_masked():
-    ids, mask = text.pad([np.array([5, 6, 7]), np.array([8])], value=0)
+    ids, mask = Ragged.of([np.array([5, 6, 7]), np.array([8])]).padded(0)
     assert ids.tolist() == [[5, 6, 7], [8, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert Ragged.of([[5, 6, 7], [8]]).padded(0, side="left")[0].tolist() == [[5, 6, 7], [0, 0, 8]]
 
 
 def test_shared_yelp_reviews_load(request):
@@ -96,7 +98,7 @@ def test_shared_yelp_reviews_load(request):
         pytest.skip("the Yelp sample is not on this machine (set HFTUNE_TEST_DATA to the folder that holds yelp/)")
     files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl")}
     loaded = task(dataset="json", data_files=files, max_train_samples=200, max_eval_samples=100)
-    assert set(loaded.datasets()["train"]["label"]) == {0, 1, 2, 3, 4}
+    assert set(loaded.datasets()["train"].column("label")) == {0, 1, 2, 3, 4}
 
 
 def test_file_given_to_a_model_of_texts_says_how_texts_are_given():

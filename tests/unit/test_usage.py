@@ -58,21 +58,24 @@ def take_step(clock: Clock, times: StepTimes, loading_s: float, computing_s: flo
 def test_a_process_tells_its_own_seconds_in_its_own_places_without_those_it_waited(clock):
     times = StepTimes(CPU, rank=1, num_processes=3, computes_alone=True)
     take_step(clock, times, loading_s=1, computing_s=4, waiting_s=3)
-    assert times.told() == [0, 0, 1, 4, 0, 0]
+    *others, loading_s, computing_s, memory, after, _, _ = times.told()
+    assert (others, loading_s, computing_s, after) == ([0, 0, 0], 1, 4, 0)
+    assert 1e7 < memory < 1e12  # bytes of this very process
 
 
 def test_shares_are_taken_over_the_slowest_process_of_each_step(clock):
     """Two steps of ten seconds in which the processes take turns at being slow: even in total, and yet half is waited."""
     times = StepTimes(CPU, rank=0, num_processes=2, computes_alone=True)
-    for others in ([2, 6, 0, 2], [0, 2, 2, 6]):
-        take_step(clock, times, others[0], others[1], 10 - others[0] - others[1])
-        assert times.told()[:2] == others[:2]
-        times.add(others)
+    for own, other in (([2, 6, 1e9], [0, 2, 7e9]), ([0, 2, 1e9], [2, 6, 3e9])):
+        take_step(clock, times, own[0], own[1], 10 - own[0] - own[1])
+        assert times.told()[:2] == own[:2]
+        times.add([*own, *other])
     # Of 10 s each, loading takes 2 and computing 6 on the slow process; on average processes wait 1 and 2.
-    assert times.take() == {"perf/data_share": 0.2, "perf/wait_share": 0.3, "perf/imbalance": 1.5, "perf/slowest_rank": 0}
+    shares = {"perf/data_share": 0.2, "perf/wait_share": 0.3, "perf/imbalance": 1.5, "perf/slowest_rank": 0}
+    assert times.take() == {"perf/data_wait_s": 2, "perf/memory_gb": 7, **shares}
     assert times.take() == {}
     take_step(clock, times, 0, 2, 1)
-    times.add([0, 2, 0, 3])
+    times.add([0, 2, 1, 0, 3, 1])
     assert times.take()["perf/slowest_rank"] == 1
 
 
@@ -80,7 +83,8 @@ def test_a_process_alone_and_one_that_waits_while_it_computes_only_know_their_lo
     for times in (StepTimes(CPU, 0, 1, computes_alone=True), StepTimes(CPU, 0, 2, computes_alone=False)):
         take_step(clock, times, loading_s=1, computing_s=2, waiting_s=1)
         times.add(times.told())
-        assert times.take() == {"perf/data_share": 0.25}
+        found = times.take()
+        assert found.pop("perf/memory_gb") > 0.01 and found == {"perf/data_share": 0.25, "perf/data_wait_s": 1}
 
 
 def test_what_was_loaded_for_no_step_is_not_counted(clock):
@@ -90,7 +94,14 @@ def test_what_was_loaded_for_no_step_is_not_counted(clock):
     times.discard()
     take_step(clock, times, 1, 3, 0)
     times.add(times.told())
-    assert times.take() == {"perf/data_share": 0.25}
+    assert times.take()["perf/data_share"] == 0.25
+
+
+def test_a_step_that_no_process_told_of_yet_is_not_one():
+    """The first step of a run sums up zeros."""
+    times = StepTimes(CPU, 0, 2, computes_alone=True)
+    times.add([0.0] * 6)
+    assert times.take() == {}
 
 
 def sample(rank: int) -> dict[str, float]:

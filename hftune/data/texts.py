@@ -1,0 +1,188 @@
+"""Tokenized texts as flat arrays in memory-mapped files, and their padding. Independent of tasks and tokenizers.
+
+Shape suffixes: N texts, T tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from hftune.data.cache import Stream, cached_arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OFFSETS = "_offsets"
+"""End of the name of the array that says where the rows of another one begin."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of numbers of different lengths: row k is ``flat[offsets[k] : offsets[k + 1]]``."""
+
+    flat: np.ndarray
+    """All numbers, int32."""
+    offsets: np.ndarray
+    """(N + 1,) int64."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each row, (N,) int32."""
+        return np.diff(self.offsets).astype(np.int32)
+
+    def take(self, indices: Sequence[int]) -> Ragged:
+        """Copy some of the rows."""
+        bounds = [(self.offsets[index], self.offsets[index + 1]) for index in indices]
+        return Ragged.of([self.flat[start:end] for start, end in bounds])
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> Ragged:
+        """Join rows."""
+        arrays = [np.asarray(row) for row in rows]
+        return cls(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)]))
+
+    def without_last(self) -> Ragged:
+        """Leave out the last number of each row."""
+        return Ragged(np.delete(self.flat, self.offsets[1:] - 1), self.offsets - np.arange(len(self.offsets)))
+
+    def without_first(self) -> Ragged:
+        """Leave out the first number of each row."""
+        return Ragged(np.delete(self.flat, self.offsets[:-1]), self.offsets - np.arange(len(self.offsets)))
+
+    def padded(self, value: int, side: str = "right") -> tuple[Tensor, Tensor]:
+        """Pad the rows to the longest of them. Return numbers and attention mask, both (N, T) int64."""
+        import torch
+
+        lengths_N1, places_T = np.diff(self.offsets)[:, None], np.arange(np.diff(self.offsets).max(initial=0))
+        mask_NT = places_T < lengths_N1 if side == "right" else places_T >= len(places_T) - lengths_N1
+        padded_NT = np.full(mask_NT.shape, value, np.int64)
+        padded_NT[mask_NT] = self.flat
+        return torch.from_numpy(padded_NT), torch.from_numpy(mask_NT.astype(np.int64))
+
+
+class Texts(Sequence):
+    """A data set of tokenized texts. A sample is a dictionary of the columns: int64 arrays of tokens, and single values.
+
+    The arrays are mapped from files, which all processes of a machine share, and samples are copied out of them on access.
+
+    Args:
+        arrays: by name; a column of tokens, int32, has a second one beside it whose name ends in OFFSETS.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._arrays = arrays
+        self._columns: dict[str, Ragged | np.ndarray] = {
+            name: Ragged(array, arrays[name + OFFSETS]) if name + OFFSETS in arrays else array
+            for name, array in arrays.items()
+            if not name.endswith(OFFSETS)
+        }
+
+    def __len__(self) -> int:
+        column = next(iter(self._columns.values()))
+        return len(column.offsets) - 1 if isinstance(column, Ragged) else len(column)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
+        index = range(len(self))[index]  # also from the end
+        return {
+            name: column.take([index]).flat.astype(np.int64) if isinstance(column, Ragged) else column[index]
+            for name, column in self._columns.items()
+        }
+
+    def __getitems__(self, indices: Sequence[int]) -> Samples:
+        """Return several samples at once, as torch's loader asks for them."""
+        return Samples(self, indices)
+
+    def column(self, name: str) -> Ragged | np.ndarray:
+        """Return a column: Ragged tokens, or an array of one value per sample."""
+        return self._columns[name]
+
+    def select(self, indices: Sequence[int]) -> Texts:
+        """Copy some of the samples."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, Ragged):
+                arrays[name], arrays[name + OFFSETS] = (rows := column.take(indices)).flat, rows.offsets
+            else:
+                arrays[name] = column[list(indices)]
+        return Texts(arrays)
+
+    def to_dataset(self) -> datasets.Dataset:
+        """Copy the samples into a data set of Hugging Face, for tools that want one, such as transformers' Trainer."""
+        return datasets.Dataset.from_list(
+            [{name: np.asarray(value).tolist() for name, value in sample.items()} for sample in self]
+        )
+
+    def contents(self) -> Mapping[str, np.ndarray]:
+        """Return the content to hash; see hftune.data.digest."""
+        return self._arrays
+
+
+@dataclass(frozen=True)
+class Samples(Sequence):
+    """Some samples of ``Texts``, like a list of them, from which ``ragged`` and ``values`` take whole columns."""
+
+    texts: Texts
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
+        return self.texts[self.indices[index]]
+
+
+def ragged(examples: Sequence[Mapping[str, Any]], name: str) -> Ragged:
+    """Return a column of tokens of samples: of ``Texts``, or dictionaries from anywhere else."""
+    column = examples.texts.column(name) if isinstance(examples, Samples) else None
+    return column.take(examples.indices) if isinstance(column, Ragged) else Ragged.of([example[name] for example in examples])  # type: ignore[attr-defined]
+
+
+def values(examples: Sequence[Mapping[str, Any]], name: str) -> Tensor:
+    """Return a column with one whole number per sample, (N,) int64, likewise."""
+    import torch
+
+    if isinstance(examples, Samples):
+        return torch.from_numpy(np.asarray(examples.texts.column(name))[list(examples.indices)].astype(np.int64))
+    return torch.tensor([int(example[name]) for example in examples])
+
+
+def column_of(dataset: Any, name: str) -> np.ndarray:
+    """Return a column of one value per sample of ``Texts``, or of a ``datasets.Dataset`` of the user's own."""
+    if isinstance(dataset, Texts):
+        return np.asarray(dataset.column(name))
+    return dataset.with_format("numpy", columns=[name])[:][name]
+
+
+def lengths_of(dataset: Any, name: str) -> np.ndarray:
+    """Return the number of tokens of each row of a column, int32, without reading them; of the same data sets."""
+    if isinstance(dataset, Texts):
+        return dataset.column(name).lengths  # type: ignore[union-attr]
+    import pyarrow.compute
+
+    table = dataset.with_format("arrow", columns=[name])[:]
+    return pyarrow.compute.list_value_length(table[name]).to_numpy().astype(np.int32)
+
+
+def cached_texts(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]]) -> Texts:
+    """Write texts to the cache once and map them from there; see ``cached_arrays``."""
+    return Texts(cached_arrays(["texts", key], make))
+
+
+def flat_arrays(rows: datasets.Dataset) -> dict[str, np.ndarray | Stream]:
+    """Return the columns of rows, lists of token ids or single values, as the arrays of ``Texts``."""
+    arrays: dict[str, np.ndarray | Stream] = {}
+    for name in rows.column_names:
+        chunks = rows.data.column(name).chunks
+        if pa.types.is_list(chunks[0].type):
+            lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
+            arrays[name + OFFSETS] = offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
+            arrays[name] = Stream(np.int32, (int(offsets[-1]),), (chunk.flatten().to_numpy() for chunk in chunks))
+        else:
+            arrays[name] = np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
+    return arrays

@@ -1,0 +1,142 @@
+"""Dropout of our own on CPUs: the same bits on every vendor's, a third of the time, a quarter of the memory.
+
+torch (2.13) draws CPU dropout one number after the other, on one core, unless Intel's MKL draws it, with different numbers. So
+it takes a good part of a small step, and the same seed gives other masks on AMD than on Intel. And attention with dropout takes
+torch's slowest path: the scores of all texts in memory at once, padding included.
+
+Here each mask begins with a single draw from torch's generator, which hftune seeds by seed, step, micro-batch and layer, and
+numpy's SFC64 expands it to 16 random bits an element. Gradient checkpointing restores torch's generator, and so the masks.
+Other devices keep torch's own dropout.
+"""
+
+# Shapes: R texts of equal length, H heads, t tokens, d width of a head.
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
+
+LEVELS = 2**16
+"""Values of the random numbers: a probability is rounded to a multiple of 1 / LEVELS."""
+
+
+def threshold(p: float) -> int:
+    """Return below which random number an element is dropped."""
+    return round(p * LEVELS)
+
+
+def scale_of(p: float) -> float:
+    """Return what the elements that are kept are multiplied by: 1 / (share that is kept), the rounding of ``p`` included."""
+    return LEVELS / (LEVELS - threshold(p))
+
+
+def draw_mask(like: Tensor, p: float) -> Tensor:
+    """Draw a mask of a tensor's shape, uint8: 0 with probability ``p``, otherwise 1. Takes one number from torch's generator.
+
+    Source of the generator: numpy.random.SFC64, whose stream is fixed across versions and platforms (NEP 19).
+    """
+    if isinstance(like, FakeTensor):  # a plan's, which has no values
+        return like.new_empty(like.shape, dtype=torch.uint8)
+    key, count = int(torch.randint(2**62, ())), like.numel()
+    numbers = np.random.SFC64(key).random_raw(-(-count // 4)).view(np.uint16)[:count]
+    return torch.from_numpy((numbers >= threshold(p)).view(np.uint8)).view(like.shape)
+
+
+class Dropout(nn.Dropout):
+    """``nn.Dropout``, with the masks of ``draw_mask`` on CPUs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not 0 < threshold(self.p) < LEVELS or input.device.type != "cpu":
+            return super().forward(input)
+        return _Masked.apply(input, self.p)
+
+
+class _Masked(torch.autograd.Function):
+    """x * mask * scale. Keeps the mask alone, a byte an element, for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        mask, ctx.scale = draw_mask(x, p), scale_of(p)
+        ctx.save_for_backward(mask)
+        return (x * mask).mul_(ctx.scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return (grad * mask).mul_(ctx.scale), None
+
+
+def replace_dropout(model: nn.Module) -> None:
+    """Replace a model's ``nn.Dropout`` modules in place. Subclasses, and calls of torch's functions, stay as they are."""
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = Dropout  # keeps its hooks, its place and everything that refers to it
+
+
+def attention_with_dropout(
+    query_RHtd: Tensor, key_RHtd: Tensor, value_RHtd: Tensor, p: float, scale: float, hidden_tt: Tensor | None = None
+) -> Tensor:
+    """Return the attention (R, H, t, d) of texts of equal length, with dropout of the attention weights. CPUs only.
+
+    ``AT_ONCE`` texts at a time, so that their scores stay in a core's cache.
+
+    Args:
+        p: probability with which an attention weight is dropped, in (0, 1).
+        scale: of the scores; usually 1 / sqrt(d).
+        hidden_tt: bool, true where a token (row) must not see another one (column).
+    """
+    _, heads, length, _ = query_RHtd.shape
+    count = max(1, AT_ONCE // (heads * length * length))
+    parts = [tensor.split(count) for tensor in (query_RHtd, key_RHtd, value_RHtd)]
+    outputs = [
+        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, hidden_tt).unflatten(0, (-1, heads))
+        for some in zip(*parts, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+AT_ONCE = 2**18
+"""Attention scores that are computed at once: 1 MiB of float32."""
+
+
+class _AttentionWithDropout(torch.autograd.Function):
+    """softmax(scale * q k^T) with dropout, times v, for B pairs of text and head: (B, t, d).
+
+    Keeps the softmax and the mask, a byte a score. The gradient of the scores is P * (M c dP - sum(g * out)): P the softmax, M
+    the mask, c its scale, g the gradient of the output, dP = g v^T. The sum over a row of P * M c dP is that of g * out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, p: float, scale: float, hidden_tt: Tensor | None
+    ) -> Tensor:
+        with torch.autocast("cpu", enabled=False):  # what arrives has its precision already
+            scores = torch.bmm(query * scale, key.transpose(1, 2))
+            if hidden_tt is not None:
+                scores.masked_fill_(hidden_tt, -torch.inf)
+            weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+            mask = draw_mask(weights, p)
+            output = torch.bmm(weights * mask, value).mul_(scale_of(p))
+        ctx.save_for_backward(query, key, value, weights, mask, output)
+        ctx.scale, ctx.up = scale, scale_of(p)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights, mask, output = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            grad = grad.contiguous()
+            kept = (weights * mask).mul_(ctx.up)
+            value_grad = torch.bmm(kept.transpose(1, 2), grad)
+            row_sums = (grad * output).sum(-1, keepdim=True)
+            scores_grad = kept.mul_(torch.bmm(grad, value.transpose(1, 2))).sub_(weights * row_sums)
+            query_grad = torch.bmm(scores_grad, key).mul_(ctx.scale)
+            key_grad = torch.bmm(scores_grad.transpose(1, 2), query).mul_(ctx.scale)
+        return query_grad, key_grad, value_grad, None, None, None

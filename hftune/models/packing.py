@@ -1,0 +1,363 @@
+"""Training without padding, for transformers models: their layers compute the real tokens of a micro-batch and nothing else.
+
+Embeddings, poolers, heads and losses see the padded batch (B, T) as ever. A hook before the first layer takes the padding out,
+a hook after the last one puts it back; in between there is one row (1, N, C) of all texts, one after the other. Attention gets
+the lengths of the texts, as the keyword argument ``packing`` that transformers hands on to it, and keeps them apart.
+
+Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.packing_trial``
+compares both ways before training.
+"""
+
+# Shapes: B texts, T tokens of the longest, N real tokens of all, C width of the layers, H heads, d width of a head, R texts of
+# equal length t.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hftune.models.dropout import attention_with_dropout
+
+ATTENTION = "hftune_packed"
+"""Name of the attention function, where transformers keeps its own."""
+MASK = "attention_mask"
+"""Input of a model that says which tokens are real. Without it all are."""
+
+
+class NotPackable(Exception):
+    """Says why a model cannot be trained without padding; a part of a sentence."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the real tokens of a padded batch are."""
+
+    shape: tuple[int, int]
+    """(B, T)."""
+    lengths: tuple[int, ...]
+    """Real tokens of each text, on the host, so that nothing waits for the device."""
+    indices_N: Tensor
+    """Of the real tokens in the flattened batch."""
+    starts: Tensor
+    """(B + 1,) int32: where each text starts in the packed row, and the end. Known as cu_seqlens."""
+
+    @classmethod
+    def of(cls, mask_BT: Tensor) -> Packing:
+        """Read a mask, not 0 for real tokens."""
+        lengths = mask_BT.count_nonzero(1).tolist()
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mask_BT.device)
+        return cls((mask_BT.shape[0], mask_BT.shape[1]), tuple(lengths), mask_BT.flatten().nonzero().flatten(), starts)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """N."""
+        return sum(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(self.lengths)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbouring texts of equal length, which are computed together: where they start, how many, and their length."""
+        found, start = [], 0
+        for length, group in groupby(self.lengths):
+            count = len([*group])
+            found.append((start, count, length))
+            start += count * length
+        return found
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Packing:
+        """Return it on a device."""
+        moved = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices_N, self.starts))
+        return Packing(self.shape, self.lengths, *moved)
+
+    def pin_memory(self) -> Packing:
+        """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
+        return Packing(self.shape, self.lengths, self.indices_N.pin_memory(), self.starts.pin_memory())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no padding."""
+        return self.num_tokens == self.shape[0] * self.shape[1]
+
+    def pack(self, x_BT: Tensor) -> Tensor:
+        """Take the padding out: (B, T, ...) or (1, T, ...) to (1, N, ...)."""
+        if x_BT.shape[0] != self.shape[0]:
+            x_BT = x_BT.expand(self.shape[0], *x_BT.shape[1:])
+        rows = x_BT.flatten(0, 1)
+        return (rows if self.is_full else rows.index_select(0, self.indices_N))[None]
+
+    def unpack(self, x_1N: Tensor) -> Tensor:
+        """Put the padding back, as zeros: (1, N, ...) to (B, T, ...)."""
+        if self.is_full:
+            return x_1N[0].unflatten(0, self.shape)
+        padded = x_1N.new_zeros(self.shape[0] * self.shape[1], *x_1N.shape[2:])
+        return padded.index_copy(0, self.indices_N, x_1N[0]).unflatten(0, self.shape)
+
+    def pack_all(self, value: Any) -> Any:
+        """Take the padding out of a tensor that has rows and tokens, or of those in a tuple; leave other values alone."""
+        if isinstance(value, tuple):
+            return tuple(map(self.pack_all, value))
+        has_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == self.shape[1]
+        return self.pack(value) if has_tokens and value.shape[0] in (1, self.shape[0]) else value
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    packing: Packing | None = None,
+    sliding_window: int | None = None,
+    prefix: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' attention functions do: (1, H, N, d) to (1, N, H, d); texts do not see each other.
+
+    Without ``packing``, as in evaluations and in generation, it is transformers' ``sdpa``. A prefix LM packs by itself, with
+    or without it, and hands on its ``prefix`` instead (``hftune.models.prefix_attention``).
+    """
+    if prefix is not None:
+        if prefix.is_asked_for:
+            _calls.append(module)
+        return prefix.attend(query, key, value, dropout, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    if packing is None:
+        rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest, **kwargs)
+    _calls.append(module)
+    if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise NotPackable(f"its attention uses {odd[0]}")
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
+        kernel = _efficient if query.dtype == torch.float32 else _flash
+        return kernel(*_heads_last(query, key, value), packing, dropout, causal, scale, sliding_window), None
+    return _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window), None
+
+
+def _heads_last(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (N, H, d), with as many heads of keys and values as of queries."""
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+
+
+def _flash(
+    query_NHd: Tensor,
+    key_NHd: Tensor,
+    value_NHd: Tensor,
+    packing: Packing,
+    dropout: float,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Call torch's flash attention for texts of unequal length. torch.nn.attention.varlen (2.13) calls it without dropout."""
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
+    texts = (packing.starts, packing.starts, packing.longest, packing.longest)
+    return torch.ops.aten._flash_attention_forward(
+        query_NHd, key_NHd, value_NHd, *texts, dropout, causal, False, scale=scale, **sides
+    )[0][None]
+
+
+def _efficient(
+    query_NHd: Tensor,
+    key_NHd: Tensor,
+    value_NHd: Tensor,
+    packing: Packing,
+    dropout: float,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Call torch's memory-efficient attention, which computes float32, for texts of unequal length."""
+    texts = (packing.starts, packing.starts, packing.longest, packing.longest)
+    tensors = (query_NHd[None], key_NHd[None], value_NHd[None])
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.ops.aten._efficient_attention_forward(
+        *tensors, None, *texts, dropout, int(causal), needs_gradient, scale=scale
+    )[0]
+
+
+def _text_by_text(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    dropout: float,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Compute one run of equally long texts after the other, with torch's fused kernel, or with dropout of our own on CPUs."""
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    outputs = []
+    for start, count, length in packing.runs:
+        if length == 0:
+            continue
+        q_RHtd, k_RHtd, v_RHtd = (
+            tensor[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+            for tensor in (query, key, value)
+        )
+        seen_tt = _seen(length, causal, window, query.device)
+        if dropout and query.device.type == "cpu":
+            if seen_tt is None and causal:
+                seen_tt = torch.ones(length, length, dtype=torch.bool).tril()
+            out_RHtd = attention_with_dropout(q_RHtd, k_RHtd, v_RHtd, dropout, scale, None if seen_tt is None else ~seen_tt)
+        else:
+            out_RHtd = scaled_dot_product_attention(
+                q_RHtd, k_RHtd, v_RHtd, seen_tt, dropout, is_causal=causal and seen_tt is None, scale=scale
+            )
+        outputs.append(out_RHtd.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None]
+
+
+def _seen(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Return which tokens (columns) each one (rows) sees through a sliding window; None if it is no smaller than the text."""
+    if window is None or length <= window:
+        return None
+    index_t = torch.arange(length, device=device)
+    distance_tt = index_t[:, None] - index_t
+    return (distance_tt >= 0) & (distance_tt < window) if causal else distance_tt.abs() < window
+
+
+def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Make the mask that ``packed_attention`` needs: none while packed; one over N x N tokens would be made otherwise."""
+    return None if _is_packed else sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, packed_mask)
+_is_packed: list[bool] = []
+_calls: list[nn.Module] = []
+
+
+@contextmanager
+def without_masks() -> Iterator[None]:
+    """Let the models called inside make no attention masks. For calls with ``packing``."""
+    _is_packed.append(True)
+    try:
+        yield
+    finally:
+        _is_packed.pop()
+
+
+@contextmanager
+def attention_calls() -> Iterator[list[nn.Module]]:
+    """Yield a list that the attention modules which compute packed are added to."""
+    _calls.clear()
+    yield _calls
+    _calls.clear()
+
+
+def find_packing(inputs: Mapping[str, Tensor]) -> Packing:
+    """Return where the real tokens of a model's inputs are, by their mask; without one, all are.
+
+    A model whose attention knows more than one kind of tokens has a ``find_packing`` of its own.
+    """
+    mask_BT = inputs.get(MASK)
+    if mask_BT is None:
+        mask_BT = torch.ones(next(iter(inputs.values())).shape[:2], dtype=torch.bool)
+    return Packing.of(mask_BT)
+
+
+def compute_padding(model: nn.Module) -> None:
+    """Let a model that leaves out padding by itself compute it."""
+    if isinstance(model, PreTrainedModel) and model.config._attn_implementation == ATTENTION:
+        model.set_attn_implementation("sdpa")
+
+
+def stack_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's layers, in order.
+
+    Raises:
+        NotPackable: it has none, or several stacks of them.
+    """
+    stacks = [
+        [*module]
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and any(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    ]
+    if len(stacks) != 1:
+        raise NotPackable(f"it has {len(stacks)} stacks of layers" if stacks else "it has no stack of transformers' layers")
+    return [layer for layer in stacks[0] if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def install(model: nn.Module, layers: Sequence[nn.Module]) -> Callable[[], None]:
+    """Let a model take ``packing`` beside its inputs; return a function that undoes it.
+
+    Args:
+        model: a transformers model, or a stage of one.
+        layers: of its stack, in order.
+
+    Raises:
+        NotPackable: its attention is not called by transformers' attention interface.
+    """
+    names: dict[PreTrainedModel, str] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            names[module] = module.config._attn_implementation
+            if names[module] not in ("sdpa", ATTENTION):
+                raise NotPackable(f"its attention is {names[module]}, not sdpa")
+            if not module._can_set_attn_implementation():
+                raise NotPackable("its attention does not go through transformers' attention interface")
+    for module in names:
+        module.set_attn_implementation(ATTENTION)
+    handles: list[RemovableHandle] = [
+        layer.register_forward_pre_hook(_enter if layer is layers[0] else _go_on, with_kwargs=True) for layer in layers
+    ]
+    handles.append(layers[-1].register_forward_hook(_leave, with_kwargs=True))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for module, name in names.items():
+            module.set_attn_implementation(name)
+
+    return undo
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the padding out of everything that the first layer is given."""
+    packing = kwargs.get("packing")
+    return (
+        None if packing is None else (packing.pack_all(args), {name: packing.pack_all(value) for name, value in kwargs.items()})
+    )
+
+
+def _go_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the padding out of what each layer is given anew, such as positions; its hidden states have none."""
+    packing = kwargs.get("packing")
+    if packing is None:
+        return None
+    hidden, rest = args[:1], args[1:]
+    kept = {} if hidden else {name: kwargs[name] for name in ("hidden_states",) if name in kwargs}
+    return (*hidden, *packing.pack_all(rest)), {name: packing.pack_all(value) for name, value in kwargs.items()} | kept
+
+
+def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Put the padding back after the last layer."""
+    packing = kwargs.get("packing")
+    if packing is None:
+        return None
+    return (packing.unpack(output[0]), *output[1:]) if isinstance(output, tuple) else packing.unpack(output)

@@ -1,0 +1,224 @@
+"""Attention of a prefix LM without a T x T mask: sources among themselves, then titles over their source and themselves.
+
+Both parts together are the function of the mask of ``hftune.models.bigbird.prefix_mask``: the first needs no mask, and the
+second is causal, aligned at the bottom right. Padding is left out.
+"""
+
+# Shapes: B rows, T tokens of a padded row, N real tokens of all rows, H heads, d width of a head, C width of the model. R
+# neighbouring rows with s source and t title tokens each.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hftune.models.dropout import attention_with_dropout
+from hftune.models.kernel_trial import problem_of
+from hftune.models.packing import Packing
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Where some tokens of each row are among the N real ones of all rows."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each row, on the host."""
+    indices: Tensor
+    """Of the tokens, row by row."""
+    starts: Tensor
+    """(B + 1,) int32: where each row starts among ``indices``, and the end."""
+
+    @classmethod
+    def of(cls, first: Sequence[int], lengths: Sequence[int], device: torch.device) -> Texts:
+        """Name ``lengths`` tokens of each row, from its token ``first`` on."""
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), _ranges(first, lengths).to(device), starts.to(device))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Texts:
+        """Return it on a device."""
+        indices, starts = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices, self.starts))
+        return Texts(self.lengths, indices, starts)
+
+    def pin_memory(self) -> Texts:
+        """See ``Prefix.pin_memory``."""
+        return Texts(self.lengths, self.indices.pin_memory(), self.starts.pin_memory())
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Lengths of sources and titles. The real tokens of all rows are in one, row by row, each source before its title."""
+
+    packing: Packing
+    sources: Texts
+    titles: Texts
+    packs_layers: bool
+    """Whether the layers compute the real tokens (1, N, C) of all rows only, or padded rows."""
+    is_asked_for: bool = False
+    """Whether the caller passed ``packing``, and not the model alone decided."""
+
+    @classmethod
+    def of(cls, is_title_BT: Tensor, valid_BT: Tensor, packs_layers: bool, is_asked_for: bool = False) -> Prefix:
+        """Read which tokens are real, and which of them are the title's. Waits for the device, once."""
+        kinds_BT = torch.where(valid_BT, is_title_BT.long(), 2)
+        sources, titles = ((kinds_BT == kind).sum(1) for kind in (0, 1))
+        counts = torch.stack([sources, titles]).tolist()
+        totals = [source + title for source, title in zip(*counts, strict=True)]
+        (B, T), device = valid_BT.shape, valid_BT.device
+        sorted_BT = kinds_BT.argsort(dim=1, stable=True) + T * torch.arange(B, device=device)[:, None]
+        packing = Packing(
+            (B, T),
+            tuple(totals),
+            sorted_BT.flatten()[_ranges(range(0, B * T, T), totals).to(device)],
+            torch.tensor([0, *accumulate(totals)], dtype=torch.int32).to(device),
+        )
+        first = [0, *accumulate(totals)][:-1]
+        behind = [start + count for start, count in zip(first, counts[0], strict=True)]
+        texts = (Texts.of(first, counts[0], device), Texts.of(behind, counts[1], device))
+        return cls(packing, *texts, packs_layers, is_asked_for)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Prefix:
+        """Return it on a device."""
+        sources, titles = (texts.to(device, non_blocking) for texts in (self.sources, self.titles))
+        return replace(self, packing=self.packing.to(device, non_blocking), sources=sources, titles=titles)
+
+    def pin_memory(self) -> Prefix:
+        """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
+        sources, titles = self.sources.pin_memory(), self.titles.pin_memory()
+        return replace(self, packing=self.packing.pin_memory(), sources=sources, titles=titles)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Neighbouring rows of equal lengths: where they start among the real tokens, how many, and their two lengths."""
+        found, start = [], 0
+        for (source, title), group in groupby(zip(self.sources.lengths, self.titles.lengths, strict=True)):
+            count = len([*group])
+            found.append((start, count, source, title))
+            start += count * (source + title)
+        return found
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Index of each real token among those of all sources, then all titles."""
+        return torch.cat([self.sources.indices, self.titles.indices]).argsort()
+
+    @torch.compiler.disable  # the lengths differ from batch to batch
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
+        """Return the context (1, N, H, d) of queries, keys and values (1, H, N, d); or (B, T, H, d) of (B, H, T, d)."""
+        if not self.packs_layers:
+            q, k, v = (self.packing.pack(x_BHTd.transpose(1, 2)).transpose(1, 2) for x_BHTd in (query, key, value))
+            return self.packing.unpack(self._attend_packed(q, k, v, dropout, scale))
+        return self._attend_packed(query, key, value, dropout, scale)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
+        if query.is_cuda:
+            kernel = _efficient if query.dtype == torch.float32 else _flash
+            if is_right(kernel, query.device, query.dtype, query.shape[-1]):
+                return self.attend_in_two(kernel, query, key, value, dropout, scale)
+        return self.attend_by_rows(query, key, value, dropout, scale)
+
+    def attend_in_two(
+        self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float
+    ) -> Tensor:
+        """Call a kernel for texts of unequal length twice, for all sources and for all titles."""
+        q_NHd, k_NHd, v_NHd = (x[0].transpose(0, 1) for x in (query, key, value))
+        of_sources = (x_NHd.index_select(0, self.sources.indices) for x_NHd in (q_NHd, k_NHd, v_NHd))
+        among = Texts(self.packing.lengths, self.packing.indices_N, self.packing.starts)
+        parts = []
+        if max(self.sources.lengths):
+            parts.append(kernel(*of_sources, self.sources, self.sources, False, dropout, scale))
+        if max(self.titles.lengths):
+            q_title = q_NHd.index_select(0, self.titles.indices)
+            parts.append(kernel(q_title, k_NHd, v_NHd, self.titles, among, True, dropout, scale))
+        return torch.cat(parts).index_select(0, self.order)[None]
+
+    def attend_by_rows(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
+        """Call torch's fused kernel for each run of rows of equal lengths."""
+        contexts = []
+        for start, count, source, title in self.runs:
+            stop = start + count * (source + title)
+            q, k, v = (x[0, :, start:stop].unflatten(1, (count, -1)).transpose(0, 1) for x in (query, key, value))
+            parts = []
+            if source:
+                parts.append(_attend(q[:, :, :source], k[:, :, :source], v[:, :, :source], None, dropout, scale))
+            if title:
+                seen = torch.ones(title, source + title, dtype=torch.bool, device=q.device).tril(source) if title > 1 else None
+                parts.append(_attend(q[:, :, source:], k, v, seen, dropout, scale))
+            contexts += [torch.cat(parts, 2).transpose(1, 2).flatten(0, 1)] if parts else []
+        return torch.cat(contexts)[None]
+
+
+def _ranges(first: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return first, first + 1, ... of each row, ``lengths`` of them, one after the other."""
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(first, lengths, strict=True)])
+
+
+def _attend(q_RHtd: Tensor, k_RHsd: Tensor, v_RHsd: Tensor, seen_ts: Tensor | None, dropout: float, scale: float) -> Tensor:
+    if dropout and q_RHtd.device.type == "cpu":
+        hidden_ts = None if seen_ts is None else ~seen_ts
+        return attention_with_dropout(q_RHtd, k_RHsd, v_RHsd, dropout, scale, hidden_ts)
+    return scaled_dot_product_attention(q_RHtd, k_RHsd, v_RHsd, seen_ts, dropout, scale=scale)
+
+
+def _flash(
+    q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, queries: Texts, keys: Texts, causal: bool, dropout: float, scale: float
+) -> Tensor:
+    """Call torch's flash attention for texts of unequal length. If causal, the last query sees the last key (since 2.1)."""
+    texts = (queries.starts, keys.starts, max(queries.lengths), max(keys.lengths))
+    return torch.ops.aten._flash_attention_forward(q_NHd, k_NHd, v_NHd, *texts, dropout, causal, False, scale=scale)[0]
+
+
+def _efficient(
+    q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, queries: Texts, keys: Texts, causal: bool, dropout: float, scale: float
+) -> Tensor:
+    """Call torch's memory-efficient attention, which computes float32, for texts of unequal length."""
+    texts = (queries.starts, keys.starts, max(queries.lengths), max(keys.lengths))
+    tensors = (q_NHd[None], k_NHd[None], v_NHd[None])
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    mask_type = 2 if causal else 0  # causal from the bottom right, or none
+    return torch.ops.aten._efficient_attention_forward(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[
+        0
+    ][0]
+
+
+@cache
+@torch.inference_mode(False)  # its tensors are saved for the backward pass
+def is_right(kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Return whether a kernel is right for heads of ``width`` on an example, forward and backward: it may align otherwise."""
+    kinds_BT = torch.tensor([[0] * 9 + [1] * 4 + [2] * 3, [2] * 2 + [0] * 5 + [1] * 9, [0] * 16], device=device)
+    prefix = Prefix.of(kinds_BT == 1, kinds_BT < 2, packs_layers=True)
+    scale, shape = width**-0.5, (1, 2, prefix.packing.num_tokens, width)
+    problem = problem_of(
+        lambda q, k, v: prefix.attend_in_two(kernel, q, k, v, 0.0, scale),
+        lambda q, k, v: prefix.attend_by_rows(q, k, v, 0.0, scale),
+        shape,
+        device,
+        dtype,
+    )
+    return problem is None
+
+
+def pack_layers(encoder: nn.Module) -> None:
+    """Let a stack of layers, which is given ``prefix``, compute real tokens only if ``prefix.packs_layers``."""
+    encoder.register_forward_pre_hook(_enter, with_kwargs=True)
+    encoder.register_forward_hook(_leave, with_kwargs=True)
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    prefix = kwargs.get("prefix")
+    if prefix is None or not prefix.packs_layers:
+        return None
+    hidden_BTC, *rest = args
+    return (prefix.packing.pack(hidden_BTC), *rest), kwargs
+
+
+def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    prefix = kwargs.get("prefix")
+    if prefix is not None and prefix.packs_layers:
+        output.last_hidden_state = prefix.packing.unpack(output.last_hidden_state)

@@ -1,0 +1,139 @@
+"""Training without padding: tried on a few samples, then used for each micro-batch. Independent of processes and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hftune.models.packing import MASK, NotPackable, attention_calls, find_packing, install, stack_of, without_masks
+from hftune.strategies.statistics import restored_buffers
+from hftune.task import Task
+
+PACKING = "packing"
+"""Key of a batch's ``Packing``, and the keyword argument that models take it by."""
+EXACT = 1e-5
+"""Greatest difference of an output in float32, in units of the greatest output if that is above 1."""
+ROUGH = 0.05
+"""The same in bfloat16 and float16."""
+
+
+def collate_packed(task: Task, find: Callable[[Mapping[str, Tensor]], Any], examples: list[Any]) -> dict[str, Any]:
+    """Return the task's batch, and where its real tokens are, as ``find`` reads it from the model's inputs."""
+    batch: dict[str, Any] = dict(task.collate(examples))
+    batch[PACKING] = find(task.inputs(batch))
+    return batch
+
+
+def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str, Any]]:
+    """Return ``collate_packed`` of a model."""
+    return partial(collate_packed, task, getattr(type(model), "find_packing", find_packing))
+
+
+def inputs_of(task: Task, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's keyword arguments, the packing of the batch included if it has one."""
+    if PACKING not in batch:
+        return task.inputs(dict(batch))
+    rest = {name: value for name, value in batch.items() if name != PACKING}
+    return {**task.inputs(rest), PACKING: batch[PACKING]}
+
+
+def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
+    """Call a model, or a stage of one, with or without packing."""
+    with without_masks() if PACKING in inputs else nullcontext():
+        return model(*args, **inputs)
+
+
+def install_packing(model: nn.Module) -> None:
+    """Let a model, or a stage of one, take ``packing``; it has passed ``reason_against``."""
+    install(model, stack_of(model))
+
+
+def seems_packable(model: nn.Module) -> bool:
+    """Say whether a model can be tried without padding."""
+    try:
+        install(model, stack_of(model))()
+    except NotPackable:
+        return False
+    return True
+
+
+def trial_samples(lengths: np.ndarray) -> list[int]:
+    """Return the longest, the shortest and the middle one of all samples."""
+    order = np.argsort(lengths, kind="stable")
+    return [int(order[place]) for place in sorted({len(order) - 1, 0, len(order) // 2}, reverse=True)]
+
+
+def reason_against(
+    model: nn.Module, task: Task, dataset: Any, samples: Sequence[int], device: torch.device, half: torch.dtype | None
+) -> str | None:
+    """Compute a few samples with and without padding, in evaluation mode, and compare; model and generators stay as they are.
+
+    Args:
+        half: the lower precision that training will use, if any; then it is tried, too.
+
+    Returns:
+        Why training must compute padding, a part of a sentence; None if it need not.
+    """
+    try:
+        layers = stack_of(model)
+        undo = install(model, layers)
+    except NotPackable as error:
+        return str(error)
+    home = next(model.parameters()).device
+    try:
+        batch = collate_for(model, task)([dataset[sample] for sample in samples])
+        packing = batch.pop(PACKING)
+        inputs = {name: value.to(device) for name, value in task.inputs(batch).items()}
+        mask_BT = inputs.get(MASK)
+        with _evaluating(model.to(device)), torch.no_grad():
+            for dtype in (None, half) if half else (None,):
+                with torch.autocast(device.type, dtype, enabled=dtype is not None), attention_calls() as calls:
+                    padded = model(**inputs)
+                    packed = compute(model, **inputs, packing=packing.to(device))
+                    num_calls = len(calls)
+                if num_calls != len(layers):
+                    return f"{num_calls} of its {len(layers)} layers can"
+                if not _alike(padded, packed, mask_BT, ROUGH if dtype else EXACT):
+                    return "it computes something else then"
+    except (NotPackable, RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # of any model or kernel
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        return reason if isinstance(error, NotPackable) else f"it fails then ({type(error).__name__}: {reason})"
+    finally:
+        undo()
+        model.to(home)
+    return None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(), restored_buffers(model), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _alike(padded: Any, packed: Any, mask_BT: Tensor | None, tolerance: float) -> bool:
+    """Compare what a model returned for each text; where it is a value for each token, that of the real ones."""
+    pairs = [[value for value in tree_leaves(outputs) if isinstance(value, Tensor)] for outputs in (padded, packed)]
+    compared = 0
+    for one, other in zip(*pairs, strict=False):
+        if one.shape != other.shape or not one.is_floating_point():
+            continue  # such as keys and values that are kept for generation
+        if mask_BT is not None and one.shape[:2] == mask_BT.shape:
+            one, other = (value[mask_BT.bool().to(value.device)] for value in (one, other))
+        if one.numel():
+            compared += 1
+            if not bool((one.float() - other.float()).abs().max() <= tolerance * max(1.0, float(one.abs().max()))):
+                return False
+    return compared > 0

@@ -1,0 +1,154 @@
+"""Where the gradient is, how long, and what DDP sends besides it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from hftune import Task
+from hftune.planning.memory import TensorBytes
+from hftune.strategies import sharding
+from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.fully_sharded import FullySharded
+from hftune.strategies.sharding import Replicated, empty_on_host
+
+
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class OnlyAccelerator(SimpleNamespace):
+    """Wraps a model in DDP, as Accelerate does where there are several processes."""
+
+    device = torch.device("cpu")
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+
+    def unwrap_model(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped.module
+
+
+def replicated(model: nn.Module) -> Replicated:
+    found = Replicated(OnlyAccelerator(), None)
+    found.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    return found
+
+
+def test_the_gradient_stays_in_the_buckets_of_ddp(group):
+    held = replicated(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+
+    def storages() -> set[int]:
+        return {value.grad.untyped_storage().data_ptr() for value in held.model.parameters()}
+
+    found = []
+    for _ in range(3):
+        with held.wrapped.no_sync():
+            held.wrapped(torch.ones(3, 4)).sum().backward()
+        found.append(storages())
+        held.wrapped(torch.ones(3, 4)).sum().backward()
+        held.optimizer.step()
+        held.clear_gradient()
+        assert all(not value.grad.any() for value in held.model.parameters())
+    assert len(found[1]) == 1  # of four parameters
+    assert found[1] == found[2] == storages()
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer of one's own that knows one way to clear gradients."""
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+
+
+def test_an_optimizer_that_has_no_choice_clears_the_gradient_in_its_own_way(group):
+    model = nn.Linear(4, 2)
+    held = Replicated(OnlyAccelerator(), None)
+    held.prepare(model, Plain(model.parameters(), lr=0.1))
+    held.wrapped(torch.ones(3, 4)).sum().backward()
+    held.clear_gradient()
+    assert not held.keeps_gradient and model.weight.grad is None
+
+
+def test_ddp_sends_buffers_only_where_training_changes_some(group):
+    strategy = DataParallel(Accelerator(cpu=True), Wide())
+    strategy.sharding = replicated(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    norm = strategy.sharding.model[1]
+    strategy._keep_statistics([(norm, "running_mean")], frozen=False)
+    assert strategy.sharding.wrapped.will_sync_module_buffers()
+    strategy._keep_statistics([(norm, "running_mean")], frozen=True)
+    assert not strategy.sharding.wrapped.will_sync_module_buffers()
+
+
+def test_fsdp_sends_buffers_only_where_training_changes_some(monkeypatch):
+    sent = []
+    monkeypatch.setattr(DataParallel, "forward_backward", lambda *arguments: None)
+    strategy = FullySharded.__new__(FullySharded)
+    strategy.sharding = SimpleNamespace(share_statistics=lambda: sent.append(strategy._statistics.places))
+    for places in ([], ["running_mean"]):
+        strategy._statistics = SimpleNamespace(places=places)
+        strategy.forward_backward(None, 0, 0)
+    assert sent == [["running_mean"]]
+
+
+class Wide(Task):
+    """Its activations are larger than its weights: the peak comes before most of the gradient is there."""
+
+    def datasets(self):
+        raise NotImplementedError
+
+    def build_model(self) -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+        return nn.Sequential(*layers, nn.Linear(64, 1))
+
+    def collate(self, examples: list) -> dict[str, Tensor]:
+        return {"x": torch.stack(examples), "labels": torch.zeros(len(examples), 1)}
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs - target).square().sum()
+
+
+def test_auto_measures_what_a_second_micro_batch_needs():
+    task = Wide()
+    strategy = DataParallel(Accelerator(cpu=True), task)
+    model = task.build_model()
+    strategy.prepare(model, torch.optim.AdamW(model.parameters()))
+    dataset, samples = torch.ones(256, 64), np.arange(256)
+    size = sum(value.nbytes for value in model.parameters())
+    with TensorBytes() as measured:
+        assert strategy.fits(dataset, samples)
+    assert all(value.grad is None for value in model.parameters())
+
+    for value in model.parameters():
+        value.grad = torch.zeros_like(value)
+    with TensorBytes() as needed:
+        needed.add_all(value.grad for value in model.parameters())
+        strategy._backward_once(model, dataset, samples)
+    assert needed.peak > 5 * size
+    assert measured.peak == pytest.approx(needed.peak + 2 * size, rel=0.01)  # and two moments
+
+
+def test_memory_on_the_host_is_not_pinned_where_the_machine_does_not_allow_it(monkeypatch):
+    original = torch.empty_like
+
+    def refusing(*arguments, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(sharding.torch, "empty_like", refusing)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert empty_on_host(torch.ones(2, 3).t()).is_contiguous()
