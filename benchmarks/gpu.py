@@ -104,6 +104,7 @@ def peak_tflops(options: argparse.Namespace) -> float | None:
 
 def idle_share(run: Callable[[], None]) -> float | None:
     """Run once more under the profiler; return the share of the time in which the GPU computed nothing. None on a CPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints when it starts and stops (torch 2.13)
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

@@ -2,18 +2,20 @@
 
 # Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
 # K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model. Gathered:
-# X = B H M query blocks, Y = K S keys of each.
+# X = B H M query blocks (in RealTokens: real tokens), Y = K S keys of each.
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +24,8 @@ from hftune.errors import ConfigError
 from hftune.models.kernel_trial import first_line, problem_of
 
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
-GATHERED_ON_CPU = 2**20  # numbers in the gathered keys (4 MiB of float32, for the caches), unless one head alone has more
-GATHERED_ELSEWHERE = 2**26  # 256 MiB of float32: all heads at once, for fewer and larger kernels
+GATHERED_ON_CPU = 2**18  # numbers in the gathered keys for each thread: 1 MiB of float32 fits a core's cache
+GATHERED_ELSEWHERE = 2**26  # 256 MiB of float32: all heads at once, for few and large kernels
 LARGEST_GRID = 65_535  # query blocks at once elsewhere: CUDA's limit for the dimension that attention uses for rows
 LARGEST_TABLE = 2**23  # numbers in the table of key blocks of a layer (16 MiB)
 FLEX_TOKENS = 4096  # FlexAttention sees multiples of it, so that it is compiled for a few sizes only
@@ -32,6 +34,33 @@ NO_FLEX_ON_CPU = (
     "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
     "Use block_sparse_kernel=gathered."
 )
+
+
+@dataclass(frozen=True)
+class RealTokens:
+    """Where the real tokens of padded rows are, for layers that compute them only. Has no lengths: compiled layers take it."""
+
+    shape: tuple[int, int]
+    """(B, T)."""
+    indices_X: Tensor
+    """Of the real tokens in the flattened rows."""
+
+    @classmethod
+    def of(cls, mask_BT: Tensor | None) -> RealTokens | None:
+        """Read a mask, not 0 for real tokens; None if all are. Waits for the device."""
+        if mask_BT is None or isinstance(mask_BT, FakeTensor) or torch.compiler.is_compiling():  # has no values
+            return None
+        indices_X = mask_BT.flatten().nonzero().flatten()
+        return None if len(indices_X) == mask_BT.numel() else cls((mask_BT.shape[0], mask_BT.shape[1]), indices_X)
+
+    def pack(self, x_BTC: Tensor) -> Tensor:
+        """Take the padding out, (1, X, C)."""
+        return x_BTC.flatten(0, 1).index_select(0, self.indices_X)[None]
+
+    def unpack(self, x_1XC: Tensor) -> Tensor:
+        """Put the padding back, as zeros."""
+        padded = x_1XC.new_zeros(self.shape[0] * self.shape[1], x_1XC.shape[2])
+        return padded.index_copy(0, self.indices_X, x_1XC[0]).unflatten(0, self.shape)
 
 
 class BlockSparseSelfAttention(nn.Module):
@@ -77,28 +106,31 @@ class BlockSparseSelfAttention(nn.Module):
         self._priorities: Tensor | None = None
         self._table: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, tokens: RealTokens | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
         """Return the context (B, T, C) of ``hidden_states`` (B, T, C), and None for the attention weights, which are not kept.
 
         ``attention_mask`` (B, T): true for real tokens; None if all are. T must be a multiple of the block size if it exceeds
-        5 + R blocks.
+        5 + R blocks. With ``tokens``, hidden states and context have those only.
 
         Raises:
             ConfigError: FlexAttention cannot run here.
         """
+        projected = (layer(hidden_states) for layer in (self.query, self.key, self.value))
         q_BHTD, k_BHTD, v_BHTD = (
-            layer(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            (x if tokens is None else tokens.unpack(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected
         )
-        if not self.sparse or hidden_states.shape[1] <= self.max_full_length:
+        if not self.sparse or q_BHTD.shape[2] <= self.max_full_length:
             mask_B11T = None if attention_mask is None else attention_mask.bool()[:, None, None]
             context_BHTD = scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask_B11T)
         else:
             if attention_mask is None:
-                attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+                attention_mask = q_BHTD.new_ones(q_BHTD.shape[::2], dtype=torch.bool)
             attend = self._attend_flex if self._flex_is_used(q_BHTD) else self._attend_gathered
             context_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
-        return context_BHTD.transpose(1, 2).flatten(2), None
+        context_BTC = context_BHTD.transpose(1, 2).flatten(2)
+        return context_BTC if tokens is None else tokens.pack(context_BTC), None
 
     def _last_blocks(self, valid_BT: Tensor) -> Tensor:
         T, S = valid_BT.shape[1], self.block_size
@@ -173,13 +205,9 @@ class BlockSparseSelfAttention(nn.Module):
         first_BH1SD, last_BH1SD = global_BHTD.view(B, H, 2, S, D).split(1, 2)
 
         # Gathered blocks are 5 + R times as large as keys and values. They are gathered again in the backward pass, and thus
-        # never held for all layers. On CPUs, only a few heads at a time fit the caches.
-        blocks_BHMK, used_BHMK = self.key_blocks(last_B, N)
-        num_heads = _heads_at_once(q_BHTD.device.type, B * (N - 2), blocks_BHMK[:, 0].numel() * S * D)
-        inputs = (q_BHNSD[:, :, 1:-1], k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
-        parts = zip(*(x.split(num_heads, 1) for x in inputs), strict=True)
+        # never held for all layers.
         attend = _attend_middle_on_cpu if q_BHTD.device.type == "cpu" else _attend_middle
-        middle_BHMSD = torch.cat([attend(*part, valid_BT) for part in parts], 1)  # type: ignore[call-arg]
+        middle_BHMSD = attend(q_BHNSD[:, :, 1:-1], k_BHNSD, v_BHNSD, *self.key_blocks(last_B, N), valid_BT)
 
         context_BHNSD = torch.cat([first_BH1SD, middle_BHMSD, last_BH1SD], 2)
         # The last block of a row that is shorter than the batch is among the middle blocks.
@@ -309,21 +337,29 @@ def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
     return seen_BHNN.sum(-1, dtype=torch.int32), seen_BHNN.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
-def _heads_at_once(device_type: str, blocks_of_head: int, numbers_of_head: int) -> int:
-    """Return how many heads' blocks are gathered at a time, given those of one head and the numbers in their keys."""
-    if device_type == "cpu":
-        return max(1, GATHERED_ON_CPU // numbers_of_head)
-    return max(1, min(GATHERED_ELSEWHERE // numbers_of_head, LARGEST_GRID // blocks_of_head))
-
-
 def _attend_middle(
     q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
 ) -> Tensor:
     """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it."""
+    count = _heads_at_once(blocks_BHMK.shape, *q_BHMSD.shape[-2:])
+    inputs = (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
+    parts = zip(*(x.split(count, 1) for x in inputs), strict=True)
+    return torch.cat([_attend_heads(q, k, v, blocks, used, valid_BT) for q, k, v, blocks, used in parts], 1)
+
+
+def _heads_at_once(shape_BHMK: Sequence[int], S: int, D: int) -> int:
+    """Return how many heads' blocks are gathered at a time."""
+    B, _, M, K = shape_BHMK
+    return max(1, min(GATHERED_ELSEWHERE // (B * M * K * S * D), LARGEST_GRID // (B * M)))
+
+
+def _attend_heads(
+    q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
+) -> Tensor:
     gathered_XK, mask_X11Y = _places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT)
 
     def attend(q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor) -> Tensor:
-        keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
+        keys_and_values = (_gather(_as_rows(x_BHNSD), gathered_XK, x_BHNSD.shape[-1]) for x_BHNSD in (k_BHNSD, v_BHNSD))
         return scaled_dot_product_attention(_one_each(q_BHMSD), *keys_and_values, mask_X11Y).view(q_BHMSD.shape)  # type: ignore
 
     # There is nothing random in it.
@@ -334,41 +370,63 @@ def _attend_middle_on_cpu(
     q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
 ) -> Tensor:
     """Return the same as ``_attend_middle``, faster."""
-    gathered_XK, mask_X11Y = _places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT)
-    mask_X11Y = torch.zeros_like(mask_X11Y, dtype=q_BHMSD.dtype).masked_fill_(~mask_X11Y, -torch.inf)
-    return _GatheredAttention.apply(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y)
+    return _GatheredAttention.apply(q_BHMSD, k_BHNSD, v_BHNSD, *_places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT))
 
 
 class _GatheredAttention(torch.autograd.Function):
     """The CPU kernel of scaled_dot_product_attention, on keys and values that the backward pass gathers again.
 
-    ``checkpoint`` needs as little memory, but also reruns the forward kernel, which makes a layer a sixth slower.
+    A few query blocks at a time, whose gathered keys stay in the caches. ``checkpoint`` needs as little memory, but also reruns
+    the forward kernel, which makes a layer a sixth slower.
     """
 
     @staticmethod
     def forward(ctx: Any, q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
+        S, D = q_BHMSD.shape[-2:]
+        q_X1SD, k_rows, v_rows = _one_each(q_BHMSD), _as_rows(k_BHNSD), _as_rows(v_BHNSD)
         # What outlives the gathered keys is allocated before them; otherwise, freeing them would fragment the heap.
-        kept_X1SD = q_BHMSD.new_empty(len(gathered_XK), 1, *q_BHMSD.shape[-2:])
-        keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
-        context_X1SD, logsumexp_XS1 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _one_each(q_BHMSD), *keys_and_values, attn_mask=mask_X11Y
-        )
-        kept_X1SD.copy_(context_X1SD)
-        ctx.save_for_backward(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, kept_X1SD, logsumexp_XS1)
-        return kept_X1SD.view(q_BHMSD.shape)
+        context_X1SD = q_BHMSD.new_empty(len(gathered_XK), 1, S, D)
+        logsumexp_X1S = q_BHMSD.new_empty(len(gathered_XK), 1, S, dtype=torch.promote_types(q_BHMSD.dtype, torch.float32))
+        for part in _parts(gathered_XK, S * D):
+            k, v = (_gather(rows, gathered_XK[part], D) for rows in (k_rows, v_rows))
+            context_X1SD[part], logsumexp_X1S[part] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_X1SD[part], k, v, attn_mask=_added(mask_X11Y[part], q_X1SD.dtype)
+            )
+        ctx.save_for_backward(q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, context_X1SD, logsumexp_X1S)
+        return context_X1SD.view(q_BHMSD.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient_BHMSD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, context_X1SD, logsumexp_XS1 = ctx.saved_tensors
-        keys_and_values = (_gather(x_BHNSD, gathered_XK) for x_BHNSD in (k_BHNSD, v_BHNSD))
-        q_grad_X1SD, *grads_X1YD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_one_each(gradient_BHMSD), _one_each(q_BHMSD), *keys_and_values, context_X1SD, logsumexp_XS1),
-            dropout_p=0.0,
-            is_causal=False,
-            attn_mask=mask_X11Y,
+        q_BHMSD, k_BHNSD, v_BHNSD, gathered_XK, mask_X11Y, context_X1SD, logsumexp_X1S = ctx.saved_tensors
+        S, D = q_BHMSD.shape[-2:]
+        q_X1SD, gradient_X1SD, k_rows, v_rows = (
+            *map(_one_each, (q_BHMSD, gradient_BHMSD)),
+            *map(_as_rows, (k_BHNSD, v_BHNSD)),
         )
-        k_grad_BHNSD, v_grad_BHNSD = (_scatter(grad_X1YD, gathered_XK, k_BHNSD.shape) for grad_X1YD in grads_X1YD)
-        return q_grad_X1SD.view(q_BHMSD.shape), k_grad_BHNSD, v_grad_BHNSD, None, None
+        q_grad_X1SD, k_grad, v_grad = torch.empty_like(q_X1SD), torch.zeros_like(k_rows), torch.zeros_like(v_rows)
+        for part in _parts(gathered_XK, S * D):
+            k, v = (_gather(rows, gathered_XK[part], D) for rows in (k_rows, v_rows))
+            q_grad_X1SD[part], *of_gathered = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(gradient_X1SD[part], q_X1SD[part], k, v, context_X1SD[part], logsumexp_X1S[part]),
+                dropout_p=0.0,
+                is_causal=False,
+                attn_mask=_added(mask_X11Y[part], q_X1SD.dtype),
+            )
+            for grad, gathered in zip((k_grad, v_grad), of_gathered, strict=True):
+                grad.index_add_(0, gathered_XK[part].flatten(), gathered.reshape(-1, S * D))
+        return q_grad_X1SD.view(q_BHMSD.shape), k_grad.view(k_BHNSD.shape), v_grad.view(v_BHNSD.shape), None, None
+
+
+def _parts(gathered_XK: Tensor, numbers_of_block: int) -> list[slice]:
+    """Cut the query blocks into parts whose gathered keys fit the caches. Does not change what is added up in which order."""
+    (X, K) = gathered_XK.shape
+    count = max(1, GATHERED_ON_CPU // (K * numbers_of_block)) * torch.get_num_threads()
+    return [slice(start, start + count) for start in range(0, X, count)]
+
+
+def _added(mask_X11Y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as the numbers that are added to the scores."""
+    return torch.zeros_like(mask_X11Y, dtype=dtype).masked_fill_(~mask_X11Y, -torch.inf)
 
 
 def _places(shape_BHNSD: torch.Size, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,16 +439,14 @@ def _places(shape_BHNSD: torch.Size, blocks_BHMK: Tensor, used_BHMK: Tensor, val
     return gathered_XK, (valid_XKS & used_BHMK.reshape(-1, K, 1)).view(-1, 1, 1, K * S)
 
 
-def _gather(x_BHNSD: Tensor, gathered_XK: Tensor) -> Tensor:
-    S, D = x_BHNSD.shape[-2:]
-    return x_BHNSD.reshape(-1, S * D).index_select(0, gathered_XK.flatten()).view(len(gathered_XK), 1, -1, D)
+def _as_rows(x_BHNSD: Tensor) -> Tensor:
+    """Make every block a row, (B H N, S D)."""
+    return x_BHNSD.reshape(-1, x_BHNSD.shape[-2] * x_BHNSD.shape[-1])
 
 
-def _scatter(gradient_X1YD: Tensor, gathered_XK: Tensor, shape_BHNSD: torch.Size) -> Tensor:
-    """Return the gradient of what ``_gather`` was given."""
-    B, H, N, S, D = shape_BHNSD
-    gradient = gradient_X1YD.new_zeros(B * H * N, S * D)
-    return gradient.index_add_(0, gathered_XK.flatten(), gradient_X1YD.reshape(-1, S * D)).view(shape_BHNSD)
+def _gather(rows: Tensor, gathered_XK: Tensor, width: int) -> Tensor:
+    """Return the named blocks, (X, 1, Y, D)."""
+    return rows.index_select(0, gathered_XK.flatten()).view(len(gathered_XK), 1, -1, width)
 
 
 def _one_each(x_BHMSD: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class LanguageModeling(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
+    libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
     sample_fields = ("text", "perplexity")
 

@@ -59,6 +59,7 @@ class TitleGeneration(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
+    libraries = (*TextTask.libraries, "hftune.models.bigbird")
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
         **{"exact_match": "max", "mean_length": None, "empty_share": "min"},

@@ -118,6 +118,34 @@ def test_first_line_comes_before_torch_and_from_the_main_process_alone(capsys, m
     assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo, 2 processes; loading libraries ...\n"
 
 
+def test_command_that_starts_processes_does_not_import_torch_itself():
+    code = "import sys; from hftune import cli; from hftune.launchers import local\n"
+    code += "def show(command, env):\n    print(*command[1:4], 'torch' in sys.modules, 'numpy' in sys.modules, flush=True); raise OSError\n"
+    code += "local.run_and_show = show; cli.main(['train', 'recipe=yelp_demo', '--processes', '2'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["-m hftune.launchers.forks 2 False False"], done.stderr
+
+
+def test_what_is_imported_before_the_fork_starts_no_thread_and_asks_for_no_gpu():
+    code = """
+import importlib, os, torch
+from hftune.tasks import LanguageModeling, TitleGeneration
+
+def refuse(*arguments):
+    raise AssertionError("asked for a GPU before the fork")
+
+for module in (torch.cuda, torch.accelerator):
+    module.is_available = module.device_count = refuse
+for name in ("hftune.training", *LanguageModeling.libraries, *TitleGeneration.libraries):
+    importlib.import_module(name)
+print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "1 False\n", done.stderr
+
+
 def test_help_of_a_section_imports_nothing_heavy():
     code = "import sys; from hftune.run import main; main(['--help', 'train']); main(['--help', 'task'])"
     code += "; print(sorted({'torch', 'transformers', 'datasets', 'omegaconf'} & set(sys.modules)), file=sys.stderr)"

@@ -34,7 +34,7 @@ def check_batch_plan(cells):
 
 
 def check_bigbird_attention(cells):
-    assert [row[""] for row in cells.rows] == ["transformers, sparse", "hftune, sparse"]
+    assert [row[""] for row in cells.rows] == ["transformers, sparse", "hftune, sparse", "prefix LM"]
     assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 1 for mib in cells.column("peak MiB"))
 
 
@@ -56,9 +56,18 @@ def check_figure(cells):
     assert number(trainer[1]["first loss logged"]) == pytest.approx(2 * number(trainer[0]["first loss logged"]), rel=5e-2)
 
 
+def check_generation(titles, texts):
+    assert [(row[""], row["source"], row["beams"]) for row in titles.rows] == [
+        ("prefix_lm", "64", "2"),
+        ("encoder_decoder", "64", "2"),
+    ]
+    assert all(number(row["twice"]) > 0 and number(row["once"]) > 0 for row in titles.rows)
+    assert [row["generated"] for row in texts.rows] == ["8"]
+
+
 def check_gpu(cells):
-    padded, plan = cells.rows
-    assert number(plan["padding"]) < number(padded["padding"]) < 100
+    padded, plan, packed = cells.rows
+    assert 0 == number(packed["padding"]) < number(plan["padding"]) < number(padded["padding"]) < 100
     assert all(rate > 0 for rate in cells.column("tokens/s"))
 
 
@@ -109,6 +118,11 @@ def check_restoration_flowers(cells):
     assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
 
 
+def check_startup(cells):
+    assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
+    assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
+
+
 def check_throughput(cells):
     padding = {row[""]: number(row["padding"]) for row in cells.rows}
     assert padding["hftune"] < padding["trainer"] < padding["padded"]
@@ -120,7 +134,7 @@ def check_wikitext2(cells):
     assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
 
 
-COLD = ("batch_plan", "checkpoint_cost")
+COLD = ("batch_plan", "checkpoint_cost", "startup")
 """Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 

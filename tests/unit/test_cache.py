@@ -1,0 +1,132 @@
+"""The cache of prepared data: written once, never half, never after an error, and made again if it is damaged."""
+
+import errno
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from hftune import ConfigError, DataError
+from hftune.data import cache, pictures, text
+from hftune.data.cache import Stream, cached_arrays, cached_value, one_at_a_time
+from hftune.data.pictures import load_pictures
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "hftune"
+
+
+class Maker:
+    """Makes two arrays, and counts how often."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = 0, error
+
+    def __call__(self):
+        self.calls += 1
+        if self.error:
+            raise self.error
+        chunks = (np.arange(start, start + 5) for start in (0, 5))
+        return {"ids": Stream(np.int32, (10,), chunks), "none": np.empty((0, 2), np.float32)}
+
+
+def test_arrays_are_made_once_and_mapped_from_then_on():
+    maker = Maker()
+    for _ in range(2):
+        arrays = cached_arrays("key", maker)
+        assert isinstance(arrays["ids"], np.memmap) and arrays["ids"].dtype == np.int32
+        assert arrays["ids"].tolist() == [*range(10)] and arrays["none"].shape == (0, 2)
+    cached_arrays("other key", maker)
+    assert maker.calls == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "no index", "odd index"])
+def test_damaged_files_are_noticed_and_made_again(folder, damage):
+    maker = Maker()
+    cached_arrays("key", maker)
+    (array,), (index,) = folder.glob("*.ids.npy"), folder.glob("*.json")
+    if damage == "cut":
+        array.write_bytes(array.read_bytes()[:-4])
+    elif damage == "changed":
+        array.write_bytes(array.read_bytes()[:-4] + b"\1\2\3\4")
+    elif damage == "gone":
+        array.unlink()
+    else:
+        index.write_text("[1" if damage == "no index" else json.dumps([1]))
+    assert cached_arrays("key", maker)["ids"].tolist() == [*range(10)]
+    assert maker.calls == 2
+
+
+def test_error_leaves_nothing_that_looks_like_success(folder):
+    for _ in range(2):
+        with pytest.raises(DataError, match="wrong"):
+            cached_arrays("key", broken := Maker(DataError("wrong")))
+        assert broken.calls == 1
+    assert not [*folder.glob("*.json"), *folder.glob("*.npy")]
+
+
+def test_full_disk_is_said_in_a_sentence_and_leaves_no_half_file(folder, monkeypatch):
+    def write(file, header):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", write)
+    with pytest.raises(ConfigError) as caught:
+        cached_arrays("key", Maker())
+    assert str(caught.value) == (
+        f"{folder}, the cache of prepared data, cannot be written: No space left on device. Set HF_HOME (for models and data "
+        "sets) or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, with enough space."
+    )
+    assert {path.suffix for path in folder.iterdir()} == {".lock"}
+
+
+def test_failure_to_read_the_data_is_not_blamed_on_the_cache():
+    with pytest.raises(PermissionError, match="photo"):
+        cached_arrays("key", Maker(PermissionError(errno.EACCES, "Permission denied", "/photo.png")))
+
+
+def test_readers_of_what_is_there_take_no_lock(monkeypatch):
+    cached_value("key", lambda: {"a": [1, None]})
+    with one_at_a_time("task"):
+        pass
+    monkeypatch.setattr(cache, "FileLock", None)
+    with one_at_a_time("task"):
+        assert cached_value("key", lambda: 1 / 0) == {"a": [1, None]}
+
+
+def test_processes_take_turns_until_one_has_succeeded(folder):
+    with pytest.raises(DataError), one_at_a_time("task"):
+        raise DataError("no rows")
+    assert not [*folder.glob("*.done")]
+
+
+def test_texts_are_checked_once_and_bad_ones_every_time(monkeypatch):
+    good = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    bad = datasets.Dataset.from_list([{"text": "a"}, {"text": " "}])
+    text.check_texts(good, "text", "train")
+    for _ in range(2):
+        with pytest.raises(DataError, match="empty text in column 'text' at row 1"):
+            text.check_texts(bad, "text", "train")
+    monkeypatch.setattr(text, "_read_all", None)
+    text.check_texts(good, "text", "train")
+
+
+def test_pictures_are_checked_again_only_if_a_file_has_changed(monkeypatch, tmp_path):
+    (tmp_path / "train").mkdir()
+    for number in range(2):
+        Image.new("RGB", (20, 30)).save(tmp_path / "train" / f"{number}.png")
+    checked, check = [], pictures._check_row
+    monkeypatch.setattr(pictures, "_check_row", lambda row, *rest: checked.append(row) or check(row, *rest))
+
+    def sizes():
+        checked.clear()
+        return load_pictures("imagefolder", str(tmp_path), None, "train", "train", None, {"image": "image"}, None).sizes
+
+    assert sizes().tolist() == [[30, 20], [30, 20]] and len(checked) == 2
+    assert sizes().dtype == np.int32 and not checked
+    Image.new("RGB", (40, 30)).save(tmp_path / "train" / "1.png")
+    assert sizes().tolist() == [[30, 20], [30, 40]] and len(checked) == 2
