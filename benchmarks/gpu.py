@@ -202,7 +202,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     parts = Parts(datasets, plan_batches(recipe, data), build_model(recipe), options.steps)
     strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
     settle_packing(recipe, strategy, parts)
-    if recipe.train.packing == "auto" and not strategy.is_packed:
+    if recipe.train.packing == "auto" and not parts.plan.packed:
         raise SystemExit(f"benchmarks/gpu.py cannot pack: {' '.join(parts.notices)}")
     strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
 
@@ -216,7 +216,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     seconds, peak = time.perf_counter() - started, peak_bytes()
     micro_batches = [micro_batch for step in parts.plan.epoch(0) for micro_batch in step]
     real = SequenceClassification.lengths(recipe.task, data)
-    padded = real if strategy.is_packed else np.concatenate([[each.length] * len(each.samples) for each in micro_batches])
+    padded = real if parts.plan.packed else np.concatenate([[each.length] * len(each.samples) for each in micro_batches])
     tokens, flop = int(real.sum()), parts.arithmetic.flops(real, num_items=0)
     computed = sum(micro_batch.tokens for micro_batch in micro_batches), parts.arithmetic.flops(padded, num_items=0)
     return Round(seconds, tokens, computed[0], flop, computed[1], peak, idle_share(run), Compilations.since(began))
