@@ -29,7 +29,7 @@ from hftune.models.packing import compute_padding
 from hftune.optim import check_schedule, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
-from hftune.strategies.compilation import compile_model
+from hftune.strategies.compilation import compile_model, repeated_layers
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import collate_for, reason_against, trial_samples
@@ -191,7 +191,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
 
     def tried() -> str | None:
-        if model._compiled_call_impl is not None:
+        if config.compile and not repeated_layers(model):
             return "it is compiled as a whole (train.compile=true)"
         return reason_against(model, recipe.task, dataset, samples, strategy.device, half)
 
