@@ -88,7 +88,7 @@ class Meter:
         self.num_forwards += 1
         self.samples += rows
         self.tokens += int(kwargs["attention_mask"].sum())
-        self.padded += rows * longest
+        self.padded += rows * longest if "packing" not in kwargs else int(kwargs["attention_mask"].sum())
         self.largest = max(self.largest, (rows, longest), key=lambda shape: shape[0] * shape[1])
         self.saved = {}
 

@@ -10,8 +10,10 @@ rebalance     Trainer with train_sampling_strategy="batch_rebalance". It sorts a
               many groups as there are accumulation steps (x processes), moving samples from the dearest group to the
               cheapest one until the costs, rows x longest + 0.001 x rows x longest^2, are about even. So 8 rows are its
               average, not its bound: long texts come in small groups and short ones in large groups.
-hftune        BatchPlan and DataParallel as hftune.training builds them: sorted inside the global batch, 8 rows at most.
-hftune tokens the same with no bound on rows but one on padded tokens (--micro-batch-tokens; 0 leaves this contender out).
+trainer bf16  rebalance with bf16=True, where the CPU has it.
+trainer packed  rebalance with hftune's layers, that compute no padding, and its dropout: what the kernels alone are worth.
+hftune        what hftune.training builds: no padding, micro-batches of equal work, dropout of its own.
+hftune padded the same with train.packing=off: sorted inside the global batch, 8 rows at most.
 
 All of them get the same samples in the same global batches: each round draws its samples anew, Trainer takes them in order
 (its "sequential" sampling; the rebalancing sampler's own shuffle is off), hftune's plan too. They take turns, so slow minutes
@@ -20,6 +22,8 @@ no logging, saving or evaluation. Tokens and rows are counted where they enter t
 rounds; "by CPU" takes this process's CPU time instead of the clock's, which leaves out most of what other users of the machine
 cost (with one thread; more threads burn CPU time waiting for each other). Untimed, each contender first trains on one global
 batch, to warm up and to weigh what autograd keeps of the largest forward ("activations"; weights are not counted).
+In each round a product of two matrices of the layers' sizes is timed, too: "of matmul" is the share of its rate that useful
+arithmetic, that of real tokens, reaches by CPU time.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -43,12 +48,16 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from hftune.build import build_model, load_datasets, plan_batches
+from hftune.build import load_datasets, plan_batches, width_of, without_padding
 from hftune.config import Recipe
 from hftune.data.texts import Texts
 from hftune.distributed.accelerator import start_accelerator
+from hftune.models.dropout import replace_dropout
+from hftune.models.packing import find_packing, without_masks
 from hftune.optim import build_optimizer
+from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.packing import collate_for, install_packing
 
 
 def main() -> None:
@@ -61,12 +70,15 @@ def main() -> None:
             review_task(options), folder, batch_size=options.batch_size, micro_batch_size=options.micro_batch_size
         )
         data = load_datasets(recipe)["train"]
-        contenders = build_contenders(recipe, options.micro_batch_tokens)
+        contenders = build_contenders(recipe, options.only)
         rounds = draw_rounds(data, options)
         for contender in contenders.values():
             contender.warm_up(rounds[0].select(range(options.batch_size)))
-        turns = {name: lambda turn, contender=contender: contender.time(rounds[turn]) for name, contender in contenders.items()}
-        report(options, recipe, contenders, take_turns(turns, options.rounds))
+        turns: dict[str, Callable[[int], Any]] = {
+            name: lambda turn, contender=contender: contender.time(rounds[turn]) for name, contender in contenders.items()
+        }
+        results = take_turns(turns | {"matmul": lambda turn: matmul_rate(options.width)}, options.rounds)
+        report(options, contenders, results, results.pop("matmul"))
 
 
 def parse() -> argparse.Namespace:
@@ -76,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds; each draws other samples (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="global")
     parser.add_argument("--micro-batch-size", type=int, default=8, help="rows of one forward")
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of 'hftune tokens'; 0 leaves it out")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=[*KINDS], help="contenders; padded and rebalance always")
     parser.add_argument("--threads", type=int, default=1, help="1 is the calmest on a machine with other users")
     smoke = {"layers": 1, "width": 64, "vocab_size": 500, "rounds": 1, "batch_size": 16}
     return parse_options(parser, smoke)
@@ -108,6 +120,8 @@ class Round:
     samples: int
     tokens: int
     padded: int
+    flops: float
+    """Useful ones: of real tokens."""
     largest: tuple[int, int]  # rows, longest
     forwards: int
 
@@ -116,7 +130,8 @@ class Contender:
     """A model of its own, and a way to train it on samples in the order given."""
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.model = recipe, build_model(recipe)
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.model = recipe, recipe.task.build_model()  # with torch's own dropout
         self.meter = Meter(self.model)
 
     def train(self, data: Texts) -> Times:
@@ -133,7 +148,8 @@ class Contender:
         times, meter = self.train(data), self.meter
         if meter.samples != len(data):
             raise RuntimeError(f"{type(self).__name__} trained on {meter.samples} samples of {len(data)}.")
-        return Round(*times, meter.samples, meter.tokens, meter.padded, meter.largest, meter.num_forwards)
+        useful = Arithmetic.of(self.model).flops(self.recipe.task.lengths(data), len(data))
+        return Round(*times, meter.samples, meter.tokens, meter.padded, useful, meter.largest, meter.num_forwards)
 
 
 class Padded(Contender):
@@ -164,7 +180,7 @@ class Padded(Contender):
 class ByTrainer(Contender):
     """transformers.Trainer; a ``train()`` a round, which goes on with the same weights."""
 
-    def __init__(self, recipe: Recipe, strategy: str):
+    def __init__(self, recipe: Recipe, strategy: str, bf16: bool = False):
         super().__init__(recipe)
         config = recipe.train
         arguments = TrainingArguments(
@@ -176,6 +192,7 @@ class ByTrainer(Contender):
             learning_rate=config.lr,
             max_grad_norm=config.clip_norm,
             optim="adamw_torch_fused",
+            bf16=bf16,
             use_cpu=True,
             logging_strategy="no",
             save_strategy="no",
@@ -213,41 +230,79 @@ class Stopwatch(TrainerCallback):
         self.times = since(self.began)
 
 
+class Packed(ByTrainer):
+    """Trainer with layers that compute no padding."""
+
+    def __init__(self, recipe: Recipe, strategy: str):
+        super().__init__(recipe, strategy)
+        replace_dropout(self.model)
+        install_packing(self.model)
+        pad = self.trainer.data_collator
+        self.trainer.data_collator = lambda examples: with_packing(pad(examples))
+        self.trainer.compute_loss = partial(self.compute_loss, self.trainer.compute_loss)
+
+    def compute_loss(
+        self, original: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        with without_masks():
+            return original(model, inputs, *args, **kwargs)
+
+
+def with_packing(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {**batch, "packing": find_packing(batch)}
+
+
 class ByHftune(Contender):
     """What hftune.training builds and hftune.loop calls, without its log."""
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, packing: str):
+        super().__init__(replace(recipe, train=replace(recipe.train, packing=packing)))
+        replace_dropout(self.model)
         self.strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
+        if packing == "auto":
+            self.strategy.collate_packed = collate_for(self.model, recipe.task)
         self.strategy.prepare(self.model, build_optimizer(self.model, recipe))
 
     def train(self, data: Texts) -> Times:
         config, strategy = self.recipe.train, self.strategy
-        plan = replace(plan_batches(self.recipe, data), shuffle=False)
+        plan = replace(plan_batches(self.recipe, data), shuffle=False, width=width_of(self.model))
+        if strategy.collate_packed is not None:  # bounded as eight of the longest rows are
+            plan = without_padding(replace(config, micro_batch_size=None), plan)
         began = now()
         for step, batch in enumerate(strategy.batches(data, plan.epoch(0), first_step=0, num_workers=0)):
             strategy.forward_backward(batch, self.recipe.seed, step)
-            strategy.clip_grad_norm(config.clip_norm)
+            strategy.report(strategy.clip_grad_norm(config.clip_norm))
             strategy.optimizer_step(config.lr)
         return since(began)
 
 
-def build_contenders(recipe: Recipe, micro_batch_tokens: int) -> dict[str, Contender]:
-    by_tokens = replace(recipe.train, micro_batch_size=None, micro_batch_tokens=micro_batch_tokens or None)
-    kinds = {
-        "padded": Padded,
-        "trainer": partial(ByTrainer, strategy="sequential"),
-        "rebalance": partial(ByTrainer, strategy="batch_rebalance"),
-        "hftune": ByHftune,
-    }
-    contenders = {name: kind(recipe) for name, kind in kinds.items()}
-    if micro_batch_tokens:
-        contenders["hftune tokens"] = ByHftune(replace(recipe, train=by_tokens))
-    return contenders
+KINDS: dict[str, Callable[[Recipe], Contender]] = {
+    "padded": Padded,
+    "trainer": partial(ByTrainer, strategy="sequential"),
+    "rebalance": partial(ByTrainer, strategy="batch_rebalance"),
+    "trainer bf16": partial(ByTrainer, strategy="batch_rebalance", bf16=True),
+    "trainer packed": partial(Packed, strategy="batch_rebalance"),
+    "hftune": partial(ByHftune, packing="auto"),
+    "hftune padded": partial(ByHftune, packing="off"),
+}
+
+
+def build_contenders(recipe: Recipe, only: Sequence[str]) -> dict[str, Contender]:
+    return {name: kind(recipe) for name, kind in KINDS.items() if name in {*only, "padded", "rebalance"}}
+
+
+def matmul_rate(width: int) -> float:
+    """Return the floating point operations per CPU second of a product as large as those of a feed-forward block."""
+    one, other, count = torch.randn(1024, width), torch.randn(width, 4 * width), 20
+    one @ other
+    began = time.process_time()
+    for _ in range(count):
+        one @ other
+    return count * 2 * 1024 * width * 4 * width / (time.process_time() - began)
 
 
 def report(
-    options: argparse.Namespace, recipe: Recipe, contenders: dict[str, Contender], results: dict[str, list[Round]]
+    options: argparse.Namespace, contenders: dict[str, Contender], results: dict[str, list[Round]], rates: list[float]
 ) -> None:
     """Print medians over the rounds. Ratios are medians of the rounds' own ratios, each between equal samples."""
     for runs in zip(*results.values(), strict=True):
@@ -263,6 +318,7 @@ def report(
                 f"{median(run.samples / run.seconds for run in rounds):.2f}",
                 *[f"{ratio:.2f}" for ratio in speed_ratios(rounds, results["padded"])],
                 *[f"{ratio:.2f}" for ratio in speed_ratios(rounds, results["rebalance"])],
+                f"{median(run.flops / run.cpu_seconds / rate for run, rate in zip(rounds, rates, strict=True)):.2f}",
                 f"{1 - sum(run.tokens for run in rounds) / sum(run.padded for run in rounds):.1%}",
                 f"{sum(run.forwards for run in rounds) / options.rounds / options.steps:.1f}",
                 f"{largest[0]} x {largest[1]}",
@@ -276,7 +332,7 @@ def report(
         f"{options.rounds} rounds of {options.steps} steps, {options.threads} CPU thread(s)"
     )
     ratios = ("x padded", "by CPU", "x rebalance", "by CPU")
-    header = ("", "tokens/s", "samples/s", *ratios, "padding", "forwards", "largest", "activations MiB")
+    header = ("", "tokens/s", "samples/s", *ratios, "of matmul", "padding", "forwards", "largest", "activations MiB")
     table = print_table(title, header, rows)
     what = f"training speed on {'the lengths of ' + options.data.name if options.data else 'generated reviews'}, "
     what += f"BERT {options.layers} x {options.width}"
@@ -289,7 +345,9 @@ def figure(results: dict[str, list[Round]]) -> str:
         "padded": "padding every text to 512",
         "trainer": "Trainer with dynamic padding",
         "rebalance": "Trainer with `batch_rebalance`",
+        "trainer bf16": "that in bf16",
     }
+    others = {name: said for name, said in others.items() if name in results}
     ratios = {name: speed_ratios(results["hftune"], results[name])[1] for name in others}
     return "; ".join(f"{ratios[name]:.1f} x {said}" for name, said in others.items())
 
