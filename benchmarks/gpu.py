@@ -1,19 +1,21 @@
-"""Measure a bert-base-sized BERT on one NVIDIA GPU: tokens a second, MFU and peak memory, setting by setting.
+"""Measure a bert-base-sized BERT on one NVIDIA GPU: tokens a second, MFU, idle time and peak memory, setting by setting.
 
     python benchmarks/gpu.py [--data FOLDER] [--peak-tflops 989] [--steps 10] [--rounds 2]
 
-Settings: precision no or bf16, torch.compile off or on, gradient checkpointing off or on, and the batch padded to 512 tokens in
-micro-batches of --rows rows, or cut by hftune's plan into micro-batches of at most as many padded tokens. --only keeps the
-settings with these words, such as --only bf16 plan. All of them train through hftune's DataParallel on the same samples.
+Settings: precision no or bf16; eager, or layers compiled one by one; gradient checkpointing off or on; and the batch padded to
+512 tokens in micro-batches of --rows rows, cut by hftune's plan into micro-batches of at most as many padded tokens, or packed,
+without padding, into micro-batches of as many real tokens. --only keeps the settings with these words, such as
+--only bf16 packed. All of them train through hftune's DataParallel on the same samples.
 
-Tokens are real ones, padding not counted. Batches are collated beforehand, so that the GPU is measured and not the CPU; every
-setting runs over the same steps once untimed (kernels are chosen and compiled then), and then timed. Settings take turns in
-rounds, each on a fresh model alone on the GPU. Peak memory is what PyTorch's allocator held at most in the timed steps.
+Tokens are real ones, padding not counted. Loading is part of the time: samples are read, collated, pinned and copied as in a
+training. Every setting runs over the same steps once untimed (kernels are chosen and compiled then), then timed, then once more
+under torch.profiler: "idle" is the share of that time in which the GPU computed nothing. The profiler slows the host down, so
+it is an upper bound. "graphs" is how many the compiler made, and how many of them again for other inputs. Settings take turns
+in rounds, each on a fresh model alone on the GPU. Peak memory is what PyTorch's allocator held at most in the timed steps.
 
-MFU is the model's own arithmetic over what the GPU could have done: for a text of t tokens, forward and backward of L layers of
-width D with an intermediate width I take 3 L (2 t (4 D^2 + 2 D I) + 4 t^2 D) FLOP. Embeddings, norms, softmax, head,
-recomputation and padding are left out; the column after it counts padding as work. The peak is --peak-tflops, by default the
-GPU's dense bf16 peak from NVIDIA's data sheet where this script knows it, for float32 rows as well.
+MFU is perf/mfu of a training (docs/speed.md): the matrix products of the layers, forward and backward, for real tokens, over
+what the GPU could have done; the column after it counts padding as work. The peak is --peak-tflops, by default the GPU's dense
+bf16 peak from NVIDIA's data sheet where hftune knows it, for float32 rows as well.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -36,15 +40,17 @@ from contest import take_turns
 from record import parse_options, print_table, save
 from torch import Tensor
 
-from hftune.build import build_model, load_datasets, plan_batches
+from hftune.batch_plan import BatchPlan
+from hftune.build import Parts, build_model, load_datasets, plan_batches, settle_packing
 from hftune.config import Recipe
 from hftune.distributed.accelerator import on_cpu, start_accelerator
+from hftune.distributed.devices import known_tflops
 from hftune.optim import build_optimizer
+from hftune.strategies.compilation import Compilations
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import SequenceClassification
 
-PEAK_TFLOPS = {"H200": 989, "H100 80GB HBM3": 989, "A100": 312}
-WORDS = (("no", "bf16"), ("eager", "compiled"), ("stored", "recomputed"), ("padded", "plan"))
+WORDS = (("no", "bf16"), ("eager", "layers"), ("stored", "recomputed"), ("padded", "plan", "packed"))
 Setting = tuple[str, str, str, str]  # one word of each
 
 
@@ -91,6 +97,35 @@ def peak_bytes() -> int:
     return 0 if on_cpu() else torch.cuda.max_memory_allocated()
 
 
+def peak_tflops(options: argparse.Namespace) -> float | None:
+    """Return what the GPU computes at best in bf16; None if nobody says so."""
+    return options.peak_tflops or (known_tflops(device_name()) or {}).get("bf16")
+
+
+def idle_share(run: Callable[[], None]) -> float | None:
+    """Run once more under the profiler; return the share of the time in which the GPU computed nothing. None on a CPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints when it starts and stops (torch 2.13)
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([] if on_cpu() else [ProfilerActivity.CUDA])]
+    began = time.perf_counter()
+    with profile(activities=kinds, acc_events=True) as profiled:
+        run()
+        seconds = time.perf_counter() - began
+    on_gpu = [event.time_range for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    return None if on_cpu() else 1 - covered((span.start, span.end) for span in on_gpu) / 1e6 / seconds
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how much of a line the intervals cover together; several streams of a GPU may compute at once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser, layers=12, width=768)
@@ -99,7 +134,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peak-tflops", type=float, help="dense, of one GPU; needed for MFU on GPUs not known here")
-    words = sorted({word for pair in WORDS for word in pair})
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that load samples")
+    words = sorted({word for group in WORDS for word in group})
     parser.add_argument("--only", nargs="*", choices=words, default=[], help="measure only settings with all these words")
     smoke = {"layers": 1, "width": 64, "vocab_size": 500, "batch_size": 8, "rows": 4, "steps": 2, "rounds": 1}
     return parse_options(parser, {**smoke, "only": ["no", "eager", "stored"]})
@@ -126,6 +162,8 @@ class Round:
     real_flop: float
     padded_flop: float
     peak_bytes: int
+    idle: float | None
+    compiled: Compilations
 
 
 def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Recipe:
@@ -136,7 +174,8 @@ def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Re
         folder,
         batch_size=options.batch_size,
         mixed_precision=precision,
-        compile=compiled == "compiled",
+        compile=compiled == "layers",
+        packing="auto" if batches == "packed" else "off",
         gradient_checkpointing=recomputed == "recomputed",
         **bound,
     )
@@ -155,64 +194,87 @@ def measure(options: argparse.Namespace, setting: Setting, folder: str) -> Round
 
 
 def train(options: argparse.Namespace, recipe: Recipe) -> Round:
-    data = load_datasets(recipe)["train"]
-    data = data.select(np.random.default_rng(0).integers(len(data), size=options.steps * options.batch_size))
-    model = build_model(recipe)
+    began = time.time()
+    datasets = dict(load_datasets(recipe))
+    data = datasets["train"]
+    chosen = np.random.default_rng(0).integers(len(data), size=options.steps * options.batch_size)
+    datasets["train"] = data = data.select(chosen)
+    parts = Parts(datasets, plan_batches(recipe, data), build_model(recipe), options.steps)
     strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
-    strategy.prepare(model, build_optimizer(model, recipe))
-    batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+    settle_packing(recipe, strategy, parts)
+    if recipe.train.packing == "auto" and not parts.plan.packed:
+        raise SystemExit(f"benchmarks/gpu.py cannot pack: {' '.join(parts.notices)}")
+    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
 
     def run() -> None:
-        for step, batch in enumerate(batches):
-            strategy.forward_backward(batch, recipe.seed, step)
-            strategy.clip_grad_norm(recipe.train.clip_norm)
-            strategy.optimizer_step(recipe.train.lr)
-        synchronize()
+        take_steps(strategy, recipe, data, parts.plan, options.num_workers)
 
     run()
     reset_peak()
-    began = time.perf_counter()
+    started = time.perf_counter()
     run()
-    seconds, peak = time.perf_counter() - began, peak_bytes()
-    masks = [loaded["attention_mask"] for batch in batches for loaded in batch.batches]
-    real = np.concatenate([mask.sum(1).cpu().numpy() for mask in masks])
-    padded = np.concatenate([np.full(len(mask), mask.shape[1]) for mask in masks])
-    real_flop, padded_flop = flop(options, real), flop(options, padded)
-    return Round(seconds, int(real.sum()), int(padded.sum()), real_flop, padded_flop, peak)
+    seconds, peak = time.perf_counter() - started, peak_bytes()
+    micro_batches = [micro_batch for step in parts.plan.epoch(0) for micro_batch in step]
+    real = SequenceClassification.lengths(recipe.task, data)
+    padded = real if parts.plan.packed else np.concatenate([[each.length] * len(each.samples) for each in micro_batches])
+    tokens, flop = int(real.sum()), parts.arithmetic.flops(real, num_items=0)
+    computed = sum(micro_batch.tokens for micro_batch in micro_batches), parts.arithmetic.flops(padded, num_items=0)
+    return Round(seconds, tokens, computed[0], flop, computed[1], peak, idle_share(run), Compilations.since(began))
 
 
-def flop(options: argparse.Namespace, lengths: np.ndarray) -> float:
-    """Count forward and backward over texts of these lengths, by the formula above."""
-    width, tokens = options.width, lengths.astype(np.float64)
-    intermediate = 4 * width
-    forward = 2 * tokens * (4 * width**2 + 2 * width * intermediate) + 4 * tokens**2 * width
-    return float(3 * options.layers * forward.sum())
+def take_steps(strategy: DataParallel, recipe: Recipe, data: Any, plan: BatchPlan, num_workers: int = 0) -> None:
+    """Train on the first epoch of a plan, loading included, until the GPU has finished."""
+    with closing(strategy.batches(data, plan.epoch(0), 0, num_workers)) as batches:
+        for step, batch in enumerate(batches):
+            strategy.forward_backward(batch, recipe.seed, step)
+            strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))
+            strategy.optimizer_step(recipe.train.lr)
+    synchronize()
 
 
 def report(options: argparse.Namespace, results: dict[Setting, list[Round | None]]) -> None:
     """Print medians over the rounds, headed by what was measured on."""
-    name = device_name()
-    peak = options.peak_tflops or next((known for part, known in PEAK_TFLOPS.items() if part in name), None)
+    name, peak = device_name(), peak_tflops(options)
     rows, rates = [], {}
     for setting, rounds in results.items():
         done = [run for run in rounds if run is not None]
         if not done:
-            rows.append((*setting, "out of memory", "", "", "", ""))
+            rows.append((*setting, "out of memory", "", "", "", "", "", ""))
             continue
         rates[setting] = rate = median(run.tokens / run.seconds for run in done)
         useful, computed = (median(getattr(run, field) / run.seconds for run in done) for field in ("real_flop", "padded_flop"))
         shares = [f"{rate_flop / peak / 1e12:.1%}" if peak else "-" for rate_flop in (useful, computed)]
         padding = 1 - done[0].tokens / done[0].padded
         memory = max(run.peak_bytes for run in done) / 2**30
-        rows.append((*setting, f"{rate:,.0f}", f"{padding:.1%}", *shares, f"{memory:.2f}"))
+        rows.append((*setting, f"{rate:,.0f}", f"{padding:.1%}", *shares, f"{memory:.2f}", *waits_and_graphs(done)))
     title = (
         f"{name}, torch {torch.__version__}; BERT {options.layers} x {options.width}, global batch {options.batch_size}, "
         f"{options.rounds} rounds of {options.steps} steps; "
         + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
     )
-    header = ("precision", "compile", "activations", "batches", "tokens/s", "padding", "MFU", "with padding", "peak GiB")
+    header = (
+        "precision",
+        "compile",
+        "activations",
+        "batches",
+        "tokens/s",
+        "padding",
+        "MFU",
+        "with padding",
+        "peak GiB",
+        "idle",
+    )
+    header = (*header, "graphs")
     table = print_table(title, header, rows)
     save(__file__, options, [table], figure(f"BERT {options.layers} x {options.width} on one {name}", rates, table))
+
+
+def waits_and_graphs(done: list[Any]) -> tuple[str, str]:
+    """Return the median idle share of rounds, and the most graphs compiled in one, those for other inputs after a plus."""
+    idle = [run.idle for run in done if run.idle is not None]
+    most = max(run.compiled for run in done)
+    again = f"{most.graphs - most.again} + {most.again}{' (limit)' if most.hit_limit else ''}" if most.graphs else "-"
+    return f"{median(idle):.1%}" if idle else "-", again
 
 
 def figure(what: str, rates: dict[tuple, float], table: dict[str, Any]) -> dict[str, str]:

@@ -4,12 +4,13 @@
 
 The network of the article (4096 wide, 16 heads, 8 layers, 33,278 words, blocks of 35 tokens) on random tokens, a step of one
 micro-batch of each size: the article's 20 blocks, and larger ones, as 700 tokens do not fill a GPU. precision no or bf16,
-torch.compile off or on. All of it goes through hftune's DataParallel; every setting runs over its steps once untimed.
+eager, or layers compiled one by one. All of it goes through hftune's DataParallel, loading included. Every setting runs over
+its steps once untimed, then timed, then once more under torch.profiler: "idle" is the share of that time in which the GPU
+computed nothing, an upper bound, as the profiler slows the host down. "graphs" is how many were compiled, plus those again.
 
-MFU is the model's own arithmetic over what the GPU could have done: for T tokens, forward and backward of L layers of width D
-with an inner width I and a vocabulary of V take 3 T (L (8 D^2 + 4 D I + 4 t D) + 2 D V) FLOP, t being the block's length.
-Embeddings and norms are left out. The peak is --peak-tflops, by default the GPU's dense bf16 peak from NVIDIA's data sheet
-where this script knows it, for float32 rows as well.
+MFU is perf/mfu of a training (docs/speed.md): the matrix products of layers and head, forward and backward, over what the GPU
+could have done. The peak is --peak-tflops, by default the GPU's dense bf16 peak from NVIDIA's data sheet where hftune knows it,
+for float32 rows as well.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ import numpy as np
 import torch
 from bert_on_reviews import quiet
 from contest import take_turns
-from gpu import PEAK_TFLOPS, device_name, figure, missing_gpu, peak_bytes, reset_peak, synchronize
+from gpu import device_name, figure, idle_share, missing_gpu, peak_bytes, peak_tflops, reset_peak, take_steps, waits_and_graphs
 from record import parse_options, print_table, save
 from torch import nn
 
-from hftune.build import build_model, plan_batches
+from hftune.build import Parts, build_model, plan_batches, settle_packing
 from hftune.config import Recipe
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
+from hftune.strategies.compilation import Compilations
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import LanguageModeling
 
-Setting = tuple[str, str, int]  # precision, eager or compiled, blocks of a micro-batch
+Setting = tuple[str, str, int]  # precision, eager or layers, blocks of a micro-batch
 
 
 @dataclass
@@ -85,7 +87,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[20, 80, 320], help="blocks of 35 tokens")
     parser.add_argument("--precision", nargs="+", choices=("no", "bf16"), default=["no", "bf16"])
-    parser.add_argument("--mode", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--mode", nargs="+", choices=("eager", "layers"), default=["eager", "layers"])
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps a round")
@@ -103,12 +105,24 @@ def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Re
     config["num_hidden_layers"] = options.layers
     recipe.task = RandomTokens(model_config=config, tokenizer="words", num_blocks=rows * options.steps)
     recipe.train.batch_size = recipe.train.micro_batch_size = rows
-    recipe.train.compile = compiled == "compiled"
+    recipe.train.compile = compiled == "layers"
     return recipe
 
 
-def measure(options: argparse.Namespace, setting: Setting, folder: str) -> tuple[float, int] | None:
-    """Train one setting alone on the GPU; return tokens a second and the peak memory, None where that does not suffice."""
+@dataclass
+class Round:
+    """What one setting did in one round."""
+
+    rate: float
+    """Tokens a second."""
+    flop_rate: float
+    peak_bytes: int
+    idle: float | None
+    compiled: Compilations
+
+
+def measure(options: argparse.Namespace, setting: Setting, folder: str) -> Round | None:
+    """Train one setting alone on the GPU; None where its memory does not suffice."""
     try:
         return train(options, recipe_for(options, setting, folder))
     except torch.OutOfMemoryError:
@@ -119,53 +133,47 @@ def measure(options: argparse.Namespace, setting: Setting, folder: str) -> tuple
         torch.cuda.empty_cache()
 
 
-def train(options: argparse.Namespace, recipe: Recipe) -> tuple[float, int]:
-    data = recipe.task.datasets()["train"]
-    model = build_model(recipe)
+def train(options: argparse.Namespace, recipe: Recipe) -> Round:
+    began = time.time()
+    datasets = recipe.task.datasets()
+    data = datasets["train"]
+    parts = Parts(datasets, plan_batches(recipe, data), build_model(recipe), options.steps)
     strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
-    strategy.prepare(model, build_optimizer(model, recipe))
-    batches = list(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+    settle_packing(recipe, strategy, parts)
+    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
 
     def run() -> None:
-        for step, batch in enumerate(batches):
-            strategy.forward_backward(batch, recipe.seed, step)
-            strategy.clip_grad_norm(recipe.train.clip_norm)
-            strategy.optimizer_step(recipe.train.lr)
-        synchronize()
+        take_steps(strategy, recipe, data, parts.plan)
 
     run()
     reset_peak()
-    began = time.perf_counter()
+    started = time.perf_counter()
     run()
-    tokens = len(data) * recipe.task.block_length
-    return tokens / (time.perf_counter() - began), peak_bytes()
+    seconds, peak = time.perf_counter() - started, peak_bytes()
+    lengths = recipe.task.lengths(data)
+    tokens, flop = int(lengths.sum()), parts.arithmetic.flops(lengths, num_items=int(lengths.sum()))
+    return Round(tokens / seconds, flop / seconds, peak, idle_share(run), Compilations.since(began))
 
 
-def flop_per_token(options: argparse.Namespace, vocabulary: int = 33278, length: int = 35) -> float:
-    """Count forward and backward by the formula above."""
-    width = options.width
-    return 3 * (options.layers * (8 * width**2 + 4 * width * width + 4 * length * width) + 2 * width * vocabulary)
-
-
-def report(options: argparse.Namespace, results: dict[Setting, list[tuple[float, int] | None]]) -> None:
+def report(options: argparse.Namespace, results: dict[Setting, list[Round | None]]) -> None:
     """Print medians over the rounds, headed by what was measured on."""
-    name = device_name()
-    peak = options.peak_tflops or next((known for part, known in PEAK_TFLOPS.items() if part in name), None)
+    name, peak = device_name(), peak_tflops(options)
     rows, rates = [], {}
     for (precision, compiled, size), rounds in results.items():
         done = [run for run in rounds if run is not None]
         if not done:
-            rows.append((precision, compiled, size, "out of memory", "", ""))
+            rows.append((precision, compiled, size, "out of memory", "", "", "", ""))
             continue
-        rate, memory = median(rate for rate, _ in done), max(memory for _, memory in done) / 2**30
-        rates[precision, compiled, size] = rate
-        share = f"{rate * flop_per_token(options) / peak / 1e12:.1%}" if peak else "-"
-        rows.append((precision, compiled, size, f"{rate:,.0f}", share, f"{memory:.2f}"))
+        rates[precision, compiled, size] = rate = median(run.rate for run in done)
+        share = f"{median(run.flop_rate for run in done) / peak / 1e12:.1%}" if peak else "-"
+        memory = max(run.peak_bytes for run in done) / 2**30
+        rows.append((precision, compiled, size, f"{rate:,.0f}", share, f"{memory:.2f}", *waits_and_graphs(done)))
     title = (
         f"{name}, torch {torch.__version__}; TransformerLM {options.layers} x {options.width}, blocks of 35, {options.rounds} "
         f"rounds of {options.steps} steps; " + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
     )
-    table = print_table(title, ("precision", "compile", "blocks a step", "tokens/s", "MFU", "peak GiB"), rows)
+    header = ("precision", "compile", "blocks a step", "tokens/s", "MFU", "peak GiB", "idle", "graphs")
+    table = print_table(title, header, rows)
     what = f"TransformerLM {options.layers} x {options.width} on one {name}"
     save(__file__, options, [table], figure(what, rates, table))
 

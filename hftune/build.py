@@ -29,7 +29,7 @@ from hftune.models.packing import compute_padding
 from hftune.optim import check_schedule, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
-from hftune.strategies.compilation import compile_model
+from hftune.strategies.compilation import compile_model, repeated_layers
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import collate_for, reason_against, trial_samples
@@ -191,8 +191,8 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
 
     def tried() -> str | None:
-        if config.compile:
-            return "train.compile=true compiles it for padded batches"
+        if config.compile and not repeated_layers(model):
+            return "it is compiled as a whole (train.compile=true)"
         return reason_against(model, recipe.task, dataset, samples, strategy.device, half)
 
     reason = strategy.on_main(tried)
@@ -316,12 +316,15 @@ def largest_micro_batch_size(plan: BatchPlan, num_processes: int) -> int:
 
 
 def largest_micro_batch_tokens(plan: BatchPlan, size: int, num_processes: int) -> int:
-    """Return the tokens of ``size`` of the longest samples; at most a process's share of a mean step, but the longest sample.
+    """Return the tokens of ``size`` of the longest samples, so that a step has micro-batches for all processes.
 
-    So a step has micro-batches for all processes.
+    Unless ``plan.parts`` sees to that: at most a process's share of a mean step, but the longest sample.
     """
+    largest = size * plan.most_padded
+    if plan.packed and (plan.parts or 1) >= num_processes:
+        return largest
     share = math.ceil(plan.batch_size * float(plan.lengths.mean()) / num_processes)
-    return max(plan.most_padded, min(size * plan.most_padded, share))
+    return max(plan.most_padded, min(largest, share))
 
 
 def shortest(plan: BatchPlan, tokens: int) -> np.ndarray:

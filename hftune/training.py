@@ -34,7 +34,7 @@ from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
-from hftune.strategies.compilation import describe_compilation
+from hftune.strategies.compilation import Compilations
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
@@ -242,7 +242,7 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     finally:
         run.console.close()
     if run.recipe.train.compile:
-        run.console.line(note(describe_compilation(since=began)))
+        run.console.line(note(str(Compilations.since(began))))
     if strategy.is_main:
         outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
         # Once everything is saved: an upload may take hours, or fail.

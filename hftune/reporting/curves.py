@@ -44,7 +44,7 @@ TITLES = {
     "perf/*/gpu*_peak_gib": "GPU memory needed at the peak",
 }
 """Titles of metrics whose names alone do not say enough; * stands for the number of a host or a GPU."""
-UNITS = {"s": "s", "ms": "ms", "share": "%", "bytes": "B", "gb": "GB", "gib": "GiB", "mfu": "%", "w": "W", "percent": "percent"}
+UNITS = {"s": "s", "ms": "ms", "share": "%", "bytes": "B", "gb": "GB", "gib": "GiB", "w": "W", "percent": "percent"}
 """Units by the last part of a name, which is how metrics are named here. "%" is of shares, from 0 to 1."""
 Points = tuple[list[int], list[float | None]]
 """Steps and values."""
@@ -215,6 +215,8 @@ def unit_of(key: str) -> str:
     name = key.rpartition("/")[2]
     if name.startswith("psnr"):
         return "dB"
+    if key == "perf/mfu":
+        return "%"
     if name.endswith("_per_s"):
         return f"{name.removesuffix('_per_s').rpartition('_')[2]}/s"
     return UNITS.get(name.rpartition("_")[2], "") if "_" in name else ""

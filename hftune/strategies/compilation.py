@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -75,21 +75,28 @@ def keep_packing_out_of_graphs() -> None:
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
 
 
-def describe_compilation(since: float) -> str:
-    """Say how many graphs were compiled in this process, how many of them again for other inputs, and whether a limit was hit.
+class Compilations(NamedTuple):
+    """What torch compiled in this process since some time."""
 
-    Args:
-        since: when the run began, as ``time.time`` says.
-    """
-    from torch._dynamo.utils import get_compilation_metrics
+    graphs: int
+    again: int
+    """Those of them that were compiled because the inputs were of another kind than before."""
+    hit_limit: bool
+    """Whether further kinds of inputs are computed uncompiled."""
 
-    found = [metrics for metrics in get_compilation_metrics() if (metrics.start_time or 0) >= since]
-    failed = [metrics for metrics in found if metrics.fail_reason]
-    again = sum(metrics.recompile_reason is not None for metrics in found if not metrics.fail_reason)
-    count = len(found) - len(failed)
-    said = f"train.compile: {count} graph{'' if count == 1 else 's'} compiled, {again} of them again for other inputs"
-    if any("limit" in metrics.fail_reason for metrics in failed):
-        said += (
-            "; torch's limit was reached, and further kinds of inputs are computed uncompiled (TORCH_LOGS=recompiles says why)"
-        )
-    return f"{said}."
+    @classmethod
+    def since(cls, began: float) -> Compilations:
+        """Count from a point in time on, as ``time.time`` tells it. torch remembers the last 64."""
+        from torch._dynamo.utils import get_compilation_metrics
+
+        found = [metrics for metrics in get_compilation_metrics() if (metrics.start_time or 0) >= began]
+        done = [metrics for metrics in found if not metrics.fail_reason]
+        again = sum(metrics.recompile_reason is not None for metrics in done)
+        return cls(len(done), again, any("limit" in (metrics.fail_reason or "") for metrics in found))
+
+    def __str__(self) -> str:
+        said = f"train.compile: {self.graphs} graph{'' if self.graphs == 1 else 's'} compiled, {self.again} of them again"
+        if not self.hit_limit:
+            return f"{said} for other inputs."
+        limit = "torch's limit was reached, and further kinds of inputs are computed uncompiled"
+        return f"{said} for other inputs; {limit} (TORCH_LOGS=recompiles says why)."

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForSequenceCla
 
 from hftune.models import dropout, packing
 from hftune.strategies import compilation
-from hftune.strategies.compilation import compile_model, describe_compilation, repeated_layers
+from hftune.strategies.compilation import Compilations, compile_model, repeated_layers
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 50}
 
@@ -97,10 +97,10 @@ def test_what_was_compiled_is_counted_and_a_limit_that_was_hit_is_said(monkeypat
 
     listed = [metrics(1), metrics(11), metrics(12, "0/0: grad_mode")]
     monkeypatch.setattr("torch._dynamo.utils.get_compilation_metrics", lambda: listed)
-    assert describe_compilation(20) == "train.compile: 0 graphs compiled, 0 of them again for other inputs."
-    assert describe_compilation(11.5) == "train.compile: 1 graph compiled, 1 of them again for other inputs."
+    assert str(Compilations.since(20)) == "train.compile: 0 graphs compiled, 0 of them again for other inputs."
+    assert str(Compilations.since(11.5)) == "train.compile: 1 graph compiled, 1 of them again for other inputs."
     listed.append(metrics(13, "0/1: size", "Dynamo recompile limit exceeded"))
-    assert describe_compilation(10) == (
+    assert str(Compilations.since(10)) == (
         "train.compile: 2 graphs compiled, 1 of them again for other inputs; torch's limit was reached, and further kinds of "
         "inputs are computed uncompiled (TORCH_LOGS=recompiles says why)."
     )

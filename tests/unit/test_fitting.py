@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hftune.batch_plan import BatchPlan
-from hftune.build import plan_batches, settle_micro_batches
+from hftune.build import largest_micro_batch_tokens, plan_batches, settle_micro_batches
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 
@@ -59,6 +59,12 @@ def test_no_more_than_a_share_of_a_step_so_that_no_process_is_idle():
     assert parts.plan.micro_batch_tokens == 240  # of 32 samples of 15 tokens on average, for two processes
     assert parts.notices == ["train.micro_batch_tokens=auto: 240 tokens, a process's share of a step, fit on every process."]
     assert all(len(step) >= 2 for step in parts.plan.epoch(0))
+
+
+def test_a_packed_plan_has_work_for_all_processes_by_its_parts():
+    packed = BatchPlan(64, 32, lengths=LENGTHS, packed=True, parts=4)
+    assert largest_micro_batch_tokens(packed, size=16, num_processes=4) == 640
+    assert largest_micro_batch_tokens(packed, size=16, num_processes=8) == 60
 
 
 def test_the_size_of_the_run_that_is_resumed_is_kept_under_the_same_conditions():

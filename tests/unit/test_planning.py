@@ -262,6 +262,7 @@ def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
 
 def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_of_the_device():
     words = (*TINY, *DATA, FEW, "train.micro_batch_size=null", "train.micro_batch_tokens=auto", "train.mixed_precision=auto")
+    words = (*words, "train.packing=off")
     recipe = Recipe.load("yelp_demo", *words)
     plan = make_plan(recipe, num_processes=2)
     (said,) = [notice for notice in plan.notices if "auto" in notice]
