@@ -175,7 +175,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     run()
     seconds, peak = time.perf_counter() - began, peak_bytes()
     masks = [loaded["attention_mask"] for batch in batches for loaded in batch.batches]
-    real = np.concatenate([mask.sum(1).numpy() for mask in masks])
+    real = np.concatenate([mask.sum(1).cpu().numpy() for mask in masks])
     padded = np.concatenate([np.full(len(mask), mask.shape[1]) for mask in masks])
     real_flop, padded_flop = flop(options, real), flop(options, padded)
     return Round(seconds, int(real.sum()), int(padded.sum()), real_flop, padded_flop, peak)

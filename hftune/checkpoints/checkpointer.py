@@ -29,8 +29,8 @@ from torch import Tensor
 from hftune.atomic import atomic_path, flush, restore
 from hftune.checkpoints.atomic_files import sha256_of
 
-FORMAT = 1
-"""Version of the layout. Newer ones are refused; older ones are read."""
+FORMAT = 2
+"""Version of the layout, and of what a training that goes on from it draws and computes. 1: torch's dropout, padded batches."""
 
 PROGRESS = ("state", "values", "digests", "run_ids", "micro_batch_size")
 """Keys that training needs in ``progress.json``."""
@@ -55,13 +55,21 @@ class Checkpoint:
     """On the CPU, by file and name."""
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
     """Read a checkpoint and verify every byte of it.
+
+    Args:
+        to_resume: a training would go on from it, so it must be of this format; its weights can be read in any case.
 
     Raises:
         BrokenCheckpoint: a file is missing or has changed, or this version of hftune cannot read it.
     """
     manifest = _manifest(path)
+    if to_resume and manifest.get("format", 0) < FORMAT:
+        raise BrokenCheckpoint(
+            f"its format is {manifest.get('format', 0)}, of hftune 0.2, which made other micro-batches and drew other dropout: "
+            "this version would not go on as the run began"
+        )
     if not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("step"), int):
         raise BrokenCheckpoint("manifest.json lists no files or no step: hftune did not write it")
     for name, expected in manifest["files"].items():

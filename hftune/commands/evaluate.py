@@ -126,7 +126,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         return None
     check_checkpoint(path)
     try:
-        return open_checkpoint(path)
+        return open_checkpoint(path, to_resume=False)
     except BrokenCheckpoint as error:
         raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
 

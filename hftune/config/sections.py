@@ -119,7 +119,8 @@ class TrainConfig(Section):
     error. CPUs do not need this key: resuming on the same number of processes is bit-equal there. With it, resuming on the same
     number of GPUs of the same kind should be bit-equal, too; this has not been tested yet."""
     num_workers: int = 0
-    """Number of processes that load and collate batches in advance, for each training process."""
+    """Number of processes that load and collate batches in advance, for each training process; as many again for evaluations.
+    On GPUs a thread loads one step in advance in any case."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
     items of all steps since the previous line, train/loss_step that of the last step alone."""

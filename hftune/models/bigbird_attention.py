@@ -2,18 +2,20 @@
 
 # Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
 # K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model. Gathered:
-# X = B H M query blocks, Y = K S keys of each.
+# X = B H M query blocks (in RealTokens: real tokens), Y = K S keys of each.
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +34,33 @@ NO_FLEX_ON_CPU = (
     "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
     "Use block_sparse_kernel=gathered."
 )
+
+
+@dataclass(frozen=True)
+class RealTokens:
+    """Where the real tokens of padded rows are, for layers that compute them only. Has no lengths: compiled layers take it."""
+
+    shape: tuple[int, int]
+    """(B, T)."""
+    indices_X: Tensor
+    """Of the real tokens in the flattened rows."""
+
+    @classmethod
+    def of(cls, mask_BT: Tensor | None) -> RealTokens | None:
+        """Read a mask, not 0 for real tokens; None if all are. Waits for the device."""
+        if mask_BT is None or isinstance(mask_BT, FakeTensor) or torch.compiler.is_compiling():  # has no values
+            return None
+        indices_X = mask_BT.flatten().nonzero().flatten()
+        return None if len(indices_X) == mask_BT.numel() else cls((mask_BT.shape[0], mask_BT.shape[1]), indices_X)
+
+    def pack(self, x_BTC: Tensor) -> Tensor:
+        """Take the padding out, (1, X, C)."""
+        return x_BTC.flatten(0, 1).index_select(0, self.indices_X)[None]
+
+    def unpack(self, x_1XC: Tensor) -> Tensor:
+        """Put the padding back, as zeros."""
+        padded = x_1XC.new_zeros(self.shape[0] * self.shape[1], x_1XC.shape[2])
+        return padded.index_copy(0, self.indices_X, x_1XC[0]).unflatten(0, self.shape)
 
 
 class BlockSparseSelfAttention(nn.Module):
@@ -77,28 +106,31 @@ class BlockSparseSelfAttention(nn.Module):
         self._priorities: Tensor | None = None
         self._table: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, tokens: RealTokens | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
         """Return the context (B, T, C) of ``hidden_states`` (B, T, C), and None for the attention weights, which are not kept.
 
         ``attention_mask`` (B, T): true for real tokens; None if all are. T must be a multiple of the block size if it exceeds
-        5 + R blocks.
+        5 + R blocks. With ``tokens``, hidden states and context have those only.
 
         Raises:
             ConfigError: FlexAttention cannot run here.
         """
+        projected = (layer(hidden_states) for layer in (self.query, self.key, self.value))
         q_BHTD, k_BHTD, v_BHTD = (
-            layer(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            (x if tokens is None else tokens.unpack(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected
         )
-        if not self.sparse or hidden_states.shape[1] <= self.max_full_length:
+        if not self.sparse or q_BHTD.shape[2] <= self.max_full_length:
             mask_B11T = None if attention_mask is None else attention_mask.bool()[:, None, None]
             context_BHTD = scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask_B11T)
         else:
             if attention_mask is None:
-                attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+                attention_mask = q_BHTD.new_ones(q_BHTD.shape[::2], dtype=torch.bool)
             attend = self._attend_flex if self._flex_is_used(q_BHTD) else self._attend_gathered
             context_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, attention_mask.bool())
-        return context_BHTD.transpose(1, 2).flatten(2), None
+        context_BTC = context_BHTD.transpose(1, 2).flatten(2)
+        return context_BTC if tokens is None else tokens.pack(context_BTC), None
 
     def _last_blocks(self, valid_BT: Tensor) -> Tensor:
         T, S = valid_BT.shape[1], self.block_size
@@ -311,7 +343,8 @@ def _attend_middle(
     """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it."""
     count = _heads_at_once(blocks_BHMK.shape, *q_BHMSD.shape[-2:])
     inputs = (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
-    return torch.cat([_attend_heads(*part, valid_BT) for part in zip(*(x.split(count, 1) for x in inputs), strict=True)], 1)
+    parts = zip(*(x.split(count, 1) for x in inputs), strict=True)
+    return torch.cat([_attend_heads(q, k, v, blocks, used, valid_BT) for q, k, v, blocks, used in parts], 1)
 
 
 def _heads_at_once(shape_BHMK: Sequence[int], S: int, D: int) -> int:

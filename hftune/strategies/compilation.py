@@ -17,9 +17,8 @@ from hftune.strategies.pipeline_stages import outermost_lists
 def compile_model(model: nn.Module) -> None:
     """Compile a model in place, for inputs of any shape: each layer of its stacks of layers, or all of it if it has none.
 
-    Compiling layers takes seconds where a whole model takes minutes, because layers of one class share their code. And the
-    hooks between them stay outside: those that take out the padding, and those that seed dropout, which is therefore the same
-    on any number of processes.
+    Layers of one class share their code, so it takes a fraction of the time. And the hooks between them stay outside: those
+    that take out the padding, and those that seed dropout, which is therefore the same on any number of processes.
 
     ``nn.Module.compile`` is not used for layers: it would compile their hooks, too.
     """

@@ -142,6 +142,7 @@ class SideStream:
 
     def current(self) -> AbstractContextManager:
         """Return a context in which memory is pinned for this GPU, and copied on this stream. Of one thread."""
+        torch.cuda.set_device(self.stream.device_index)  # a new thread begins with GPU 0, and would leave a context there
         return torch.cuda.stream(self.stream)
 
     def copy(self, batches: Sequence[Any]) -> tuple[list[Any], torch.cuda.Event]:

@@ -341,17 +341,26 @@ def test_paths_that_are_no_checkpoints_are_refused(copy, tmp_path):
     )
 
 
-def test_checkpoint_of_a_newer_format_is_refused(copy):
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (99, "and this hftune reads formats up to 2: a newer hftune wrote it."),
+        (
+            1,
+            "of hftune 0.2, which made other micro-batches and drew other dropout: this version would not go on as the run began.",
+        ),
+    ],
+)
+def test_checkpoint_of_another_format_is_refused(copy, version, reason):
     from hftune.checkpoints.checkpointer import _digest
 
     path = copy / "checkpoints" / "step_00000010" / "manifest.json"
-    manifest = {**json.loads(path.read_text()), "format": 99}
+    manifest = {**json.loads(path.read_text()), "format": version}
     manifest.pop("sha256")
     path.write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
-    assert refused(copy, f"resume={path.parent}").startswith(
-        f"resume={path.parent} is not a usable checkpoint: its format is 99, and this hftune reads formats up to 1: a newer "
-        "hftune wrote it."
-    )
+    expected = f"resume={path.parent} is not a usable checkpoint: its format is {version}, {reason}"
+    assert refused(copy, f"resume={path.parent}").startswith(expected)
+    assert open_checkpoint(path.parent, to_resume=False).step == 10 if version == 1 else True
 
 
 def test_checkpoint_of_another_model_is_refused(copy, tmp_path):

@@ -56,6 +56,15 @@ def check_figure(cells):
     assert number(trainer[1]["first loss logged"]) == pytest.approx(2 * number(trainer[0]["first loss logged"]), rel=5e-2)
 
 
+def check_generation(titles, texts):
+    assert [(row[""], row["source"], row["beams"]) for row in titles.rows] == [
+        ("prefix_lm", "64", "2"),
+        ("encoder_decoder", "64", "2"),
+    ]
+    assert all(number(row["twice"]) > 0 and number(row["once"]) > 0 for row in titles.rows)
+    assert [row["generated"] for row in texts.rows] == ["8"]
+
+
 def check_gpu(cells):
     padded, plan = cells.rows
     assert number(plan["padding"]) < number(padded["padding"]) < 100

@@ -34,7 +34,16 @@ COMMANDS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "hftune": ["-m", "hftune.cli"],
 }
-READ_AT_START = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "MALLOC_", "LD_", "PYTHONHASHSEED")
+READ_AT_START = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_CACHE",
+    "TRANSFORMERS_OFFLINE",
+    "DATASETS_",
+    "MALLOC_",
+    "LD_",
+    "PYTHONHASHSEED",
+)
 """Variables that the interpreter reads at its start or libraries where they are imported: who sets others gets a cold start."""
 
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}

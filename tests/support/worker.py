@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.base import Strategy
+from tests.support.tasks import few_digits, few_reviews
 from tests.support.warm import Server
 
 TIMEOUT_S = 540.0
@@ -29,6 +30,12 @@ IMPORTED = (
     *("tests.support.tasks", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sklearn.metrics"),
     *("hftune.strategies.pipeline", "hftune.models.transformer_lm", "transformers.models.bert.modeling_bert"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+    *("evaluate", "hftune.metrics.classification", "hftune.data.files", "hftune.data.text", "transformers.pipelines"),
+    *(
+        "transformers.models.auto.processing_auto",
+        "transformers.models.bert.tokenization_bert",
+        "torch.profiler._cupti_monitor",
+    ),
     *(
         "torch.distributed.run",
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
@@ -47,6 +54,8 @@ def main() -> None:
     """
     for name in IMPORTED:
         importlib.import_module(name)
+    for part in ("train", "eval"):  # each is made once a process
+        few_reviews(part), few_digits(part)
     dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU
     gc.freeze()  # a collection in a child would copy what all share
     print(start_server(Path(sys.argv[1])), flush=True)

@@ -388,6 +388,22 @@ def test_on_the_cpu_a_kernel_of_its_own_gives_what_other_devices_compute_and_the
         torch.testing.assert_close(value, results[1][name], rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("lengths", [[5, 20], [64, 29, 50]])
+def test_layers_of_the_encoder_compute_real_tokens_only_and_the_same_as_padded_ones(lengths, pretrained, monkeypatch):
+    model = load_encoder(pretrained).double().train()
+    ids, mask = right_padded(lengths)
+    computed = []
+    model.encoder.layer[1].output.dense.register_forward_hook(lambda layer, args, output: computed.append(output.shape[:2]))
+    results = []
+    for _ in range(2):
+        hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        results.append([hidden, *gradients(model, lambda hidden=hidden: hidden.square().sum()).values()])
+        monkeypatch.setattr(bigbird_attention.RealTokens, "of", lambda mask_BT: None)
+    assert computed == [(1, sum(lengths)), (len(lengths), max(lengths))]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("length", [9, 70])
 def test_no_parameter_of_the_encoder_is_left_out_whatever_the_length(length, pretrained):
     model = load_encoder(pretrained).train()  # DistributedDataParallel stops where one has no gradient

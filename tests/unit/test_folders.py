@@ -74,7 +74,7 @@ def test_cache_that_cannot_be_made_names_what_to_set(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
     assert refused(cache_dir) == (
         f"{tmp_path}/home/datasets/hftune, the cache of prepared data, cannot be used: Not a directory. Set HF_HOME (for "
-        "models and data sets) or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to."
+        "models and data sets) or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, with enough space."
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import threading
 import traceback
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from hftune import Recipe, train
 from hftune.data.augmentation import Augmented
 from hftune.distributed.progress import Progress
-from hftune.strategies.base import Strategy
+from hftune.strategies.base import StepReport, Strategy
 from hftune.strategies.loading import Loader, read_ahead
 from tests.support.runs import Run
 from tests.support.tasks import Tagging
@@ -109,14 +111,58 @@ def trained(folder: Path, *words: str) -> Run:
     return Run(train(recipe).output_dir)
 
 
-def test_a_run_that_reads_ahead_computes_the_same(tmp_path, monkeypatch):
+def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before(tmp_path, monkeypatch):
+    original, frozen = Strategy.report, []
+
+    def report(self: Strategy, grad_norm: torch.Tensor) -> StepReport:
+        frozen.append(gc.get_freeze_count() > 0)
+        return original(self, grad_norm)
+
+    monkeypatch.setattr(Strategy, "report", report)
     expected = trained(tmp_path / "in-order")
+    assert frozen == [False] + [True] * (len(frozen) - 1)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
     monkeypatch.setattr(Strategy, "reads_ahead", True)
     for name, words in {"ahead": (), "workers": ("train.num_workers=1",)}.items():
         run = trained(tmp_path / name, *words)
         assert run.logged("train/loss") == expected.logged("train/loss")
         assert run.logged("train/grad_norm") == expected.logged("train/grad_norm")
-    assert threads() == []
+        assert threads() == multiprocessing.active_children() == []
+
+
+class PretendStream:
+    """Notes what a GPU would be told, and in which order."""
+
+    def __init__(self):
+        self.told: list[str] = []
+
+    def current(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def copy(self, batches: list[Any]) -> tuple[list[Any], int]:
+        self.told.append("copy")
+        return [{name: value.clone() for name, value in batch.items()} for batch in batches], len(self.told)
+
+    def await_copies(self, copied: int) -> None:
+        assert self.told[copied - 1] == "copy"
+        self.told.append("await copies")
+
+    def await_computed(self) -> None:
+        self.told.append("await computed")
+
+
+def test_each_step_awaits_its_copies_and_each_copy_the_memory_it_may_get(tmp_path, monkeypatch):
+    expected, stream = trained(tmp_path / "in-order", "train.epochs=1"), PretendStream()
+    monkeypatch.setattr(Strategy, "reads_ahead", True)
+    monkeypatch.setattr(Strategy, "_side_stream", lambda self: stream)
+    run = trained(tmp_path / "ahead", "train.epochs=1")
+    assert run.logged("train/loss") == expected.logged("train/loss")
+    steps = len(run.logged("train/loss"))
+    assert [stream.told.count(what) for what in ("copy", "await copies")] == [steps, steps]
+    assert stream.told[:3] == ["await computed", "copy", "await copies"]  # the first step, before there is a thread
+    for number, place in enumerate([place for place, what in enumerate(stream.told) if what == "copy"]):
+        # A step's copies begin after the step before the last one: that one's memory may be free.
+        assert stream.told[:place].count("await computed") >= max(number, 1)
 
 
 class Unreadable(list):

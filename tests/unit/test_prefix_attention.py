@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import BertConfig
 
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig
-from hftune.models.packing import ATTENTION, Packing, attention_calls
+from hftune.models.packing import ATTENTION, attention_calls
 from hftune.models.prefix_attention import Prefix, is_right
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -103,7 +103,7 @@ def test_packing_that_the_caller_passes_is_taken_and_its_use_is_noticed(model):
     with attention_calls() as calls:
         expected = model(**batch).logits
         assert not calls
-        found = model(**batch, packing=Packing.of(batch["attention_mask"])).logits
+        found = model(**batch, packing=model.find_packing(batch)).logits
         assert len(calls) == 2
     assert torch.equal(found, expected)
 

@@ -1,0 +1,128 @@
+"""Which models train without padding: tried on a few samples, with a reason where they cannot."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from hftune import Recipe
+from hftune.build import build, padding_share, settle_packing
+from hftune.distributed.progress import Progress
+from hftune.strategies.packing import collate_for, compute, inputs_of, reason_against, trial_samples
+
+SMALL = ("task.max_train_samples=60", "task.max_eval_samples=10", "train.batch_size=16", "train.micro_batch_size=null")
+
+
+class Alone:
+    """A strategy of one process, as far as ``settle_packing`` sees it."""
+
+    def __init__(self):
+        self.device, self.progress, self.num_processes, self.collate_packed = torch.device("cpu"), Progress(), 1, None
+        self.accelerator = type("Accelerator", (), {"mixed_precision": "no"})()
+
+    def on_main(self, function):
+        return function()
+
+
+@pytest.fixture(scope="module")
+def parts():
+    recipe = Recipe.load("yelp_demo", *SMALL)
+    return recipe, build(recipe, Progress())
+
+
+def settled(recipe, parts):
+    strategy, plan = Alone(), parts.plan
+    parts.notices.clear()
+    try:
+        settle_packing(recipe, strategy, parts)
+        return strategy, parts.plan
+    finally:
+        parts.plan = plan
+
+
+def test_a_model_that_computes_the_same_is_packed(parts):
+    recipe, built = parts
+    strategy, plan = settled(recipe, built)
+    assert strategy.collate_packed is not None and not built.notices
+    assert plan.packed and plan.parts == 4 and plan.width == built.model.config.hidden_size
+    assert plan.micro_batch_size is None and plan.micro_batch_tokens == recipe.train.micro_batch_tokens
+    assert built.model.config._attn_implementation == "sdpa"  # the trial leaves no trace
+    assert not any(module._forward_pre_hooks for module in built.model.modules())
+
+
+def test_without_bounds_eight_of_the_longest_samples_bound_a_packed_micro_batch(parts):
+    _, built = parts
+    recipe = Recipe.load("yelp_demo", *SMALL, "train.micro_batch_tokens=null", "train.parts=2")
+    _, plan = settled(recipe, built)
+    assert (plan.parts, plan.micro_batch_tokens) == (2, 8 * int(plan.lengths.max()))
+
+
+def test_off_is_off(parts):
+    _, built = parts
+    strategy, plan = settled(Recipe.load("yelp_demo", *SMALL, "train.packing=off"), built)
+    assert strategy.collate_packed is None and not plan.packed and not built.notices
+
+
+def spoiled(model, how):
+    """Let the attention of a model's last layer do something else than transformers'."""
+    attention = model.bert.encoder.layer[-1].attention.self
+    if how == "drops":
+        attention.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    else:
+        attention.is_causal = True
+        attention.forward = lambda hidden, *args, packing=None, _forward=attention.forward, **kwargs: _forward(
+            hidden if packing is None else hidden.flip(1), *args, packing=packing, **kwargs
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("drops", "1 of its 2 layers can"), ("differs", "it computes something else then")]
+)
+def test_attention_of_ones_own_is_padded_with_a_reason(parts, how, reason):
+    recipe, built = parts
+    task, data = recipe.task, built.datasets["train"]
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=5000, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    model = spoiled(BertForSequenceClassification(config), how)
+    state = torch.random.get_rng_state()
+    samples = trial_samples(built.plan.lengths)
+    assert reason_against(model, task, data, samples, torch.device("cpu"), None) == reason
+    assert model.training and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_reason_is_a_notice_with_the_share_of_padding(parts, monkeypatch):
+    recipe, built = parts
+    monkeypatch.setattr(built.model.config, "_attn_implementation_internal", "eager")
+    strategy, plan = settled(recipe, built)
+    assert strategy.collate_packed is None and not plan.packed
+    share = padding_share(plan)
+    assert share > 0.01 and built.notices == [
+        f"{share:.0%} of what training computes is padding: BertForSequenceClassification cannot leave it out, because its "
+        "attention is eager, not sdpa."
+    ]
+
+
+def test_models_of_ones_own_are_left_alone(parts):
+    _, built = parts
+    recipe = Recipe.load("yelp_demo", *SMALL)
+    model, built.model = built.model, nn.Linear(2, 2)
+    try:
+        strategy, plan = settled(recipe, built)
+    finally:
+        built.model = model
+    assert strategy.collate_packed is None and not plan.packed and plan.width is None and not built.notices
+
+
+def test_batches_carry_their_packing_to_the_model_and_nowhere_else(parts):
+    recipe, built = parts
+    batch = collate_for(built.model, recipe.task)([built.datasets["train"][index] for index in range(4)])
+    assert batch["packing"].lengths == tuple(batch["attention_mask"].sum(1).tolist())
+    given = []
+
+    class Model(nn.Module):
+        def forward(self, **inputs):
+            given.extend(inputs)
+
+    compute(Model(), **inputs_of(recipe.task, batch))
+    assert given == ["input_ids", "attention_mask", "packing"]
