@@ -60,7 +60,7 @@ def main() -> None:
         rows.append((name, count, f"{seconds:.2f}", f"{cpu_seconds:.2f}", ratio))
         if name == "this tree":
             what = f"from the command to the end of the first step, {count} process{'es' * (count > 1)}, warm cache"
-            against = f"; {ratio} of {options.against.name}" if ratio else ""
+            against = f"; {ratio} that of {commit_of(options.against)}" if ratio else ""
             measured[what] = f"{seconds:.1f} s, {cpu_seconds:.1f} s of CPU time{against}"
     title = f"hftune train recipe=yelp_demo to the end of its first step, median of {options.rounds}"
     table = print_table(title, ("", "processes", "seconds", "CPU s", "x the other"), rows)
@@ -73,6 +73,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="starts of each (default %(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 1])
     return parse_options(parser, smoke={"rounds": 1, "processes": [2]})
+
+
+def commit_of(tree: Path) -> str:
+    """Return git's commit of a checkout; of another folder, its name."""
+    asked = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=tree, capture_output=True, text=True)
+    return asked.stdout.strip() or tree.name
 
 
 def pairs(results: dict, count: int) -> list[tuple[Start, Start]]:

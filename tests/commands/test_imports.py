@@ -138,8 +138,9 @@ for module in (torch.cuda, torch.accelerator):
     module.is_available = module.device_count = refuse
 for name in ("hftune.training", *LanguageModeling.libraries, *TitleGeneration.libraries):
     importlib.import_module(name)
-print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
-"""
+threads = {open(f"/proc/self/task/{number}/comm").read().strip() for number in os.listdir("/proc/self/task")}
+print(len(threads - {"jemalloc_bg_thd"}), torch.cuda.is_initialized())
+"""  # pyarrow's allocator starts its thread again in a fork
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120
     )
