@@ -192,7 +192,7 @@ class EpochPlan(Sequence):
         least = max(-(-len(samples_B) // max_rows), -(-total // max_tokens))
         while True:
             count = plan.num_parts(least, len(samples_B))
-            bins = balance(costs, count)
+            bins = balance(costs, count, max_rows)
             if count == len(samples_B) or all(_fits(lengths_B[places], max_rows, max_tokens) for places in bins):
                 break
             least = count + 1
@@ -327,8 +327,10 @@ class _Sizes:
         return [*stops, len(self.sizes)]
 
 
-def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
+def balance(costs: Sequence[int], num_bins: int, max_items: int | None = None) -> list[list[int]]:
     """Assign items to ``num_bins`` bins so that the most expensive bin is cheap; return each bin's item indices, ascending.
+
+    With ``max_items``, no bin has more; there must be bins enough.
 
     Longest processing time first: at most 4/3 of the best possible maximum. Ties go to the lower item and the lower bin,
     so that every process computes the same assignment.
@@ -339,7 +341,8 @@ def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         load, count, index = heapq.heappop(loads)
         bins[index].append(item)
-        heapq.heappush(loads, (load + costs[item], count + 1, index))
+        if count + 1 != max_items:
+            heapq.heappush(loads, (load + costs[item], count + 1, index))
     return [sorted(items) for items in bins]
 
 

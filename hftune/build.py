@@ -25,13 +25,14 @@ from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
 from hftune.models.dropout import replace_dropout
+from hftune.models.packing import compute_padding
 from hftune.optim import check_schedule, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
 from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.packing import reason_against, trial_samples
+from hftune.strategies.packing import collate_for, reason_against, trial_samples
 from hftune.strategies.pipeline_stages import check_stages
 
 
@@ -180,29 +181,37 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     Raises:
         ConfigError: a step has too few micro-batches for the pipeline's schedule.
     """
-    config, plan = recipe.train, replace(parts.plan, parts=recipe.train.parts, width=width_of(parts.model))
-    parts.plan = plan
-    if config.packing == "off" or plan.lengths is None or not isinstance(parts.model, PreTrainedModel):
+    config, model = recipe.train, parts.model
+    parts.plan = plan = replace(parts.plan, parts=config.parts, width=width_of(model))
+    if not may_be_packed(recipe, plan, model):
+        compute_padding(model)
         return
     strategy.progress.stage("trying the model without padding")
     half = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[strategy.accelerator.mixed_precision]
-    samples = trial_samples(plan.lengths)
-    dataset = first_epoch(recipe, parts.datasets)
+    samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
 
     def tried() -> str | None:
         if config.compile:
-            return "compiled models are padded (train.compile=true)"
-        return reason_against(parts.model, recipe.task, dataset, samples, strategy.device, half)
+            return "train.compile=true compiles it for padded batches"
+        return reason_against(model, recipe.task, dataset, samples, strategy.device, half)
 
     reason = strategy.on_main(tried)
     if reason is None:
-        strategy.is_packed, parts.plan = True, without_padding(config, plan)
+        strategy.collate_packed = collate_for(model, recipe.task)
+        parts.plan = without_padding(config, plan)
         if recipe.parallel.pipeline_stages > 1:
             check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
-    elif (share := padding_share(plan)) >= 0.01:
+        return
+    compute_padding(model)
+    if (share := padding_share(plan)) >= 0.01:
         parts.notices.append(
             f"{share:.0%} of what training computes is padding: {parts.model_name} cannot leave it out, because {reason}."
         )
+
+
+def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
+    """Say whether to try a model without padding."""
+    return recipe.train.packing == "auto" and plan.lengths is not None and isinstance(model, PreTrainedModel)
 
 
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:

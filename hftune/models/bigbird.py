@@ -34,7 +34,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, Bi
 
 from hftune.errors import ConfigError, did_you_mean
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
-from hftune.models.packing import ATTENTION, Packing, without_masks
+from hftune.models.packing import ATTENTION, without_masks
 from hftune.models.prefix_attention import Prefix, pack_layers
 from hftune.models.pretrained import load_model
 
@@ -119,7 +119,7 @@ class PrefixLM(BertLMHeadModel):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        packing: Packing | None = None,
+        packing: Prefix | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
         """Return logits (B, Q, V), or those of the last ``logits_to_keep`` positions.
@@ -128,7 +128,8 @@ class PrefixLM(BertLMHeadModel):
         new tokens are title tokens, so a source cannot be processed in pieces (no ``prefill_chunk_size``). ``position_ids``,
         which ``generate`` passes, are ignored: they follow from the mask. The model shifts ``labels``, as in transformers.
 
-        Layers compute real tokens only, unless they fill a cache; ``packing`` need not be passed. With the attention
+        Layers compute real tokens only, unless they fill a cache. ``packing``, from ``find_packing``, saves reading the lengths
+        from the device. With the attention
         implementations "sdpa" and "eager", they compute padding, too, with ``prefix_mask``; also where there are cached
         tokens, and where the model is compiled as a whole.
 
@@ -154,13 +155,19 @@ class PrefixLM(BertLMHeadModel):
         }
         if self.config._attn_implementation == ATTENTION and not num_cached and not torch.compiler.is_compiling():
             is_padded = use_cache or past_key_values is not None or self._shows_layers(kwargs)
-            prefix = Prefix.of(token_type_ids == 1, valid_BK, not is_padded, packing is not None)
+            prefix = Prefix.of(token_type_ids == 1, valid_BK, not is_padded) if packing is None else packing
             with without_masks():
                 return super().forward(prefix=prefix, **given)
         mask_B1QK = prefix_mask(token_type_ids, valid_BK, num_cached)
         if self.config._attn_implementation == "eager":  # it adds the mask, true as 1
             mask_B1QK = torch.zeros_like(mask_B1QK, dtype=self.dtype).masked_fill(~mask_B1QK, torch.finfo(self.dtype).min)
         return super().forward(attention_mask=mask_B1QK, **given)
+
+    @staticmethod
+    def find_packing(inputs: Mapping[str, Tensor]) -> Prefix:
+        """Return where sources and titles of a batch on the host are, for ``forward``."""
+        is_title_BT, valid_BT = inputs["token_type_ids"] == 1, inputs["attention_mask"].bool()
+        return Prefix.of(is_title_BT, valid_BT, packs_layers=True, is_asked_for=True)
 
     def _shows_layers(self, given: Mapping[str, Any]) -> bool:
         """Return whether the caller wants the hidden states of each layer, which have rows then."""

@@ -342,7 +342,8 @@ def _attend_middle(
 ) -> Tensor:
     """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it."""
     count = _heads_at_once(blocks_BHMK.shape, *q_BHMSD.shape[-2:])
-    parts = zip(*(x.split(count, 1) for x in (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)), strict=True)
+    inputs = (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
+    parts = zip(*(x.split(count, 1) for x in inputs), strict=True)
     return torch.cat([_attend_heads(q, k, v, blocks, used, valid_BT) for q, k, v, blocks, used in parts], 1)
 
 

@@ -13,13 +13,12 @@ Other devices keep torch's own dropout.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 LEVELS = 2**16
@@ -36,14 +35,16 @@ def scale_of(p: float) -> float:
     return LEVELS / (LEVELS - threshold(p))
 
 
-def draw_mask(shape: Sequence[int], p: float) -> Tensor:
-    """Draw a mask, uint8: 0 with probability ``p``, otherwise 1. Takes one number from torch's CPU generator.
+def draw_mask(like: Tensor, p: float) -> Tensor:
+    """Draw a mask of a tensor's shape, uint8: 0 with probability ``p``, otherwise 1. Takes one number from torch's generator.
 
     Source of the generator: numpy.random.SFC64, whose stream is fixed across versions and platforms (NEP 19).
     """
-    key, count = int(torch.randint(2**62, ())), math.prod(shape)
+    if isinstance(like, FakeTensor):  # a plan's, which has no values
+        return like.new_empty(like.shape, dtype=torch.uint8)
+    key, count = int(torch.randint(2**62, ())), like.numel()
     numbers = np.random.SFC64(key).random_raw(-(-count // 4)).view(np.uint16)[:count]
-    return torch.from_numpy((numbers >= threshold(p)).view(np.uint8)).view(*shape)
+    return torch.from_numpy((numbers >= threshold(p)).view(np.uint8)).view(like.shape)
 
 
 class Dropout(nn.Dropout):
@@ -52,23 +53,23 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not 0 < threshold(self.p) < LEVELS or input.device.type != "cpu":
             return super().forward(input)
-        return _Masked.apply(input, draw_mask(input.shape, self.p), scale_of(self.p))
+        return _Masked.apply(input, self.p)
 
 
 class _Masked(torch.autograd.Function):
-    """x * mask * scale, keeping the mask alone, a byte an element, for the backward pass."""
+    """x * mask * scale. Keeps the mask alone, a byte an element, for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        mask, ctx.scale = draw_mask(x, p), scale_of(p)
         ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return (x * mask).mul_(scale)
+        return (x * mask).mul_(ctx.scale)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return (grad * mask).mul_(ctx.scale), None, None
+        return (grad * mask).mul_(ctx.scale), None
 
 
 def replace_dropout(model: nn.Module) -> None:
@@ -120,7 +121,7 @@ class _AttentionWithDropout(torch.autograd.Function):
             if hidden_tt is not None:
                 scores.masked_fill_(hidden_tt, -torch.inf)
             weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-            mask = draw_mask(weights.shape, p)
+            mask = draw_mask(weights, p)
             output = torch.bmm(weights * mask, value).mul_(scale_of(p))
         ctx.save_for_backward(query, key, value, weights, mask, output)
         ctx.scale, ctx.up = scale, scale_of(p)

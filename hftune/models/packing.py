@@ -13,7 +13,7 @@ compares both ways before training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -268,6 +268,23 @@ def attention_calls() -> Iterator[list[nn.Module]]:
     _calls.clear()
     yield _calls
     _calls.clear()
+
+
+def find_packing(inputs: Mapping[str, Tensor]) -> Packing:
+    """Return where the real tokens of a model's inputs are, by their mask; without one, all are.
+
+    A model whose attention knows more than one kind of tokens has a ``find_packing`` of its own.
+    """
+    mask_BT = inputs.get(MASK)
+    if mask_BT is None:
+        mask_BT = torch.ones(next(iter(inputs.values())).shape[:2], dtype=torch.bool)
+    return Packing.of(mask_BT)
+
+
+def compute_padding(model: nn.Module) -> None:
+    """Let a model that leaves out padding by itself compute it."""
+    if isinstance(model, PreTrainedModel) and model.config._attn_implementation == ATTENTION:
+        model.set_attn_implementation("sdpa")
 
 
 def stack_of(model: nn.Module) -> list[nn.Module]:

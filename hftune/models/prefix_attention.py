@@ -10,7 +10,7 @@ second is causal, aligned at the bottom right. Padding is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby
 from typing import Any
@@ -40,6 +40,15 @@ class Texts:
         """Name ``lengths`` tokens of each row, from its token ``first`` on."""
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(tuple(lengths), _ranges(first, lengths).to(device), starts.to(device))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Texts:
+        """Return it on a device."""
+        indices, starts = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices, self.starts))
+        return Texts(self.lengths, indices, starts)
+
+    def pin_memory(self) -> Texts:
+        """See ``Prefix.pin_memory``."""
+        return Texts(self.lengths, self.indices.pin_memory(), self.starts.pin_memory())
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,16 @@ class Prefix:
         behind = [start + count for start, count in zip(first, counts[0], strict=True)]
         texts = (Texts.of(first, counts[0], device), Texts.of(behind, counts[1], device))
         return cls(packing, *texts, packs_layers, is_asked_for)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Prefix:
+        """Return it on a device."""
+        sources, titles = (texts.to(device, non_blocking) for texts in (self.sources, self.titles))
+        return replace(self, packing=self.packing.to(device, non_blocking), sources=sources, titles=titles)
+
+    def pin_memory(self) -> Prefix:
+        """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
+        sources, titles = self.sources.pin_memory(), self.titles.pin_memory()
+        return replace(self, packing=self.packing.pin_memory(), sources=sources, titles=titles)
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int, int]]:

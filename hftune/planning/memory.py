@@ -6,7 +6,7 @@ takes milliseconds, and its tensors can be counted one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, finalize
@@ -45,6 +45,14 @@ class StepMemory:
     """What the optimizer keeps for each parameter."""
     activations_bytes: int
     """The rest: the batch, what the forward pass keeps for the backward pass, and intermediate results."""
+
+
+def without_values(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a batch whose tensors have no values; what is read on the host, such as the lengths of a packing, has them."""
+    return {
+        name: torch.empty_like(value, device=device) if isinstance(value, Tensor) else value.to(device)
+        for name, value in batch.items()
+    }
 
 
 def as_fake(model: nn.Module, device: torch.device) -> None:

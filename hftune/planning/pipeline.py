@@ -21,8 +21,9 @@ from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
-from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory
+from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory, without_values
 from hftune.strategies.base import dummy_micro_batch
+from hftune.strategies.packing import PACKING, compute, inputs_of, install_packing
 from hftune.strategies.pipeline import PipelineMicroBatch, Stage
 from hftune.strategies.pipeline_schedules import Action, Pass, idle_share, order_of
 from hftune.strategies.pipeline_stages import check_stages, cut, layers_of
@@ -153,6 +154,7 @@ class PipelineMeter:
         self.stages = [Stage(module, index, count, self.task, precision, seeds).train() for index, module in enumerate(modules)]
         self._known: dict[tuple, dict[Pass, PassMemory]] = {}
         self._given: dict[int, set[nn.Parameter]] = {}
+        self._is_packed = False
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
         """Run the stages one after the other. Only values could show whether they return what the model does.
@@ -161,7 +163,14 @@ class PipelineMeter:
             ConfigError: they cannot.
         """
         try:
-            check_stages(self.model, self.config.num_stages, self.config.split, self.task.inputs(self._empty(batch)))
+            check_stages(
+                self.model,
+                self.config.num_stages,
+                self.config.split,
+                self.task.inputs(
+                    without_values({name: value for name, value in batch.items() if name != PACKING}, self.device)
+                ),
+            )
         except NEEDS_VALUES:
             return  # to compare them
         except ConfigError as error:
@@ -171,20 +180,21 @@ class PipelineMeter:
 
     def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
         """Return the memory of each process of a pipeline that computes these micro-batches in one step."""
+        if any(PACKING in batch for batch in batches) and not self._is_packed:
+            self._is_packed = True
+            for stage in self.stages:
+                install_packing(stage.stage)
         weight = torch.ones((), dtype=torch.float64, device=self.device)
         micro_batches = [
-            PipelineMicroBatch(self.task.inputs(batch), self.task.target(batch), (0, 0, 0), weight)
-            for batch in map(self._empty, batches)
+            PipelineMicroBatch(inputs_of(self.task, batch), self.task.target(batch), (0, 0, 0), weight)
+            for batch in [without_values(batch, self.device) for batch in batches]
         ]
         buffer = torch.Size([max(item.shape[axis] for item in micro_batches) for axis in (0, 1)])
         with torch.no_grad():
-            width = self.stages[0].stage(None, **micro_batches[0].inputs).shape[2:]
+            width = compute(self.stages[0].stage, None, **micro_batches[0].inputs).shape[2:]
         for stage in self.stages:
             stage.micro_batches, stage.buffer, stage.width = micro_batches, buffer, tuple(width)
         return [self._fullest(pp_rank, actions) for pp_rank, actions in enumerate(order_of(self.config, len(micro_batches)))]
-
-    def _empty(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.empty_like(value, device=self.device) for name, value in batch.items()}
 
     def unused(self) -> set[nn.Parameter]:
         """Return the parameters that get no gradient on some process, after ``measure``."""

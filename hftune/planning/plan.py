@@ -23,8 +23,11 @@ from hftune.build import (
     largest_micro_batch_size,
     largest_micro_batch_tokens,
     load_datasets,
+    may_be_packed,
     plan_batches,
     total_steps,
+    width_of,
+    without_padding,
 )
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig, EvalConfig
@@ -33,9 +36,11 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
+from hftune.models.packing import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
-from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory
+from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory, without_values
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
+from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
 from hftune.strategies.sharding import checkpoint_tensors, without_gradient
 from hftune.strategies.statistics import buffer_versions, class_names, notice, written_buffers
 
@@ -93,6 +98,10 @@ class Rate:
     """From 1, as in metrics.jsonl."""
     lr: float
     when: str
+
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+"""Makes a batch of samples."""
 
 
 @dataclass
@@ -186,9 +195,10 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         check_parallel(recipe, num_processes)
     dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
-    batches = plan_batches(recipe, datasets["train"])
+    model = build_on_meta(recipe, unsure)
+    batches, collate = planned_batches(recipe, plan_batches(recipe, datasets["train"]), model)
     auto, largest = auto_key(recipe.train), largest_micro_batch_size(batches, num_processes)
-    if auto == "train.micro_batch_size":
+    if auto == "train.micro_batch_size" and not batches.packed:
         batches = replace(batches, micro_batch_size=largest)
     elif auto is not None:
         largest = largest_micro_batch_tokens(batches, largest, num_processes)
@@ -221,15 +231,27 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         check_micro_batches(parallel, batches, dp_size)
         pipelines = survey_pipelines(batches, num_steps, parallel, dp_size)
         plan.pipeline = plan_pipeline(parallel, pipelines, dp_size)
-        shares = [[(micro_batch, load(recipe, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
+        shares = [[(micro_batch, load(collate, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
         count_memory = partial(count_in_pipeline, plan, recipe, shares)
     else:
         count_memory = partial(
-            count_in_process, plan, recipe, [(item, load(recipe, seen, item.micro_batch)) for item in found.heaviest]
+            count_in_process, plan, recipe, [(item, load(collate, seen, item.micro_batch)) for item in found.heaviest]
         )
     plan.notices += unsure
-    add_model(plan, recipe, datasets, count_memory, on_device)
+    if model is not None:
+        add_model(plan, recipe, datasets, model, count_memory, on_device)
     return plan
+
+
+def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None) -> tuple[BatchPlan, Collate]:
+    """Return the plan of training and how it collates: without padding, if the model looks as if it could do without."""
+    if model is None:
+        return batches, recipe.task.collate
+    batches = replace(batches, parts=recipe.train.parts, width=width_of(model))
+    if recipe.train.compile or not may_be_packed(recipe, batches, model) or not seems_packable(model):
+        compute_padding(model)
+        return batches, recipe.task.collate
+    return without_padding(recipe.train, batches), collate_for(model, recipe.task)
 
 
 def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
@@ -359,22 +381,20 @@ def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, n
     return replace(recipe, train=replace(recipe.train, mixed_precision=precision))
 
 
-def load(recipe: Recipe, dataset: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+def load(collate: Collate, dataset: Any, micro_batch: MicroBatch) -> dict[str, Any]:
     """Load a micro-batch as a process does."""
-    return recipe.task.collate([dataset[sample] for sample in micro_batch.samples.tolist()])
+    return collate([dataset[sample] for sample in micro_batch.samples.tolist()])
 
 
 def add_model(
     plan: Plan,
     recipe: Recipe,
     datasets: Mapping[str, Any],
+    model: nn.Module,
     count_memory: Callable[[nn.Module, torch.optim.Optimizer], None],
     device: torch.device,
 ) -> None:
-    """Build the model without weights, and add its numbers to the plan."""
-    model = build_on_meta(recipe, plan.notices)
-    if model is None:
-        return
+    """Add the numbers of a model without weights to the plan."""
     plan.parameters = sum(parameter.numel() for parameter in model.parameters())
     plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     plan.notices += recipe.task.notices(datasets, model)
@@ -414,6 +434,8 @@ def count_in_process(
 ) -> None:
     """Add the memory of a process that has the whole model, and the parameters without a gradient."""
     found = []
+    if any(PACKING in batch for _, batch in heaviest):
+        install_packing(model)
     for item, batch in heaviest:
         found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
         if plan.unused_parameters is None:
@@ -495,8 +517,8 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
     forward: Callable[..., Any] = model
     if precision is not None:  # as Accelerate does
         forward = convert_outputs_to_fp32(torch.autocast(device.type, precision)(model.forward))
-    inputs = {name: torch.empty_like(value, device=device) for name, value in batch.items()}
-    task.loss(forward(**task.inputs(inputs)), task.target(inputs)).backward()
+    inputs = without_values(batch, device)
+    task.loss(compute(forward, **inputs_of(task, inputs)), task.target(inputs)).backward()
 
 
 def needs_values(error: Exception) -> str:

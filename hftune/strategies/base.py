@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile, tee
 from typing import Any
 
@@ -33,7 +32,6 @@ from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.loading import Loader, SideStream, read_ahead
-from hftune.strategies.packing import collate_packed
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import SavedState, Sharding
 from hftune.strategies.step_times import StepTimes
@@ -224,8 +222,8 @@ class Strategy(Collectives, Step):
         """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
-        self.is_packed = False
-        """Whether training computes no padding; set before ``prepare``. Evaluations do: sorted by length, they have little."""
+        self.collate_packed: Callable[[list[Any]], dict[str, Any]] | None = None
+        """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
         # Of the last forward_backward. Tensors are on the device.
         self._loaders: dict[str, Loader] = {}
         """Of training and evaluation."""
@@ -261,18 +259,18 @@ class Strategy(Collectives, Step):
         indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]
         return [micro_batches[index] for index in indices]
 
-    def loader(self, dataset: Any, num_workers: int, is_packed: bool = False) -> Loader:
+    def loader(self, dataset: Any, num_workers: int, is_packed: bool) -> Loader:
         """Return a new loader of collated batches. Not collective."""
-        collate = partial(collate_packed, self.task) if is_packed else self.task.collate
+        collate = self.collate_packed if self.collate_packed is not None and is_packed else self.task.collate
         return Loader(dataset, collate, num_workers, pin_memory=self.device.type == "cuda")
 
-    def _kept_loader(self, use: str, dataset: Any, num_workers: int, is_packed: bool = False) -> Loader:
+    def _kept_loader(self, use: str, dataset: Any, num_workers: int) -> Loader:
         """Return the loader of training or evaluation, whose workers live until another data set takes its place."""
         kept = self._loaders.get(use)
         if kept is None or kept.dataset is not dataset or kept.num_workers != num_workers:
             if kept is not None:
                 kept.close()
-            kept = self._loaders[use] = self.loader(dataset, num_workers, is_packed)
+            kept = self._loaders[use] = self.loader(dataset, num_workers, is_packed=use == "training")
         return kept
 
     def end_workers(self) -> None:
@@ -290,7 +288,7 @@ class Strategy(Collectives, Step):
         side = SideStream(self.device) if self.reads_ahead and self.device.type == "cuda" else None
         loading = Progress() if self.reads_ahead else self.progress  # a thread has not come to this step yet
         with self.times.loading():
-            loaded = self._kept_loader("training", dataset, num_workers, self.is_packed).read(samples, epoch)
+            loaded = self._kept_loader("training", dataset, num_workers).read(samples, epoch)
         in_order = self._filled(assigned, loaded, loading, side)
         with closing(read_ahead(in_order) if self.reads_ahead else in_order) as filled:
             while True:

@@ -41,7 +41,7 @@ class DataParallel(Strategy):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if model._compiled_call_impl is None:  # compiled as a whole: a hook would break its graph at each layer
             self._seeds.watch(layers_of(model))
-        if self.is_packed:
+        if self.collate_packed is not None:
             install_packing(model)
         self.sharding.prepare(model, optimizer)
         self.model = self.sharding.model
@@ -73,7 +73,7 @@ class DataParallel(Strategy):
 
     def _backward_once(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> None:
         """Compute a gradient that will be discarded."""
-        (loaded,) = self.loader(dataset, 0, self.is_packed).read([samples.tolist()])
+        (loaded,) = self.loader(dataset, num_workers=0, is_packed=True).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
         outputs = compute(model, **inputs_of(self.task, inputs))
         self.task.loss(outputs, self.task.target(inputs)).backward()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hftune.models.packing import MASK, NotPackable, Packing, attention_calls, install, stack_of, without_masks
+from hftune.models.packing import MASK, NotPackable, attention_calls, find_packing, install, stack_of, without_masks
 from hftune.strategies.statistics import restored_buffers
 from hftune.task import Task
 
@@ -23,19 +24,16 @@ ROUGH = 0.05
 """The same in bfloat16 and float16."""
 
 
-def collate_packed(task: Task, examples: list[Any]) -> dict[str, Any]:
-    """Return the task's batch, and where its real tokens are."""
+def collate_packed(task: Task, find: Callable[[Mapping[str, Tensor]], Any], examples: list[Any]) -> dict[str, Any]:
+    """Return the task's batch, and where its real tokens are, as ``find`` reads it from the model's inputs."""
     batch: dict[str, Any] = dict(task.collate(examples))
-    batch[PACKING] = packing_of(task.inputs(batch))
+    batch[PACKING] = find(task.inputs(batch))
     return batch
 
 
-def packing_of(inputs: Mapping[str, Tensor]) -> Packing:
-    """Return where the real tokens of a model's inputs are, by their mask; without one, all are."""
-    mask_BT = inputs.get(MASK)
-    if mask_BT is None:
-        mask_BT = torch.ones(next(iter(inputs.values())).shape[:2], dtype=torch.bool)
-    return Packing.of(mask_BT)
+def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str, Any]]:
+    """Return ``collate_packed`` of a model."""
+    return partial(collate_packed, task, getattr(type(model), "find_packing", find_packing))
 
 
 def inputs_of(task: Task, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +53,15 @@ def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
 def install_packing(model: nn.Module) -> None:
     """Let a model, or a stage of one, take ``packing``; it has passed ``reason_against``."""
     install(model, stack_of(model))
+
+
+def seems_packable(model: nn.Module) -> bool:
+    """Say whether a model can be tried without padding."""
+    try:
+        install(model, stack_of(model))()
+    except NotPackable:
+        return False
+    return True
 
 
 def trial_samples(lengths: np.ndarray) -> list[int]:
@@ -81,9 +88,10 @@ def reason_against(
         return str(error)
     home = next(model.parameters()).device
     try:
-        inputs = task.inputs(task.collate([dataset[sample] for sample in samples]))
-        packing = packing_of(inputs)
-        inputs, mask_BT = {name: value.to(device) for name, value in inputs.items()}, inputs.get(MASK)
+        batch = collate_for(model, task)([dataset[sample] for sample in samples])
+        packing = batch.pop(PACKING)
+        inputs = {name: value.to(device) for name, value in task.inputs(batch).items()}
+        mask_BT = inputs.get(MASK)
         with _evaluating(model.to(device)), torch.no_grad():
             for dtype in (None, half) if half else (None,):
                 with torch.autocast(device.type, dtype, enabled=dtype is not None), attention_calls() as calls:

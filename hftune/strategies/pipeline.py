@@ -160,7 +160,7 @@ class Pipeline(Strategy):
         self.model = UnavailableModel()
         self._stages: dict[int, Stage] = {}
         for index, module in self.sharding.modules.items():
-            if self.is_packed:
+            if self.collate_packed is not None:
                 install_packing(module)
             stage = Stage(module, index, self.config.num_stages, self.task, self.accelerator, self._seeds).train()
             own = {*stage.parameters()}

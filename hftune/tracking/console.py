@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import unicodedata
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,11 +283,12 @@ def hide_progress_bars() -> None:
 
 
 def hide_reports() -> None:
-    """Hide what datasets and transformers report while they load, which is the same on every process."""
+    """Hide what datasets and transformers report while they load, and warnings of models: the same on every process."""
     from datasets.utils import logging as datasets_logging
 
     hide_progress_bars()
     datasets_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module=r"hftune\.models\.")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # transformers reads it when it is imported, which not all tasks need
     if "transformers" in sys.modules:
         sys.modules["transformers"].utils.logging.set_verbosity_error()

@@ -69,7 +69,7 @@ def test_utilisation_is_useful_arithmetic_over_what_the_devices_could_do(monkeyp
     monkeypatch.setattr(throughput.time, "monotonic", lambda: seconds[0])
     speed = Throughput()
     speed.arithmetic, speed.peak_flops = Arithmetic(per_token=10, per_square=1, per_item=100), 1000.0
-    plan = [MicroBatch(0, np.array([1, 0]), 8), MicroBatch(1, np.array([2]), 1)]
+    plan = [MicroBatch(0, np.array([1, 0]), 4, 8, 8), MicroBatch(1, np.array([2]), 1, 1, 1)]
     for _ in range(2):
         speed.count(plan, np.array([2, 4, 1]), num_items=3)
     with speed.paused():

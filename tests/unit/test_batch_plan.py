@@ -275,6 +275,12 @@ def test_a_padded_step_has_a_multiple_of_the_parts_or_a_micro_batch_a_sample(pla
         assert all(part.tokens <= (plan.micro_batch_tokens or np.inf) for part in step)
 
 
+def test_a_bound_of_samples_costs_a_packed_step_no_micro_batches():
+    lengths = np.random.default_rng(1).integers(1, 100, 64)
+    steps = BatchPlan(64, 16, micro_batch_size=2, lengths=lengths, packed=True, parts=4).epoch(0)
+    assert [[len(part.samples) for part in step] for step in steps] == [[2] * 8] * 4
+
+
 def test_samples_without_lengths_are_cut_into_equal_parts():
     sizes = [[len(part.samples) for part in step] for step in BatchPlan(20, 10, micro_batch_size=8, parts=4).epoch(0)]
     assert [sorted(step) for step in sizes] == [[1, 3, 3, 3]] * 2

@@ -40,7 +40,7 @@ def test_start_names_model_labels_sizes_and_folder(capsys):
         "  labels   bad: 1,500, good: 2,500",
         "  samples  4,000 train, 800 eval",
         "  steps    500, 125 an epoch",
-        "  batch    32 samples, in micro-batches of at most 1024 tokens",
+        "  batch    32 samples, in micro-batches of at most 1,024 tokens",
         "  runs on  2 processes, cpu, bf16 and float32",
         "  output   out",
         "note: Texts are cut.",

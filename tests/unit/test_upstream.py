@@ -293,6 +293,39 @@ def wandb_writes_its_file_each_second_in_a_process_of_its_own():
     assert Path(get_core_path()).name == "wandb-core"
 
 
+def varlen_attention_is_called_below_its_public_function():
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert "dropout" not in inspect.signature(varlen_attn).parameters
+    flash, efficient = torch.ops.aten._flash_attention_forward, torch.ops.aten._efficient_attention_forward
+    names = [[argument.name for argument in kernel.default._schema.arguments] for kernel in (flash, efficient)]
+    assert {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "window_size_left"} <= {*names[0]}
+    assert {"cu_seqlens_q", "max_seqlen_q", "dropout_p", "custom_mask_type", "compute_log_sumexp"} <= {*names[1]}
+
+
+def models_say_whether_their_attention_can_be_replaced():
+    from transformers import BertModel, BloomModel
+
+    assert BertModel._can_set_attn_implementation() and not BloomModel._can_set_attn_implementation()
+
+
+def a_plans_tensors_are_fake_ones():
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.zeros(1) + 1, FakeTensor)
+
+
+def persistent_workers_are_shut_down_by_their_iterator():
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader([1, 2])
+    assert loader._iterator is None
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    assert callable(_MultiProcessingDataLoaderIter._shutdown_workers)
+
+
 # Python
 
 
@@ -315,6 +348,40 @@ TABLE = [
         "hooks would break the graph of a model that model.compile() has compiled",
         NO_ISSUE,
         compiled_models_have_a_call,
+    ),
+    *(
+        Upstream(
+            name,
+            "models",
+            "flash attention for texts of unequal length with dropout, which torch.nn.attention.varlen sets to 0; and float32",
+            NO_ISSUE,
+            varlen_attention_is_called_below_its_public_function,
+        )
+        for name in ("_flash_attention_forward", "_efficient_attention_forward")
+    ),
+    Upstream(
+        "_can_set_attn_implementation",
+        "models",
+        "set_attn_implementation only warns where attention does not go through transformers' interface",
+        NO_ISSUE,
+        models_say_whether_their_attention_can_be_replaced,
+    ),
+    Upstream(
+        "torch._subclasses.FakeTensor",
+        "models",
+        "a plan's dropout has no random numbers to draw",
+        NO_ISSUE,
+        a_plans_tensors_are_fake_ones,
+    ),
+    *(
+        Upstream(
+            name,
+            "strategies",
+            "a DataLoader's persistent workers may outlive it, in the traceback of a failure",
+            NO_ISSUE,
+            persistent_workers_are_shut_down_by_their_iterator,
+        )
+        for name in ("_iterator", "_shutdown_workers")
     ),
     Upstream(
         "_execution_engine",
