@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -90,7 +91,7 @@ def reason_against(
     try:
         batch = collate_for(model, task)([dataset[sample] for sample in samples])
         packing = batch.pop(PACKING)
-        inputs = {name: value.to(device) for name, value in task.inputs(batch).items()}
+        inputs = task.inputs(send_to_device(batch, device))
         mask_BT = inputs.get(MASK)
         with _evaluating(model.to(device)), torch.no_grad():
             for dtype in (None, half) if half else (None,):

@@ -268,7 +268,7 @@ def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_
     (said,) = [notice for notice in plan.notices if "auto" in notice]
     tokens = int(re.fullmatch(r"train.micro_batch_tokens=auto: planned with (\d+), the largest size .*", said)[1])
     assert tokens == np.ceil(plan.data.tokens / plan.data.train_samples * plan.steps.batch_size / 2)
-    assert plan.work.idle_steps == 0
+    assert plan.work.idle_steps == 1  # the short last one
     assert "train.mixed_precision=auto: planned with bf16." in make_plan(recipe, device="cuda").notices
 
 
