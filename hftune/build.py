@@ -367,7 +367,7 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
 
 def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
-    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens")
+    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens", "packing")
     device = strategy.device.type
     if device == "cuda":
         properties = torch.cuda.get_device_properties(strategy.device)

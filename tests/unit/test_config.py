@@ -187,6 +187,31 @@ def test_mixed_precision_no_is_the_word_no_on_the_command_line(write):
     assert Recipe.load(path, "train.mixed_precision=no").train.mixed_precision == "no"
 
 
+@pytest.mark.parametrize("spelling", ["off", "'off'", "false"])
+def test_packing_off_is_the_word_off(write, spelling):
+    path = write("plain.yaml", PLAIN + f"train: {{packing: {spelling}}}")
+    assert Recipe.load(path).train.packing == "off"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.packing=on", "train.packing=true is not one of auto, off."),
+        ("train.packing=always", "train.packing='always' is not one of auto, off."),
+        ("train.parts=0", "train.parts=0 must be at least 1."),
+        (
+            "train.parts=64",
+            "train.parts=64 is larger than train.batch_size=32: a micro-batch has at least one sample. Lower the first or "
+            "raise the second.",
+        ),
+    ],
+)
+def test_packing_and_parts_that_cannot_be_are_refused(write, word, message):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load(write("plain.yaml", PLAIN), word)
+    assert str(caught.value) == message
+
+
 def test_betas_are_a_pair_of_floats(write):
     path = write("plain.yaml", PLAIN + "train: {betas: [0.8, 0.95]}")
     assert Recipe.load(path).train.betas == (0.8, 0.95)
