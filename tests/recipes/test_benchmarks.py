@@ -118,6 +118,14 @@ def check_restoration_flowers(cells):
     assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
 
 
+def check_scaling(speeds, balances):
+    assert [row[""] for row in speeds.rows] == ["hftune", "hftune padded", "raw DDP"]
+    assert all(number(row[way]) > 0 for row in speeds.rows for way in ("1 process", "2 processes", "2 apart"))
+    assert [row["batch"] for row in balances.rows] == ["128"] * 3 + ["32"] * 3
+    for hftune, _, raw in (balances.rows[:3], balances.rows[3:]):
+        assert 1 >= number(hftune["8 processes"]) > max(0.9, number(raw["2 processes"]))
+
+
 def check_startup(cells):
     assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
     assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
