@@ -16,11 +16,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from hftune.batch_plan import MicroBatch
+from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
+from hftune.errors import ConfigError
 from hftune.strategies.absent_model import absent_model
 from hftune.strategies.base import StepBatch, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
@@ -30,6 +33,9 @@ from hftune.strategies.pipeline_stages import outermost_lists
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Replicated, start_equal
 from hftune.task import Task
+
+LINEAR = (nn.Linear, Conv1D)
+"""Layers whose weights autocast rounds to bfloat16; GPT-2's Conv1D is a linear layer, too."""
 
 
 class FullySharded(DataParallel):
@@ -44,9 +50,8 @@ class FullySharded(DataParallel):
     - A task's ``predictions`` may use the model, as generation does, and not equally often on all processes. The first time
       that one does, the evaluation starts again, and this and all later ones run on a full copy: each process then holds all
       weights (float32) in addition to its shards, as under DDP.
-    - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. FSDP's own
-      MixedPrecisionPolicy would send half as much, but also keep embeddings, norms and sums in bfloat16 (yelp_demo's first
-      loss is then off by 8e-5; this way by less than 1e-7).
+    - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. With
+      ``train.fsdp_gather=bf16``, what autocast would round is rounded before it is sent: see ``gathered_in_bf16``.
     - ``build_model`` still builds the full model on every process, in host memory.
     """
 
@@ -54,9 +59,9 @@ class FullySharded(DataParallel):
 
     sharding: ShardedWeights
 
-    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None, gather: str = "float32"):
         super().__init__(accelerator, task, progress)
-        self.sharding = ShardedWeights(accelerator, self)
+        self.sharding = ShardedWeights(accelerator, self, gather)
         self._absent = absent_model(self._note_use)
         self._asked_for_model = self._needs_model = False
         """Whether the task has used the model in an evaluation: on this process, and on any."""
@@ -72,6 +77,7 @@ class FullySharded(DataParallel):
         parameters, blocks = [*self.sharding.model.parameters()], self.sharding.blocks
         own, total = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
         how = f"one {' or '.join(blocks)} at a time" if blocks else "all at once"
+        how += ", linear layers in bf16" if self.sharding.gather_precision == "bf16" else ""
         return [f"FSDP: process {self.process_index} keeps {own:,} of {total:,} weights; they are gathered {how}."]
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
@@ -168,6 +174,11 @@ class ShardedWeights(Replicated):
     blocks: list[str]
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 
+    def __init__(self, accelerator: Accelerator, group: Collectives, gather: str = "float32"):
+        super().__init__(accelerator, group)
+        self.gather_precision = gather
+        """``train.fsdp_gather``."""
+
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         check_optimizer(optimizer, self.accelerator.device, is_sharded=True)
         start_equal(model, self.group)
@@ -180,7 +191,9 @@ class ShardedWeights(Replicated):
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = block_classes(model)
         self.blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
-        with tied_weights_together(model):
+        blocks = [module for module in model.modules() if type(module).__name__ in self.blocks]
+        in_bf16 = gathered_in_bf16(blocks) if self.gather_precision == "bf16" else nullcontext()
+        with tied_weights_together(model), in_bf16:
             super().prepare(model, optimizer)
         # torch warns that a task may change the outputs in place, and so lose the hook on them that begins the backward pass.
         # The first block begins it as well; without blocks no weight would get a gradient, which is refused.
@@ -239,6 +252,50 @@ def block_classes(model: nn.Module) -> list[str]:
     tied, members = tied_parameters(model), [member for _, members in outermost_lists(model) for member in members]
     names = {type(member).__name__ for member in members if [*member.children()]}
     return sorted(names - {type(member).__name__ for member in members if not tied.isdisjoint(member.parameters())})
+
+
+@contextmanager
+def gathered_in_bf16(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Let Accelerate shard these blocks so that their linear layers are gathered in bfloat16, all else in float32.
+
+    Autocast rounds weights and biases of linear layers to bfloat16, and their gradients come back in it. This only has it
+    happen before the gather; FSDP adds the gradients up in float32, as ever. The other modules of a block, such as norms, get
+    units of their own, as a unit has one precision. A block that holds parameters in any other way stays float32.
+
+    Raises:
+        ConfigError: no block can be gathered like this.
+    """
+    split = {block: parts for block in blocks if (parts := float32_parts(block)) is not None}
+    if not split:
+        raise ConfigError("train.fsdp_gather=bf16: this model has no blocks with linear layers. Set train.fsdp_gather=float32.")
+    shard = torch.distributed.fsdp.fully_shard
+    # Autocast converts the inputs of the linear layers; other modules may need theirs as they are.
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def shard_in_parts(module: Any, **options: Any) -> Any:
+        if isinstance(module, nn.Module) and module in split:
+            for part in split[module]:
+                shard(part, **options)
+            options["mp_policy"] = policy
+        return shard(module, **options)
+
+    torch.distributed.fsdp.fully_shard = shard_in_parts  # Accelerate 1.15 has one policy for all units
+    try:
+        yield
+    finally:
+        torch.distributed.fsdp.fully_shard = shard
+
+
+def float32_parts(block: nn.Module) -> list[nn.Module] | None:
+    """Return a block's modules with parameters that are not linear layers.
+
+    None if the block has no linear layer, or if one of these modules contains others: they would share its unit.
+    """
+    owners = [module for module in block.modules() if [*module.parameters(recurse=False)]]
+    parts = [module for module in owners if not isinstance(module, LINEAR)]
+    if len(parts) == len(owners) or any([*child.parameters()] for part in parts for child in part.children()):
+        return None
+    return parts
 
 
 @contextmanager
