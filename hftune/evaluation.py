@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.distributed.pulse import marked_while_moving
 from hftune.errors import DataError, TrainingError
 from hftune.metrics.named import compute, load_metrics
+from hftune.strategies.absent_model import ModelNeeded
 from hftune.strategies.base import Strategy
 from hftune.task import Task, ask
 
@@ -74,13 +76,14 @@ def evaluate(
     """
     task = strategy.task
     micro_batches = plan_evaluation(task, dataset, batch_size, batch_tokens)
-    total, scored = len(strategy.share(micro_batches)), []
+    total, scored = len(strategy.share(micro_batches)), dict[int, _Scored]()
     for micro_batch, batch in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
-        scored.append(_score(strategy, micro_batch, batch, num_images))
+        with suppress(ModelNeeded):  # then they come again, with the model
+            scored[micro_batch.index] = _score(strategy, micro_batch, batch, num_images)
         on_scored(len(scored), total)
     if strategy.any_process(should_stop()):
         return None
-    gathered = strategy.gather_to_main(scored, at_once=max(1, ROWS // batch_size))
+    gathered = strategy.gather_to_main([*scored.values()], at_once=max(1, ROWS // batch_size))
     rows: list[dict[str, Any]] = []
 
     def summarise() -> dict[str, Any]:

@@ -28,7 +28,14 @@ FREE = ("recipe", "output_dir", "resume")
 HARMLESS = (
     *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
     "train.profile",
-    *("train.micro_batch_size", "train.micro_batch_tokens", "train.gradient_checkpointing", "train.compile", "parallel."),
+    *(
+        "train.micro_batch_size",
+        "train.micro_batch_tokens",
+        "train.gradient_checkpointing",
+        "train.compile",
+        "train.fsdp_gather",
+        "parallel.",
+    ),
     *("eval.batch_size", "eval.batch_tokens", "eval.show_samples", "checkpoint.", "track."),
 )
 """Keys (or prefixes) that change how a run is computed or shown, but not its result."""

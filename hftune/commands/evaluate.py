@@ -60,7 +60,8 @@ def evaluate(
         ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
         DataError: the data cannot be evaluated on.
     """
-    recipe = replace(recipe, track=TrackConfig())  # those of the training
+    # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
+    recipe = replace(recipe, track=TrackConfig(), train=replace(recipe.train, fsdp_gather="float32"))
     recipe.validate()
     with Session(recipe) as session:
         session.progress.stage("loading data and model")

@@ -100,6 +100,9 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] = "no"
     """Precision of the forward and backward passes; weights and optimizer state stay float32. no: float32. fp16 needs a GPU.
     auto: bf16 if the GPUs of all processes compute it, else no; on CPUs always no."""
+    fsdp_gather: Literal["float32", "bf16"] = "float32"
+    """Precision in which FSDP sends the weights of a block's linear layers; needs FSDP. bf16: half the bytes, for
+    train.mixed_precision=bf16, which computes these layers in bf16 anyway. Other weights, and all gradients, stay float32."""
     batch_norm: Literal["train", "frozen"] = "train"
     """Mode of modules with running statistics, such as BatchNorm. train: each micro-batch is normalised separately, and the
     statistics are averaged over the whole step, on any number of processes. frozen: training uses the running statistics and
@@ -150,6 +153,13 @@ class TrainConfig(Section):
                 "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick different algorithms each "
                 "time. Set train.cudnn_benchmark=false."
             )
+        if self.fsdp_gather == "bf16" and self.mixed_precision != "bf16":
+            yield (
+                f"train.fsdp_gather=bf16 needs train.mixed_precision=bf16, not {self.mixed_precision}: it sends weights in the "
+                "precision that layers compute in."
+            )
+        if self.fsdp_gather == "bf16" and self.compile:
+            yield "train.fsdp_gather=bf16 does not work with train.compile=true. Set train.compile=false."
         for name in ("micro_batch_size", "micro_batch_tokens"):
             if isinstance(value := getattr(self, name), str) and value != "auto":
                 yield f"train.{name}={value!r} is neither a whole number nor auto nor null."

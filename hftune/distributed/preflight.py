@@ -51,6 +51,11 @@ def check_launcher(recipe: Recipe) -> None:
         check_parallel(recipe, ProcessInfo.from_environment().world_size)
     if asks_for_fsdp():
         _check_fsdp(recipe)
+    elif recipe.train.fsdp_gather != "float32":
+        raise ConfigError(
+            f"train.fsdp_gather={recipe.train.fsdp_gather} needs FSDP, which the launcher does not ask for. Launch with "
+            "accelerate_configs/fsdp.yaml, or set train.fsdp_gather=float32."
+        )
 
 
 def _check_fsdp(recipe: Recipe) -> None:

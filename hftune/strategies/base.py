@@ -163,12 +163,13 @@ class Step(ABC):
 
         Until the last one is taken, the model is in evaluation mode and the same on all processes, running statistics
         included. Random draws, such as those of sampled generation, are keyed by micro-batch. The batches end early if
-        ``should_stop`` became true here, or on a process that computes the same micro-batches.
+        ``should_stop`` became true here, or on a process that computes the same micro-batches. A micro-batch may come twice,
+        of which the second time counts: if a task turns out to use the model, see ``FullySharded``.
         """
 
     @abstractmethod
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Return the outputs for one of ``evaluation_batches``, without gradient. Not collective."""
+        """Return the outputs for one of ``evaluation_batches``, without gradient. To be called once for each of them."""
 
     def notices(self) -> list[str]:
         """Return what a user should know about how the work is spread, one sentence each. Not collective."""
@@ -210,7 +211,8 @@ class Strategy(Collectives, Step):
     """A step spread over processes: what all strategies share."""
 
     model: nn.Module
-    """What ``task.predictions`` may call during an evaluation: a full model, whose forward pass waits for no other process."""
+    """What ``task.predictions`` is given in an evaluation: a full model, whose forward pass waits for no other process; or what
+    stands for it if there is none."""
     sharding: Sharding
     computes_alone = False
     """Whether a process computes its part of a step without waiting for others until the gradient is summed; see StepTimes."""

@@ -6,7 +6,7 @@ Independent of epochs, metrics and files.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -14,18 +14,28 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from hftune.batch_plan import MicroBatch
+from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
+from hftune.errors import ConfigError
+from hftune.strategies.absent_model import absent_model
 from hftune.strategies.base import StepBatch, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
 from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.pipeline_stages import outermost_lists
+from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Replicated, start_equal
 from hftune.task import Task
+
+LINEAR = (nn.Linear, Conv1D)
+"""Layers whose weights autocast rounds to bfloat16; GPT-2's Conv1D is a linear layer, too."""
 
 
 class FullySharded(DataParallel):
@@ -35,12 +45,13 @@ class FullySharded(DataParallel):
     reduced and scattered at once. A block is a member of an ``nn.ModuleList``, such as a transformer's layer; a model without
     any is gathered as a whole.
 
-    - Each forward pass is collective. So all processes get equally many micro-batches of a step, dummies included, and of
-      similar cost. Evaluations, whose passes differ in number and length, run on a full copy: each process then holds all
+    - Each forward pass is collective. So all processes get equally many micro-batches of a step or an evaluation, dummies
+      included, and of similar cost.
+    - A task's ``predictions`` may use the model, as generation does, and not equally often on all processes. The first time
+      that one does, the evaluation starts again, and this and all later ones run on a full copy: each process then holds all
       weights (float32) in addition to its shards, as under DDP.
-    - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. FSDP's own
-      MixedPrecisionPolicy would send half as much, but also keep embeddings, norms and sums in bfloat16 (yelp_demo's first
-      loss is then off by 8e-5; this way by less than 1e-7).
+    - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. With
+      ``train.fsdp_gather=bf16``, what autocast would round is rounded before it is sent: see ``gathered_in_bf16``.
     - ``build_model`` still builds the full model on every process, in host memory.
     """
 
@@ -48,9 +59,15 @@ class FullySharded(DataParallel):
 
     sharding: ShardedWeights
 
-    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None, gather: str = "float32"):
         super().__init__(accelerator, task, progress)
-        self.sharding = ShardedWeights(accelerator, self)
+        self.sharding = ShardedWeights(accelerator, self, gather)
+        self._absent = absent_model(self._note_use)
+        self._asked_for_model = self._needs_model = False
+        """Whether the task has used the model in an evaluation: on this process, and on any."""
+
+    def _note_use(self) -> None:
+        self._asked_for_model = True
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().prepare(model, optimizer)
@@ -60,22 +77,78 @@ class FullySharded(DataParallel):
         parameters, blocks = [*self.sharding.model.parameters()], self.sharding.blocks
         own, total = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
         how = f"one {' or '.join(blocks)} at a time" if blocks else "all at once"
+        how += ", linear layers in bf16" if self.sharding.gather_precision == "bf16" else ""
         return [f"FSDP: process {self.process_index} keeps {own:,} of {total:,} weights; they are gathered {how}."]
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         raise NotImplementedError("a process that fails here leaves the others waiting; check_launcher refuses auto under FSDP")
 
+    def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Share in rounds of similar cost: the processes wait for each other in every block of every forward pass."""
+        return sorted(micro_batches, key=lambda micro_batch: -micro_batch.cost)[self.process_index :: self.num_processes]
+
     def assign(self, step: list[MicroBatch]) -> StepBatch:
-        """Assign in rounds of similar cost: the processes wait for each other in every block of every forward pass."""
-        by_cost = sorted(step, key=lambda micro_batch: -micro_batch.cost)
-        mine = by_cost[self.process_index :: self.num_processes]
-        num_missing = -(-len(step) // self.num_processes) - len(mine)
-        return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
+        mine, dummies = self.share(step), self._dummies(step)
+        return StepBatch(step, [*mine, *dummies], [1] * len(mine) + [0] * len(dummies))
+
+    def _dummies(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return what this process computes after its share, so that all processes have equally many forward passes."""
+        num_rounds = -(-len(micro_batches) // self.num_processes)
+        return [dummy_micro_batch(micro_batches)] * (num_rounds - len(self.share(micro_batches)))
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
         if self._statistics.places:
             self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
         super().forward_backward(batch, seed, step, stop)
+
+    def evaluation_batches(
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        if not self._needs_model:
+            with self._evaluating_shards():
+                yield from self._in_rounds(dataset, micro_batches, num_workers, should_stop)
+            if self._needs_model and self.is_main:
+                name = type(self.task).__name__
+                print(f"note: FSDP: {name} uses the model for its predictions. Evaluations gather it as a whole.", flush=True)
+        if self._needs_model:
+            yield from super().evaluation_batches(dataset, micro_batches, num_workers, should_stop)
+
+    def _in_rounds(
+        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        """Yield this process's share; before each round the processes agree on whether to go on, and once more at the end."""
+        mine, dummies = self.share(micro_batches), self._dummies(micro_batches)
+        loaded = self.evaluated(dataset, [*mine, *dummies], num_workers)
+        for index, micro_batch in enumerate([*mine, *dummies]):
+            if not self._all_go_on(should_stop()):
+                return
+            self.progress.samples(micro_batch.samples)
+            batch = send_to_device(next(loaded), self.device, non_blocking=True)
+            if index < len(mine):
+                seed_forward(0, 0, micro_batch.index, self.device)
+                yield micro_batch, batch
+            else:
+                self.forward(batch)
+        self._all_go_on(should_stop())
+
+    def _all_go_on(self, stop: bool) -> bool:
+        """Return whether no process was asked to stop or needs the model, equal on all. Collective."""
+        flags = torch.tensor([float(stop), float(self._asked_for_model)], device=self.device)
+        num_stopped, num_asking = self.sum(flags).tolist()
+        self._needs_model = num_asking > 0
+        return num_stopped == num_asking == 0
+
+    @contextmanager
+    def _evaluating_shards(self) -> Iterator[None]:
+        self.sharding.share_statistics()
+        self.model = self._absent
+        self.sharding.wrapped.eval()
+        try:
+            yield
+        finally:
+            self.sharding.free_gathered()
+            self.sharding.wrapped.train()
+            self.model = self.sharding.meta_model
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -86,6 +159,12 @@ class FullySharded(DataParallel):
         finally:
             self.model = self.sharding.meta_model  # frees the weights
 
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        if self.model is not self._absent:
+            return super().forward(batch)
+        with torch.no_grad():
+            return self.sharding.wrapped(**self.task.evaluation_inputs(batch))
+
 
 class ShardedWeights(Replicated):
     """Parameters, gradients and moments are DTensors, of which each process holds a slice; buffers are on every process."""
@@ -94,6 +173,11 @@ class ShardedWeights(Replicated):
     """The full model without values."""
     blocks: list[str]
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
+
+    def __init__(self, accelerator: Accelerator, group: Collectives, gather: str = "float32"):
+        super().__init__(accelerator, group)
+        self.gather_precision = gather
+        """``train.fsdp_gather``."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         check_optimizer(optimizer, self.accelerator.device, is_sharded=True)
@@ -107,7 +191,9 @@ class ShardedWeights(Replicated):
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = block_classes(model)
         self.blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
-        with tied_weights_together(model):
+        blocks = [module for module in model.modules() if type(module).__name__ in self.blocks]
+        in_bf16 = gathered_in_bf16(blocks) if self.gather_precision == "bf16" else nullcontext()
+        with tied_weights_together(model), in_bf16:
             super().prepare(model, optimizer)
         # torch warns that a task may change the outputs in place, and so lose the hook on them that begins the backward pass.
         # The first block begins it as well; without blocks no weight would get a gradient, which is refused.
@@ -116,6 +202,15 @@ class ShardedWeights(Replicated):
 
     def accumulating(self) -> AbstractContextManager:
         return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
+
+    def free_gathered(self) -> None:
+        """Free the weights that FSDP keeps after a forward pass for a backward pass: those of no block. Local.
+
+        Left in place, they would be used again after the shards have changed.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -157,6 +252,50 @@ def block_classes(model: nn.Module) -> list[str]:
     tied, members = tied_parameters(model), [member for _, members in outermost_lists(model) for member in members]
     names = {type(member).__name__ for member in members if [*member.children()]}
     return sorted(names - {type(member).__name__ for member in members if not tied.isdisjoint(member.parameters())})
+
+
+@contextmanager
+def gathered_in_bf16(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Let Accelerate shard these blocks so that their linear layers are gathered in bfloat16, all else in float32.
+
+    Autocast rounds weights and biases of linear layers to bfloat16, and their gradients come back in it. This only has it
+    happen before the gather; FSDP adds the gradients up in float32, as ever. The other modules of a block, such as norms, get
+    units of their own, as a unit has one precision. A block that holds parameters in any other way stays float32.
+
+    Raises:
+        ConfigError: no block can be gathered like this.
+    """
+    split = {block: parts for block in blocks if (parts := float32_parts(block)) is not None}
+    if not split:
+        raise ConfigError("train.fsdp_gather=bf16: this model has no blocks with linear layers. Set train.fsdp_gather=float32.")
+    shard = torch.distributed.fsdp.fully_shard
+    # Autocast converts the inputs of the linear layers; other modules may need theirs as they are.
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def shard_in_parts(module: Any, **options: Any) -> Any:
+        if isinstance(module, nn.Module) and module in split:
+            for part in split[module]:
+                shard(part, **options)
+            options["mp_policy"] = policy
+        return shard(module, **options)
+
+    torch.distributed.fsdp.fully_shard = shard_in_parts  # Accelerate 1.15 has one policy for all units
+    try:
+        yield
+    finally:
+        torch.distributed.fsdp.fully_shard = shard
+
+
+def float32_parts(block: nn.Module) -> list[nn.Module] | None:
+    """Return a block's modules with parameters that are not linear layers.
+
+    None if the block has no linear layer, or if one of these modules contains others: they would share its unit.
+    """
+    owners = [module for module in block.modules() if [*module.parameters(recurse=False)]]
+    parts = [module for module in owners if not isinstance(module, LINEAR)]
+    if len(parts) == len(owners) or any([*child.parameters()] for part in parts for child in part.children()):
+        return None
+    return parts
 
 
 @contextmanager
