@@ -196,9 +196,10 @@ class ShardedWeights(Replicated):
         with tied_weights_together(model), in_bf16:
             super().prepare(model, optimizer)
         # torch warns that a task may change the outputs in place, and so lose the hook on them that begins the backward pass.
-        # The first block begins it as well; without blocks no weight would get a gradient, which is refused.
-        name = type(self.model).__name__
-        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
+        # The first block begins it as well; without blocks no weight would get a gradient, which is refused. Blocks return
+        # views where training computes no padding; what comes after a block leaves them as they are.
+        names = "|".join([type(self.model).__name__, *(f"FSDP{name}" for name in self.blocks)])
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(({names})\) returned a view tensor")
 
     def accumulating(self) -> AbstractContextManager:
         return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch

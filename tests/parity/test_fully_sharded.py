@@ -24,8 +24,9 @@ JOB = (
     "train.clip_norm=0.5",
     "checkpoint.keep=9",
 )
-ODD = (*JOB, "train.micro_batch_size=3")
-"""Six micro-batches a step on two processes, and two in the last one of an epoch; the norm is always clipped."""
+ODD = (*JOB, "train.micro_batch_size=3", "eval.batch_size=8")
+"""Six micro-batches a step on two processes, and two in the last one of an epoch; the norm is always clipped. Five micro-batches
+in an evaluation."""
 SHORT = (*JOB, "train.max_steps=4")
 TITLES = (
     "recipe=bigbird_demo",
@@ -35,13 +36,14 @@ TITLES = (
     *("train.batch_size=16", "train.micro_batch_tokens=500", "train.log_every=1", "train.epochs=4", "train.lr=2e-2"),
     "task.generation.num_beams=2",
 )
+BF16 = ("train.mixed_precision=bf16", "train.gradient_checkpointing=true")
 PAIRS = {
     "dropout": ODD,
     "unequal": (  # under DDP, one process has more micro-batches than the other
         *SHORT,
         *("train.micro_batch_size=null", "train.micro_batch_tokens=100", "train.gradient_checkpointing=true"),
     ),
-    "bf16": (*SHORT, "train.mixed_precision=bf16"),
+    "bf16": (*SHORT, *BF16),
     "sgd": (*SHORT, "train.optimizer=sgd", "train.lr=1e-2", "train.momentum=0.9"),
     "prefix_lm": (*TITLES, "task.architecture=prefix_lm", "eval.batch_size=13"),  # process 1 has nothing to evaluate
     "encoder_decoder": (*TITLES, "task.architecture=encoder_decoder", "eval.batch_size=5"),  # one has two batches, one has one
@@ -59,6 +61,7 @@ def runs(folder):
     stopped = (*ODD, f"output_dir={folder / 'chain'}")
     jobs = {f"{way} {name}": words for way in ("ddp", "fsdp") for name, words in PAIRS.items()}
     jobs |= {"fsdp begins": stopped, "ddp goes on": stopped}
+    jobs["fsdp gathers bf16"] = (*PAIRS["bf16"], "train.fsdp_gather=bf16")
     sharded = [name for name in jobs if name.startswith("fsdp")]
     return train_on(2, jobs, folder, stops={"fsdp begins": (3, 1), "ddp goes on": (5, 1)}, sharded=sharded)
 
@@ -80,6 +83,34 @@ def test_the_norm_was_clipped_and_every_sample_was_used_once(runs):
     assert all(norm > 0.5 for norm in runs["fsdp dropout"].logged("train/grad_norm"))
     found = audit(runs["fsdp dropout"].folder)
     assert (found.problems, found.steps, found.whole_epochs) == ([], 14, 2)
+
+
+def test_gathers_in_bf16_change_no_loss(runs):
+    # Autocast would have rounded the same weights, and torch adds their gradients up in float32 either way.
+    same(runs["fsdp gathers bf16"], runs["fsdp bf16"], rel=1e-7)
+
+
+def test_only_tasks_that_use_the_model_in_evaluations_gather_a_whole_copy(runs):
+    copied = {name for name, run in runs.items() if run.has_copied}
+    assert copied == {"fsdp prefix_lm", "fsdp encoder_decoder"}
+
+
+def test_evaluations_score_every_sample_in_its_place(runs):
+    rows, expected = runs["fsdp dropout"].predictions, runs["ddp dropout"].predictions
+    assert [row["text"] for row in rows] == [row["text"] for row in expected] and len(rows) == 37
+    assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
+
+
+def test_an_evaluation_stops_on_all_processes_and_a_resumed_run_is_the_same(runs, tmp_path):
+    words = (f"recipe={SUPPORT / 'next_token.yaml'}", "task.type=tests.support.tasks.StoppedWhileEvaluated", "resume=auto")
+    words = (*words, "eval.batch_size=2", f"output_dir={tmp_path}/out")
+    done = Command(2, *words, **FSDP)
+    assert done.returncode != 0
+    assert "The same command resumes from" in done.communicate()[1]
+    assert "eval/loss" not in (tmp_path / "out" / "metrics.jsonl").read_text()
+    done = Command(2, *words, **FSDP)
+    assert done.returncode == 0, done.communicate()[1]
+    assert Run(tmp_path / "out").logged("eval/loss")
 
 
 def test_each_process_has_half_of_weights_gradient_and_moments(runs):
@@ -142,7 +173,7 @@ def test_a_checkpoint_of_fsdp_goes_on_with_one_process(runs, folder, tmp_path):
 
 
 IN_FLOAT64 = {
-    "dropout": ("task.dropout=0.3", "train.epochs=1"),
+    "dropout": ("task.dropout=0.3", "train.epochs=1", "eval.batch_size=4"),  # two processes evaluate twice, two once
     "whole": ("train.micro_batch_size=12", "train.clip_norm=null", "train.epochs=1"),
     "statistics": (f"recipe={SUPPORT / 'trapped.yaml'}", "task.trap=running statistics"),
 }
@@ -159,6 +190,12 @@ def on_four(tmp_path_factory):
 @pytest.mark.parametrize("name", IN_FLOAT64)
 def test_tasks_without_transformers_are_equal_to_rounding_in_float64(on_four, name):
     same(on_four[f"fsdp {name}"], on_four[f"ddp {name}"], rel=1e-13)
+
+
+def test_a_task_that_uses_the_model_on_one_process_alone_gets_it(on_four):
+    assert {name for name, run in on_four.items() if run.has_copied} == {"fsdp statistics"}
+    again, given = ([row[name] for row in on_four["fsdp statistics"].predictions] for name in ("again", "given"))
+    assert again == given
 
 
 def test_running_statistics_are_those_of_ddp(on_four):
@@ -204,6 +241,18 @@ REFUSED = {
         ("train.micro_batch_size=auto",),
         "train.micro_batch_size=auto does not work under FSDP: a process that runs out of memory would leave the others "
         "waiting for its shard of the weights. Set a number, such as train.micro_batch_size=4, or train.micro_batch_tokens.",
+    ),
+    "gathers without bf16": (
+        FSDP,
+        ("train.fsdp_gather=bf16",),
+        "train.fsdp_gather=bf16 needs train.mixed_precision=bf16, not no: it sends weights in the precision that layers "
+        "compute in.",
+    ),
+    "gathers without FSDP": (
+        {},
+        ("train.fsdp_gather=bf16", "train.mixed_precision=bf16"),
+        "train.fsdp_gather=bf16 needs FSDP, which the launcher does not ask for. Launch with accelerate_configs/fsdp.yaml, or "
+        "set train.fsdp_gather=float32.",
     ),
     "no launcher": (
         FSDP,

@@ -56,6 +56,11 @@ class Run:
         return json.loads(self.folder.with_name(f"{self.folder.name}-bytes-{rank}.json").read_text())
 
     @property
+    def has_copied(self) -> bool:
+        """Whether a process of train_on has gathered a whole copy on every process, under FSDP."""
+        return self.folder.with_name(f"{self.folder.name}-copied").exists()
+
+    @property
     def predictions(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "predictions.jsonl").read_text().splitlines()]
 

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.base import Strategy
+from hftune.strategies.fully_sharded import ShardedWeights
 from tests.support.tasks import few_digits, few_reviews
 from tests.support.warm import Server
 
@@ -141,8 +142,13 @@ def work(
 
 @contextmanager
 def weighed(folder: Path) -> Iterator[None]:
-    """Write down how many bytes of weights, gradient and moments each process has after a step, beside the folder: Run.weighed reads it."""
-    original = Strategy.optimizer_step
+    """Write down, beside the folder, what Run.weighed and Run.has_copied read: bytes on each process, and whole copies."""
+    original, original_copy = Strategy.optimizer_step, ShardedWeights.whole_copy
+
+    def whole_copy(self: ShardedWeights, device: Any, everywhere: bool) -> Any:
+        if everywhere:
+            folder.with_name(f"{folder.name}-copied").touch()
+        return original_copy(self, device, everywhere)
 
     def own(tensors: Iterable[Any]) -> int:
         parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
@@ -157,11 +163,11 @@ def weighed(folder: Path) -> Iterator[None]:
         if not (path := folder.with_name(f"{folder.name}-bytes-{self.process_index}.json")).exists():
             path.write_text(json.dumps(found))
 
-    Strategy.optimizer_step = optimizer_step
+    Strategy.optimizer_step, ShardedWeights.whole_copy = optimizer_step, whole_copy
     try:
         yield
     finally:
-        Strategy.optimizer_step = original
+        Strategy.optimizer_step, ShardedWeights.whole_copy = original, original_copy
 
 
 @contextmanager
