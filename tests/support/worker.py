@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -113,7 +114,7 @@ def work(
     errors: str = "",
     **_: Any,
 ) -> None:
-    """Be one process of a group: train each job, or run it if it is a command."""
+    """Be one process of a group: train each job, or run it if it is a command or a script."""
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, appending), (2, errors or log, appending)):
         os.dup2(os.open(path, flags), stream)  # the worker's own input is not theirs
@@ -126,6 +127,10 @@ def work(
             sys.argv = [source, *overrides]
             if code := importlib.import_module(source).main(overrides):
                 run.leave(code)
+            continue
+        if source.endswith(".py"):
+            sys.argv, sys.path[0] = [source, *overrides], str(Path(source).parent)
+            runpy.run_path(source, run_name="__main__")
             continue
         if as_typed:
             if code := run.main([f"recipe={source}", *overrides]):
