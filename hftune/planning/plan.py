@@ -88,6 +88,14 @@ class Work:
     """Load balance: average load of a process divided by the load of the busiest one of each step, from 0 to 1."""
     idle_steps: int
     """Steps with fewer micro-batches than processes, or pipelines: some of these are idle."""
+    packed: bool
+    """Whether padding is left out, as far as the model shows without values: training tries it."""
+    mean_tokens: float | None
+    """Tokens of a micro-batch, padding included unless ``packed``; null if the task's samples have no lengths."""
+    most_tokens: int | None
+    """Of the largest micro-batch."""
+    evenness_by_processes: dict[int, float]
+    """``evenness`` if the same micro-batches were assigned to 2, 4 or 8 processes, or pipelines."""
 
 
 @dataclass
@@ -223,8 +231,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         many = "pipelines" if parallel.pipeline_stages > 1 else "processes"
         plan.notices.append(
             f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some {many} are idle: "
-            f"there are fewer micro-batches than {many}. Lower train.micro_batch_size or train.micro_batch_tokens, or "
-            "raise train.batch_size."
+            f"there are fewer micro-batches than {many}. {more_micro_batches(batches, dp_size)}"
         )
     seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
     if parallel.pipeline_stages > 1:
@@ -252,6 +259,13 @@ def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None)
         compute_padding(model)
         return batches, recipe.task.collate
     return without_padding(recipe.train, batches), collate_for(model, recipe.task)
+
+
+def more_micro_batches(batches: BatchPlan, num_processes: int) -> str:
+    """Say how to give every process work. A short last step may have fewer samples than there are processes."""
+    if num_processes > batches.batch_size or (batches.parts or 1) % num_processes == 0:
+        return "Raise train.batch_size."
+    return f"Set train.parts={num_processes}, or raise train.batch_size."
 
 
 def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
@@ -301,30 +315,51 @@ class Survey:
     """Without repetition."""
 
 
+OFTEN_USED = (2, 4, 8)
+"""Numbers of processes that the balance is shown for, whatever number is planned."""
+
+
 def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
     """Walk through the first epoch, or the part of it that is trained, as the processes would."""
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
-    counts, computed, cost, busiest, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0, 0
+    counts, computed, largest, cost, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0, 0
+    busiest = dict.fromkeys([num_processes, *OFTEN_USED], 0)
     heaviest: dict[tuple[str, bool], Candidate] = {}
     for number in range(num_steps):
         step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
         shares = balance(costs, num_processes)
         counts[number] = len(step)
-        computed += sum(micro_batch.tokens for micro_batch in step)
+        tokens = [micro_batch.tokens for micro_batch in step]
+        computed += sum(tokens)
+        largest = max(largest, *tokens)
         cost += sum(costs)
-        busiest += max(sum(costs[index] for index in share) for share in shares)
+        for count in busiest:
+            others = shares if count == num_processes else balance(costs, count)
+            busiest[count] += max(sum(costs[index] for index in share) for share in others)
         most = max(most, max(map(len, shares)))
         idle += len(step) < num_processes
         for share in shares:
             for turn, index in enumerate(share):
                 weigh(heaviest, step[index], is_first=turn == 0)
-    work = Work(int(counts.sum()), int(counts.min()), int(counts.max()), most, cost / (num_processes * busiest), idle)
-    tokens = None
+    real = None
     if batches.lengths is not None:
-        tokens = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
+        real = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
+    evenness = {count: cost / (count * load) for count, load in busiest.items()}
+    work = Work(
+        micro_batches=int(counts.sum()),
+        fewest_per_step=int(counts.min()),
+        most_per_step=int(counts.max()),
+        most_per_process=most,
+        evenness=evenness[num_processes],
+        idle_steps=idle,
+        packed=batches.packed,
+        mean_tokens=None if real is None else computed / int(counts.sum()),
+        most_tokens=None if real is None else largest,
+        evenness_by_processes={count: evenness[count] for count in OFTEN_USED},
+    )
     different = {id(item.micro_batch): item for item in heaviest.values()}
-    return Survey(tokens, computed, work, [*different.values()])
+    return Survey(real, computed, work, [*different.values()])
 
 
 def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, is_first: bool) -> None:

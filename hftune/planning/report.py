@@ -47,9 +47,12 @@ def data(plan: Plan) -> Iterator[str]:
     found = plan.data
     yield f"{found.train_samples:,} samples to train on, {found.eval_samples:,} to evaluate on"
     if found.tokens is not None:
+        padding = (
+            "computed without padding" if plan.work.packed else f"{found.padding_share:.1%} of what is computed is padding"
+        )
         yield (
             f"{found.tokens:,} tokens {'an epoch' if plan.steps.epochs >= 1 else 'in all'}, the longest sample has "
-            f"{found.longest:,}; {found.padding_share:.1%} of what is computed is padding"
+            f"{found.longest:,}; {padding}"
         )
 
 
@@ -62,9 +65,14 @@ def steps(plan: Plan) -> Iterator[str]:
     if plan.pipeline:
         one, many, count = "pipeline", "pipelines", plan.pipeline.replicas
     yield f"{each} micro-batches a step" + (f", at most {work.most_per_process:,} on a {one}" if count > 1 else "")
+    if work.mean_tokens is not None:
+        padding = "without padding" if work.packed else "padding included"
+        yield f"{work.mean_tokens:,.0f} tokens a micro-batch on average, at most {work.most_tokens:,}, {padding}"
     if count > 1:
         balance = 100 * work.evenness
         yield f"load balance {balance:.1f}% ({many} idle {100 - balance:.1f}% of the time, waiting for the slowest)"
+    others = ", ".join(f"{value:.1%} on {number}" for number, value in work.evenness_by_processes.items())
+    yield f"the same micro-batches: load balance {others} {many}"
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:

@@ -183,8 +183,8 @@ def test_the_text_can_be_read(capsys):
     assert {memory[0].split(" (")[0], memory[-2].strip()} == {f"N KiB on {place}" for place in places}
     assert memory[0].endswith(" (cpu), in a step with micro-batches of 2 samples of at most 18 tokens")
     assert said.endswith(
-        "  notices        In 1 of 3 steps some pipelines are idle: there are fewer micro-batches than pipelines. Lower\n"
-        "                 train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.\n"
+        "  notices        In 1 of 3 steps some pipelines are idle: there are fewer micro-batches than pipelines. Set\n"
+        "                 train.parts=4, or raise train.batch_size.\n"
     )
     assert memory[-3].endswith(" receive buffers")
 

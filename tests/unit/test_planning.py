@@ -19,6 +19,7 @@ from hftune.checkpoints.checkpointer import steps
 from hftune.planning.memory import make_optimizer_state, step_memory
 from hftune.planning.pipeline import PipelinePlan
 from hftune.planning.plan import make_plan, survey
+from hftune.planning.report import plan_text
 from tests.support.runs import DATA, SMALL, TINY
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,11 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
     assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
     assert found.work.idle_steps == sum(len(step) < 3 for step in whole)
+    tokens = [part.tokens for step in whole for part in step]
+    assert (found.work.mean_tokens, found.work.most_tokens) == (pytest.approx(np.mean(tokens)), max(tokens))
+    assert not found.work.packed and list(found.work.evenness_by_processes) == [2, 4, 8]
+    for processes, evenness in found.work.evenness_by_processes.items():
+        assert evenness == survey(batches, 1000, processes).work.evenness
     parts = [part for step in whole for part in step]
     assert max(part.cost for part in parts) in [item.micro_batch.cost for item in found.heaviest]
     assert max(len(part.samples) for part in parts) in [len(item.micro_batch.samples) for item in found.heaviest]
@@ -248,10 +254,12 @@ def test_what_needs_values_is_not_planned_and_the_rest_is(tmp_path):
 def test_processes_without_work_are_told(tmp_path):
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=20, micro_batch_size=5), num_processes=8)
     assert plan.work.idle_steps == 3 and plan.work.evenness < 0.5
-    assert plan.notices == [
-        "In 3 of 3 steps some processes are idle: there are fewer micro-batches than processes. "
-        "Lower train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size."
-    ]
+    said = "In 3 of 3 steps some processes are idle: there are fewer micro-batches than processes. "
+    assert plan.notices == [said + "Set train.parts=8, or raise train.batch_size."]
+    parts = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=20, parts=8), num_processes=8)
+    assert parts.work.idle_steps == 0 and parts.notices == []
+    plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging", batch_size=7, micro_batch_size=5), num_processes=8)
+    assert plan.notices == [said.replace("3 of 3", "8 of 8") + "Raise train.batch_size."]
 
 
 def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
@@ -339,7 +347,9 @@ own on 2 machines x 1 process: a plan, nothing is trained.
 
   steps          8 of 16 samples each: 2 epochs of 4 steps
                  1 to 4 micro-batches a step, at most 2 on a process
+                 45 tokens a micro-batch on average, at most 76, padding included
                  load balance 93.0% (processes idle 7.0% of the time, waiting for the slowest)
+                 the same micro-batches: load balance 93.0% on 2, 57.4% on 4, 28.7% on 8 processes
 
   learning rate  step 1  0                              first
                  step 2  0.0005    ██████████           a quarter
@@ -365,9 +375,20 @@ own on 2 machines x 1 process: a plan, nothing is trained.
                    N KiB  4 checkpoints of N KiB
                    N KiB  3 models of N KiB
 
-  notices        In 1 of 4 steps some processes are idle: there are fewer micro-batches than processes. Lower
-                 train.micro_batch_size or train.micro_batch_tokens, or raise train.batch_size.
+  notices        In 1 of 4 steps some processes are idle: there are fewer micro-batches than processes. Set
+                 train.parts=2, or raise train.batch_size.
 """
+
+
+def test_a_plan_without_padding_says_so():
+    plan = make_plan(Recipe.load("yelp_demo", *TINY, *DATA, FEW), num_processes=2)
+    text = plan_text(plan)
+    assert plan.work.packed and plan.data.padding_share == 0
+    assert "; computed without padding\n" in text and "% of what is computed is padding" not in text
+    assert (
+        f"{plan.work.mean_tokens:,.0f} tokens a micro-batch on average, at most {plan.work.most_tokens:,}, without padding\n"
+        in text
+    )
 
 
 def test_the_text_can_be_read(capsys, tmp_path):
