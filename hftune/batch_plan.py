@@ -192,10 +192,10 @@ class EpochPlan(Sequence):
         least = max(-(-len(samples_B) // max_rows), -(-total // max_tokens))
         while True:
             count = plan.num_parts(least, len(samples_B))
-            bins = balance(costs, count, max_rows)
+            bins = balance(costs, count, lambda longest: min(max_rows, PADDED_TO_REAL * max_tokens // int(lengths_B[longest])))
             if count == len(samples_B) or all(_fits(lengths_B[places], max_rows, max_tokens) for places in bins):
                 break
-            least = count + 1
+            least = max(count + 1, count * 9 // 8)
         loads = [sum(costs[place] for place in places) for places in bins]
         micro_batches = []
         for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number))):
@@ -327,10 +327,10 @@ class _Sizes:
         return [*stops, len(self.sizes)]
 
 
-def balance(costs: Sequence[int], num_bins: int, max_items: int | None = None) -> list[list[int]]:
+def balance(costs: Sequence[int], num_bins: int, max_items: Callable[[int], int] | None = None) -> list[list[int]]:
     """Assign items to ``num_bins`` bins so that the most expensive bin is cheap; return each bin's item indices, ascending.
 
-    With ``max_items``, no bin has more; there must be bins enough.
+    With ``max_items``, which is given the first and most expensive item of a bin, no bin has more, as long as there are bins.
 
     Longest processing time first: at most 4/3 of the best possible maximum. Ties go to the lower item and the lower bin,
     so that every process computes the same assignment.
@@ -339,9 +339,9 @@ def balance(costs: Sequence[int], num_bins: int, max_items: int | None = None) -
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0, 0, index) for index in range(num_bins)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        load, count, index = heapq.heappop(loads)
+        load, count, index = heapq.heappop(loads) if loads else (0, 0, 0)
         bins[index].append(item)
-        if count + 1 != max_items:
+        if max_items is None or count + 1 < max_items(bins[index][0]):
             heapq.heappush(loads, (load + costs[item], count + 1, index))
     return [sorted(items) for items in bins]
 

@@ -162,8 +162,13 @@ def without_padding(config: TrainConfig, plan: BatchPlan) -> BatchPlan:
 
 def width_of(model: nn.Module) -> int | None:
     """Return the width of a transformers model's hidden states; None for other models."""
-    config = getattr(model, "config", None)
-    return None if config is None else getattr(config.get_text_config(), "hidden_size", None)
+    if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+    except ValueError:  # it has several text models
+        return None
+    return width if isinstance(width, int) else None
 
 
 def padding_share(plan: BatchPlan) -> float:
@@ -193,7 +198,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     def tried() -> str | None:
         if config.compile and not repeated_layers(model):
             return "it is compiled as a whole (train.compile=true)"
-        return reason_against(model, recipe.task, dataset, samples, strategy.device, half)
+        return reason_against(model, recipe.task, dataset, samples, strategy.device, half, padding_share(plan) >= 0.01)
 
     reason = strategy.on_main(tried)
     if reason is None:
@@ -344,7 +349,12 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
     Returns:
         The number of the longest samples that fit, and the conditions it was found under, for the checkpoints.
     """
-    conditions, config = memory_conditions(recipe, strategy), recipe.train
+    conditions, config = memory_conditions(recipe, strategy) | {"packed": parts.plan.packed}, recipe.train
+    if earlier.get("packed", parts.plan.packed) != parts.plan.packed:
+        now, then = ("no padding", "padding") if parts.plan.packed else ("padding", "no padding")
+        parts.notices.append(
+            f"Training computes {now} here, but {then} before: its micro-batches and dropout are different ones from here on."
+        )
     key = next((name for name in ("micro_batch_size", "micro_batch_tokens") if getattr(config, name) == "auto"), None)
     if key is None:
         return conditions | {"size": None}

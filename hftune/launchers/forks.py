@@ -2,7 +2,8 @@
 
 It does what torchrun does for one machine without restarts. But it imports what the processes need and then forks them, so that
 training starts as fast on eight processes as on one: the imports take seconds of CPU time, and torchrun's agent needs some of
-them itself before it starts a process. Nothing but imports happens before the fork: no thread runs, no GPU is touched.
+them itself before it starts a process. Nothing but imports happens before the fork: no GPU is touched, and no thread runs but
+one of pyarrow's allocator, which minds forks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -33,26 +35,99 @@ def main(argv: Sequence[str]) -> int:
         argv: N; a folder for the error files; modules to import before the fork, with commas between; the words for hftune.run.
     """
     count, folder, modules, words = int(argv[0]), Path(argv[1]), argv[2].split(","), list(argv[3:])
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking the CUDA driver for GPUs would make it unusable after a fork
-    for module in filter(None, modules):
-        importlib.import_module(module)
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # not on all networks of the machine, as the store would by itself
-        variables = group_variables(count, listener.getsockname()[1])
-        sys.stdout.flush()
-        children = {}
-        for rank in range(count):
-            error_file = folder / str(rank) / "error.json"
-            error_file.parent.mkdir()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-            if (child := os.fork()) == 0:
-                listener.close()
-                become(words, {**variables, **own})
-            children[child] = rank
-        store = open_store(listener)
+    signals = Signals()
+    with nvml_instead_of_cuda():
+        for module in filter(None, modules):
+            if signals.first:
+                return 128 + signals.first
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                print(f"hftune: Task.libraries names {module}, which cannot be imported: {error}.", file=sys.stderr, flush=True)
+                return 2
+    children: dict[int, int] = {}
+    signals.children = children
     try:
-        return wait_for(children, lambda rank: (folder / str(rank) / "error.json").is_file())
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # not on all networks, as the store would by itself
+            variables = group_variables(count, listener.getsockname()[1])
+            sys.stdout.flush()
+            for rank in range(count):
+                if signals.first:
+                    signals.send(signal.SIGKILL)
+                    return 128 + signals.first
+                error_file = folder / str(rank) / "error.json"
+                error_file.parent.mkdir()
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+                if (child := os.fork()) == 0:
+                    children.clear()
+                    signals.restore()
+                    if signals.first:  # it came between the fork and here
+                        os.kill(os.getpid(), signals.first)
+                    listener.close()
+                    become(words, {**variables, **own})
+                children[child] = rank
+            store = open_store(listener)
+        try:
+            code = wait_for(children, signals, lambda rank: (folder / str(rank) / "error.json").is_file())
+        finally:
+            del store  # only now: it served the processes
+    except BaseException:
+        signals.send(signal.SIGKILL)  # nobody would watch them any more
+        raise
+    return code
+
+
+class Signals:
+    """Passes signals on to the processes; before they exist, keeps them in mind."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        """Number of the first signal that asked to stop; 0 if none has."""
+        self.children: Mapping[int, int] = {}
+        self.until = float("inf")
+        """When processes that were asked to end are killed."""
+        self._patience = shutdown_seconds()
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.end(number)
+
+    def end(self, number: int) -> None:
+        """Ask all processes to end."""
+        self.until = min(self.until, time.monotonic() + self._patience)
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the processes that still run."""
+        for pid in list(self.children):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def restore(self) -> None:
+        """Handle signals as before, in a process that was forked."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def shutdown_seconds() -> float:
+    """Return how long processes may take to end after a signal."""
+    try:
+        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
+    except ValueError:
+        return SHUTDOWN_S
+
+
+@contextmanager
+def nvml_instead_of_cuda() -> Iterator[None]:
+    """Let torch count GPUs without CUDA's driver, which a fork could not use any more."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
     finally:
-        del store
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def group_variables(count: int, port: int) -> dict[str, str]:
@@ -86,46 +161,37 @@ def open_store(listener: socket.socket) -> Any:
     return TCPStore(host, port, None, True, timedelta(minutes=10), **options)
 
 
-def wait_for(running: dict[int, int], is_explained: Callable[[int], bool]) -> int:
-    """Wait for processes to end, and pass signals on to them. If one fails, end the others.
+def wait_for(running: dict[int, int], signals: Signals, is_explained: Callable[[int], bool]) -> int:
+    """Wait for processes to end. If one fails, end the others.
 
     Args:
         running: ranks by process id; emptied.
         is_explained: says whether a rank has left a message of why it failed.
 
     Returns:
-        0; 1 if a process failed; 128 and the number of the first signal that asked to stop.
+        0 if all ended well; 1 if one failed by itself; 128 and the number of the first signal if they were asked to stop.
     """
-    asked, failed, until = 0, False, float("inf")
-
-    def end_all(number: int) -> None:
-        nonlocal until
-        until = min(until, time.monotonic() + float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)))
-        for pid in running:
-            os.kill(pid, number)
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = asked or number
-        end_all(number)
-
-    for number in SIGNALS:
-        signal.signal(number, pass_on)
+    failed = ended_badly = False
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
-            if time.monotonic() > until:
-                end_all(signal.SIGKILL)
+            if time.monotonic() > signals.until:
+                signals.send(signal.SIGKILL)
             time.sleep(POLL_S)
             continue
-        rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-        if code and not failed and not asked:
+        if (rank := running.pop(pid, None)) is None:
+            continue  # a process that some library has started
+        code = os.waitstatus_to_exitcode(status)
+        ended_badly = ended_badly or code != 0
+        if code and not failed and not signals.first:
             failed = True
             if not is_explained(rank):
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 print(f"Process {rank} (pid {pid}) {how}.", file=sys.stderr, flush=True)
-            end_all(signal.SIGTERM)
-    return 128 + asked if asked else int(failed)
+            signals.end(signal.SIGTERM)
+    if not ended_badly:
+        return 0
+    return 128 + signals.first if signals.first else 1
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ class _Masked(torch.autograd.Function):
         return masked(x, mask, ctx.scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
         return masked(grad, mask, ctx.scale), None
@@ -89,7 +88,8 @@ def attention_with_dropout(
 ) -> Tensor:
     """Return the attention (R, H, t, d) of texts of equal length, with dropout of the attention weights. CPUs only.
 
-    ``AT_ONCE`` texts at a time, so that their scores stay in a core's cache.
+    A few texts at a time, so that their scores stay in a core's cache. Keys and values may be more than queries. It cannot be
+    differentiated twice.
 
     Args:
         p: probability with which an attention weight is dropped, in (0, 1).
@@ -97,7 +97,7 @@ def attention_with_dropout(
         hidden_tt: bool, true where a token (row) must not see another one (column).
     """
     _, heads, length, _ = query_RHtd.shape
-    count = max(1, AT_ONCE // (heads * length * length))
+    count = max(1, AT_ONCE // (heads * length * key_RHtd.shape[2]))
     parts = [tensor.split(count) for tensor in (query_RHtd, key_RHtd, value_RHtd)]
     outputs = [
         _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, hidden_tt).unflatten(0, (-1, heads))

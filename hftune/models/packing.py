@@ -4,7 +4,7 @@ Embeddings, poolers, heads and losses see the padded batch (B, T) as ever. A hoo
 a hook after the last one puts it back; in between there is one row (1, N, C) of all texts, one after the other. Attention gets
 the lengths of the texts, as the keyword argument ``packing`` that transformers hands on to it, and keeps them apart.
 
-Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.packing_trial``
+Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.packing``
 compares both ways before training.
 """
 
@@ -138,12 +138,15 @@ def packed_attention(
     """
     if prefix is not None:
         if prefix.is_asked_for:
-            _calls.append(module)
+            _note_call(module)
         return prefix.attend(query, key, value, dropout, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     if packing is None:
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest, **kwargs)
-    _calls.append(module)
+    _note_call(module)
+    if torch.is_autocast_enabled(query.device.type):  # rotary positions make float32 of queries and keys, but not of values
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise NotPackable(f"its attention uses {odd[0]}")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -249,7 +252,13 @@ def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, packed_mask)
 _is_packed: list[bool] = []
-_calls: list[nn.Module] = []
+_calls: list[nn.Module] | None = None
+"""While ``attention_calls`` watches."""
+
+
+def _note_call(module: nn.Module) -> None:
+    if _calls is not None:
+        _calls.append(module)
 
 
 @contextmanager
@@ -265,9 +274,12 @@ def without_masks() -> Iterator[None]:
 @contextmanager
 def attention_calls() -> Iterator[list[nn.Module]]:
     """Yield a list that the attention modules which compute packed are added to."""
-    _calls.clear()
-    yield _calls
-    _calls.clear()
+    global _calls
+    _calls = calls = []
+    try:
+        yield calls
+    finally:
+        _calls = None
 
 
 def find_packing(inputs: Mapping[str, Tensor]) -> Packing:

@@ -40,6 +40,7 @@ from hftune.models.packing import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory, without_values
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
+from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
 from hftune.strategies.sharding import checkpoint_tensors, without_gradient
 from hftune.strategies.statistics import buffer_versions, class_names, notice, written_buffers
@@ -255,7 +256,8 @@ def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None)
     if model is None:
         return batches, recipe.task.collate
     batches = replace(batches, parts=recipe.train.parts, width=width_of(model))
-    if recipe.train.compile or not may_be_packed(recipe, batches, model) or not seems_packable(model):
+    is_whole = recipe.train.compile and not repeated_layers(model)  # compiled as a whole
+    if is_whole or not may_be_packed(recipe, batches, model) or not seems_packable(model):
         compute_padding(model)
         return batches, recipe.task.collate
     return without_padding(recipe.train, batches), collate_for(model, recipe.task)
@@ -365,7 +367,8 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
 def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, is_first: bool) -> None:
     """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
     rows, tokens = len(micro_batch.samples), micro_batch.tokens
-    for kind, size in (("tokens", tokens), ("pairs", tokens * micro_batch.length), ("rows", rows)):
+    sizes = {"tokens": tokens, "pairs": tokens * micro_batch.length, "rows": rows, "padded": rows * micro_batch.length}
+    for kind, size in sizes.items():
         known = heaviest.get((kind, is_first))
         if known is None or size > known.size:
             heaviest[kind, is_first] = Candidate(size, micro_batch, is_first)

@@ -315,6 +315,7 @@ class Strategy(Collectives, Step):
             with nullcontext() if side is None else side.current():
                 for micro_batch in batch.mine:
                     loading.samples(micro_batch.samples)
+                    self.progress.tick()  # slow loading is no stall
                     batch.batches.append(next(loaded))
                 batch.counts = self.counts(batch)
                 if side is not None:

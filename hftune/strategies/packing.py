@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -72,12 +73,19 @@ def trial_samples(lengths: np.ndarray) -> list[int]:
 
 
 def reason_against(
-    model: nn.Module, task: Task, dataset: Any, samples: Sequence[int], device: torch.device, half: torch.dtype | None
+    model: nn.Module,
+    task: Task,
+    dataset: Any,
+    samples: Sequence[int],
+    device: torch.device,
+    half: torch.dtype | None = None,
+    needs_mask: bool = True,
 ) -> str | None:
     """Compute a few samples with and without padding, in evaluation mode, and compare; model and generators stay as they are.
 
     Args:
         half: the lower precision that training will use, if any; then it is tried, too.
+        needs_mask: the samples differ in length, so that only a mask tells what is padding.
 
     Returns:
         Why training must compute padding, a part of a sentence; None if it need not.
@@ -90,26 +98,36 @@ def reason_against(
     home = next(model.parameters()).device
     try:
         batch = collate_for(model, task)([dataset[sample] for sample in samples])
-        packing = batch.pop(PACKING)
-        inputs = task.inputs(send_to_device(batch, device))
-        mask_BT = inputs.get(MASK)
+        packing = batch.pop(PACKING).to(device)
+        batch = send_to_device(batch, device)
+        inputs, target = task.inputs(batch), task.target(batch)
+        if needs_mask and MASK not in inputs:
+            return f"its inputs have no {MASK}"
         with _evaluating(model.to(device)), torch.no_grad():
             for dtype in (None, half) if half else (None,):
                 with torch.autocast(device.type, dtype, enabled=dtype is not None), attention_calls() as calls:
-                    padded = model(**inputs)
-                    packed = compute(model, **inputs, packing=packing.to(device))
-                    num_calls = len(calls)
-                if num_calls != len(layers):
-                    return f"{num_calls} of its {len(layers)} layers can"
-                if not _alike(padded, packed, mask_BT, ROUGH if dtype else EXACT):
+                    padded, packed = model(**inputs), compute(model, **inputs, packing=packing)
+                if len(calls) != len(layers):
+                    return f"{len(calls)} of its {len(layers)} layers can"
+                tolerance = EXACT if dtype is None and not _rounds_float32(device) else ROUGH
+                losses = [float(task.loss(outputs, target)) for outputs in (padded, packed)]
+                if abs(losses[0] - losses[1]) > tolerance * max(1.0, abs(losses[0])) or not _alike(
+                    padded, packed, inputs.get(MASK), tolerance
+                ):
                     return "it computes something else then"
-    except (NotPackable, RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # of any model or kernel
+    except Exception as error:  # whatever a model or a kernel of others raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         return reason if isinstance(error, NotPackable) else f"it fails then ({type(error).__name__}: {reason})"
     finally:
         undo()
         model.to(home)
+        if home != device:
+            clear_device_cache()
     return None
+
+
+def _rounds_float32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
 
 
 @contextmanager
@@ -126,15 +144,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _alike(padded: Any, packed: Any, mask_BT: Tensor | None, tolerance: float) -> bool:
     """Compare what a model returned for each text; where it is a value for each token, that of the real ones."""
-    pairs = [[value for value in tree_leaves(outputs) if isinstance(value, Tensor)] for outputs in (padded, packed)]
-    compared = 0
-    for one, other in zip(*pairs, strict=False):
-        if one.shape != other.shape or not one.is_floating_point():
-            continue  # such as keys and values that are kept for generation
+    one_by_one = [tree_leaves(_without_cache(outputs)) for outputs in (padded, packed)]
+    pairs = [[value for value in leaves if isinstance(value, Tensor)] for leaves in one_by_one]
+    if len(pairs[0]) != len(pairs[1]) or not pairs[0]:
+        return False
+    for one, other in zip(*pairs, strict=True):
+        if one.shape != other.shape:
+            return False
         if mask_BT is not None and one.shape[:2] == mask_BT.shape:
             one, other = (value[mask_BT.bool().to(value.device)] for value in (one, other))
         if one.numel():
-            compared += 1
-            if not bool((one.float() - other.float()).abs().max() <= tolerance * max(1.0, float(one.abs().max()))):
+            one, other = one.float(), other.float()
+            if not bool((one - other).abs().max() <= tolerance * max(1.0, float(one.abs().max()))):
                 return False
-    return compared > 0
+    return True
+
+
+def _without_cache(outputs: Any) -> Any:
+    """Leave out the keys and values that are kept for generation, which have no padding where the layers compute none."""
+    if not isinstance(outputs, Mapping):
+        return outputs
+    return {name: value for name, value in outputs.items() if name != "past_key_values"}

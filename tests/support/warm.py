@@ -146,8 +146,9 @@ class Server:
 
     def _kill(self, pid: int) -> None:
         """Kill the program of a client that is no more."""
-        self._selector.unregister(self._clients[pid])
-        os.kill(pid, signal.SIGKILL)
+        if (client := self._clients.get(pid)) is not None:  # both may have ended at once
+            self._selector.unregister(client)
+            os.kill(pid, signal.SIGKILL)
 
     def _reap(self, pid: int, ended: int) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -275,6 +275,13 @@ def test_a_padded_step_has_a_multiple_of_the_parts_or_a_micro_batch_a_sample(pla
         assert all(part.tokens <= (plan.micro_batch_tokens or np.inf) for part in step)
 
 
+def test_one_long_sample_does_not_shrink_all_micro_batches():
+    lengths = np.random.default_rng(2).integers(12, 20, 512)
+    lengths[:5] = 512
+    (step,) = BatchPlan(512, 512, micro_batch_tokens=4096, lengths=lengths, packed=True).epoch(0)
+    assert len(step) <= 8  # five of them have few rows; without padding's bound three would do
+
+
 def test_a_bound_of_samples_costs_a_packed_step_no_micro_batches():
     lengths = np.random.default_rng(1).integers(1, 100, 64)
     steps = BatchPlan(64, 16, micro_batch_size=2, lengths=lengths, packed=True, parts=4).epoch(0)

@@ -82,6 +82,18 @@ def test_attention_with_dropout_is_the_formula_gradients_included(causal, at_onc
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
+def test_dropout_can_be_differentiated_twice():
+    """As a gradient penalty does."""
+    torch.manual_seed(0)
+    layer, x = Dropout(0.5), torch.randn(6, dtype=torch.double, requires_grad=True)
+    (slope,) = torch.autograd.grad((layer(x) ** 3).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    kept = slope != 0
+    scale = scale_of(0.5)
+    expected = torch.where(kept, 2 * (3 * scale**3) ** 2 * 2 * x.detach() ** 3, 0.0)
+    assert torch.allclose(x.grad, expected)
+
+
 def test_gradient_checkpointing_draws_the_same_masks_again():
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Linear(8, 8), Dropout(0.5)), torch.randn(4, 8, requires_grad=True)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from hftune import Recipe
-from hftune.build import build, padding_share, settle_packing
+from hftune.build import build, padding_share, settle_packing, width_of
 from hftune.distributed.progress import Progress
+from hftune.models.packing import Packing, install, stack_of
 from hftune.strategies.packing import collate_for, compute, inputs_of, reason_against, trial_samples
 
 SMALL = ("task.max_train_samples=60", "task.max_eval_samples=10", "train.batch_size=16", "train.micro_batch_size=null")
@@ -83,8 +84,7 @@ def test_attention_of_ones_own_is_padded_with_a_reason(parts, how, reason):
     recipe, built = parts
     task, data = recipe.task, built.datasets["train"]
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=5000, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-    model = spoiled(BertForSequenceClassification(config), how)
+    model = spoiled(bert(), how)
     state = torch.random.get_rng_state()
     samples = trial_samples(built.plan.lengths)
     assert reason_against(model, task, data, samples, torch.device("cpu"), None) == reason
@@ -126,3 +126,48 @@ def test_batches_carry_their_packing_to_the_model_and_nowhere_else(parts):
 
     compute(Model(), **inputs_of(recipe.task, batch))
     assert given == ["input_ids", "attention_mask", "packing"]
+
+
+def bert(**fields):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 5000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(**sizes, num_labels=5, **fields))
+
+
+def test_outputs_of_other_shapes_are_something_else(parts):
+    """The hidden states of inner layers have no rows without padding."""
+    recipe, built = parts
+    samples = trial_samples(built.plan.lengths)
+    model = bert(output_hidden_states=True)
+    reason = reason_against(model, recipe.task, built.datasets["train"], samples, torch.device("cpu"))
+    assert reason == "it computes something else then"
+
+
+def test_unequal_texts_without_a_mask_are_padded(parts, monkeypatch):
+    recipe, built = parts
+    task, samples = recipe.task, trial_samples(built.plan.lengths)
+    monkeypatch.setattr(type(task), "inputs", lambda self, batch: {"input_ids": batch["input_ids"]})
+    given = (bert(), task, built.datasets["train"], samples, torch.device("cpu"))
+    assert reason_against(*given) == "its inputs have no attention_mask"
+    assert reason_against(*given, needs_mask=False) is None  # as blocks of equal length
+
+
+def test_width_is_read_from_transformers_configs_only():
+    class Own(nn.Module):
+        config = {"hidden_size": 3}
+
+    assert width_of(Own()) is None and width_of(bert()) == 32
+
+
+def test_rotary_layers_train_packed_in_bf16_with_attention_dropout():
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        attention_dropout=0.5, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    install(model, stack_of(model))
+    mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = compute(model, input_ids=mask_BT * 7, attention_mask=mask_BT, packing=Packing.of(mask_BT)).logits
+    logits.float().square().sum().backward()
+    assert all(torch.isfinite(value.grad).all() for value in model.parameters())

@@ -1,0 +1,91 @@
+"""The launcher that forks: what it makes of signals and of processes that end."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from hftune.launchers.forks import Signals, wait_for
+
+
+@pytest.fixture
+def signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    yield Signals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def fork(work):
+    """Return the process id of a fork that does this, and ends with what it returns."""
+    if (child := os.fork()) == 0:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        os._exit(work())
+    return child
+
+
+def sleep():
+    time.sleep(30)
+    return 0
+
+
+def waited(signals, *works):
+    children = {fork(work): rank for rank, work in enumerate(works)}
+    signals.children = children
+    return wait_for(children, signals, lambda rank: False)
+
+
+def test_processes_that_end_well_are_a_success(signals):
+    assert waited(signals, lambda: 0, lambda: 0) == 0
+
+
+def test_one_that_fails_ends_the_others_and_is_named(signals, capsys):
+    began = time.monotonic()
+    assert waited(signals, sleep, lambda: 3) == 1
+    assert time.monotonic() - began < 10
+    said = capsys.readouterr().err
+    assert said.startswith("Process 1 (pid ") and said.endswith(") ended with exit code 3.\n") and said.count("Process") == 1
+
+
+def test_a_process_that_a_library_has_started_is_none_of_its_business(signals):
+    stray = fork(lambda: 7)
+    assert waited(signals, lambda: time.sleep(0.3) or 0) == 0
+    with pytest.raises(ChildProcessError):
+        os.waitpid(stray, 0)
+
+
+def test_a_signal_is_passed_on_and_is_the_exit_code(signals):
+    children = {fork(sleep): 0}
+    signals.children = children
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert wait_for(children, signals, lambda rank: False) == 128 + signal.SIGTERM
+
+
+def test_processes_that_end_well_after_a_signal_are_a_success(signals):
+    def finish():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        time.sleep(0.5)
+        return 0
+
+    children = {fork(finish): 0}
+    signals.children = children
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert wait_for(children, signals, lambda rank: False) == 0
+
+
+def test_a_signal_after_the_end_of_a_process_harms_nobody(signals):
+    child = fork(lambda: 0)
+    os.waitpid(child, 0)
+    signals.children = {child: 0}
+    signals.send(signal.SIGTERM)
+
+
+def test_patience_that_is_no_number_is_the_default(monkeypatch, signals):
+    from hftune.launchers import forks
+
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30s")
+    assert forks.shutdown_seconds() == forks.SHUTDOWN_S
