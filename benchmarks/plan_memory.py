@@ -37,7 +37,7 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.session import Session
 from hftune.optim import build_optimizer
 from hftune.planning.pipeline import survey_pipelines
-from hftune.planning.plan import make_plan, survey
+from hftune.planning.plan import make_plan, planned_batches, survey
 from hftune.tracking.console import hide_progress_bars
 
 CONFIG = (
@@ -146,13 +146,14 @@ def measure(name: str, size: dict[str, int], smoke: bool) -> int:
     datasets = {id(one): load_datasets(one)["train"] for one in (tiny, recipe)}
     with Session(recipe) as session:
         accelerator = session.join()
-        batches = plan_batches(recipe, datasets[id(recipe)])
-        steps = heavy_steps(recipe, batches, accelerator.num_processes)
         for one in (tiny, recipe):
             gc.collect()
             before = reset_peak()
             strategy = choose_strategy(accelerator, one, session.progress)
             model = build_model(one)
+            batches, collate = planned_batches(one, plan_batches(one, datasets[id(one)]), model)
+            strategy.collate_packed = collate if batches.packed else None
+            steps = heavy_steps(one, batches, accelerator.num_processes)
             strategy.prepare(model, build_optimizer(model, one))
             strategy.warm_up(datasets[id(one)], steps[0][0])
             for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, 0, num_workers=0)):

@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, 3])
 def test_losses_do_not_depend_on_processes_with_dropout_and_augmentation_on(runs, size):
     expected = runs["digits", 1].logged("train/loss")
-    assert len(expected) == 16 and expected[-1] < expected[0]
+    assert len(expected) == 16 and sum(expected[8:]) < sum(expected[:8])
     assert runs["digits", size].logged("train/loss") == pytest.approx(expected, rel=1e-5)
 
 
