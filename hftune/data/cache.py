@@ -81,7 +81,7 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the lock of an entry."""
     lock = FileLock(path.with_suffix(".lock"))
-    with _explained():
+    with explained():
         try:
             lock.acquire(timeout=5)
         except Timeout:
@@ -94,7 +94,7 @@ def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Turn a failure to write into the cache into a ConfigError."""
     try:
         yield
@@ -134,7 +134,7 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
         with _locked(path):
             if (arrays := _read(path)) is None:
                 _remove_stale()
-                with _explained():
+                with explained():
                     _write(path, make())
                 arrays = _read(path)
     if arrays is None:

@@ -276,7 +276,7 @@ def tokenizer_key(tokenizer: Any) -> list:
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
     backend.update(truncation=None, padding=None, truncation_side=tokenizer.truncation_side)
-    backend.update(eos_token_id=tokenizer.eos_token_id)  # appended to rows by hftune.data.blocks
+    backend.update(eos_token=tokenizer.special_tokens_map.get("eos_token"))  # appended to rows by hftune.data.blocks
     libraries = ["datasets", "tokenizers", "transformers"]
     if isinstance(tokenizer, JiebaTokenizer):
         libraries.append(segmenter())

@@ -13,7 +13,11 @@ from PIL import Image
 from hftune import ConfigError, DataError
 from hftune.data import cache, pictures, text
 from hftune.data.cache import Stream, cached_arrays, cached_value, mapped, one_at_a_time
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS
 from hftune.data.pictures import load_pictures
+from hftune.data.vocabulary import save_tokenizer
+
+VOCABULARY = [*SPECIAL_TOKENS, "我们", "讨论"]
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,24 @@ def test_entry_that_is_never_what_was_written_is_said_in_a_sentence(monkeypatch)
     monkeypatch.setattr(cache, "_read", lambda path: None)
     with pytest.raises(ConfigError, match="cannot be read back as it was written"):
         cached_arrays("key", Maker())
+
+
+def test_vocabulary_is_written_once_and_failure_is_said_in_a_sentence(folder, monkeypatch):
+    save_tokenizer(VOCABULARY)
+    (path,) = folder.glob("vocabulary-*/vocab.txt")
+    before = path.stat().st_ino
+    save_tokenizer(VOCABULARY)
+    assert path.stat().st_ino == before
+    path.write_text("damaged")
+    save_tokenizer(VOCABULARY)
+    assert path.read_text(encoding="utf-8").split() == VOCABULARY
+
+    def write_bytes(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(ConfigError, match="cache of prepared data, cannot be written: No space left on device"):
+        save_tokenizer([*VOCABULARY, "new"])
 
 
 @pytest.mark.parametrize("processes", [1, 2])
