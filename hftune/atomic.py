@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -22,10 +23,10 @@ def atomic_path(path: Path, is_shared: bool = False) -> Iterator[Path]:
     process may write it, and ``restore`` finishes or undoes what a kill between the two left.
 
     Args:
-        is_shared: other processes may write the same file at the same time, as in a cache. Each of them has a temporary path
-            of its own, and nothing is flushed: a cache can be computed again.
+        is_shared: other processes, also of other machines, may write the same file at the same time, as in a cache. Each of
+            them has a temporary path of its own, and nothing is flushed: a cache can be computed again.
     """
-    temporary = path.with_name(f".{path.name}.{f'{os.getpid()}.' if is_shared else ''}writing")
+    temporary = path.with_name(f".{path.name}.{f'{uuid4().hex}.' if is_shared else ''}writing")
     remove(temporary)  # a kill may have left it
     try:
         yield temporary

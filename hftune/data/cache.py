@@ -11,12 +11,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import datasets
 import numpy as np
@@ -25,12 +26,18 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 
 from hftune import __version__
-from hftune.atomic import atomic_path
+from hftune.atomic import atomic_path, remove
 from hftune.errors import ConfigError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 CHECKED = 2**29
 """Of an array's file, its size and its first and last 512 MiB are compared with what was written: 0.1 s a GiB."""
+ELSEWHERE = (
+    "Set HF_HOME (for models and data sets) or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, "
+    "with enough space."
+)
+STALE_SECONDS = 86_400
+"""Age of unfinished files that no running process writes any more."""
 
 
 def cache_dir() -> Path:
@@ -49,10 +56,7 @@ def cache_dir() -> Path:
 
 
 def _refuse(path: Path, what: str, error: OSError) -> NoReturn:
-    raise ConfigError(
-        f"{path}, the cache of prepared data, cannot be {what}: {error.strerror}. Set HF_HOME (for models and data sets) "
-        "or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, with enough space."
-    ) from error
+    raise ConfigError(f"{path}, the cache of prepared data, cannot be {what}: {error.strerror}. {ELSEWHERE}") from error
 
 
 @contextmanager
@@ -77,7 +81,7 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the lock of an entry."""
     lock = FileLock(path.with_suffix(".lock"))
-    with _explained():
+    with explained():
         try:
             lock.acquire(timeout=5)
         except Timeout:
@@ -90,7 +94,7 @@ def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Turn a failure to write into the cache into a ConfigError."""
     try:
         yield
@@ -123,16 +127,18 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
         make: called if they are not there, in one process at a time; if it raises, nothing is kept.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: they cannot be written, or they are there and cannot be read.
     """
     path = cache_dir() / Hasher.hash([key, __version__])
     if (arrays := _read(path)) is None:
         with _locked(path):
             if (arrays := _read(path)) is None:
-                with _explained():
+                _remove_stale()
+                with explained():
                     _write(path, make())
                 arrays = _read(path)
-    assert arrays is not None, f"{path} cannot be read back"
+    if arrays is None:
+        raise ConfigError(f"{path}.json, in the cache of prepared data, cannot be read back as it was written. {ELSEWHERE}")
     return arrays
 
 
@@ -153,8 +159,13 @@ def _read(path: Path) -> dict[str, np.ndarray] | None:
         if any(_checksum(_file(path, name)) != checksum for name, checksum in index.items()):
             return None
         return {name: np.load(_file(path, name), mmap_mode="r") for name in index}
-    except (OSError, ValueError, AttributeError):
+    except (FileNotFoundError, ValueError, AttributeError):
         return None
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or f'{path}.json'}, in the cache of prepared data, cannot be read: {error.strerror}. "
+            f"Make it readable, or remove it to have it made again. {ELSEWHERE}"
+        ) from error
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray | Stream]) -> None:
@@ -190,17 +201,30 @@ def mapped(dataset: datasets.Dataset, function: Callable, note: str, processes: 
         note: text beside the progress bar.
         processes: number of processes that share the work; see ``idle_cores``.
     """
-    with tempfile.TemporaryDirectory(prefix=".mapped-", dir=cache_dir()) as folder:
+    name = f".mapped-{uuid4().hex}"
+    try:
         return dataset.map(
             function,
             batched=True,
             fn_kwargs=fn_kwargs,
             remove_columns=dataset.column_names,
-            cache_file_name=str(Path(folder) / "rows.arrow"),
-            new_fingerprint=Path(folder).name,
+            cache_file_name=str(cache_dir() / f"{name}.arrow"),
+            new_fingerprint=name,
             num_proc=processes if processes > 1 else None,
             desc=note,
         )
+    finally:  # a file may be unlinked while it is mapped; a folder of its own could not be removed then, on NFS
+        for path in cache_dir().glob(f"{name}*"):  # several processes write a file each
+            remove(path)
+
+
+def _remove_stale() -> None:
+    """Remove what killed processes left unfinished, if nothing has written to it for a day."""
+    for pattern in (".mapped-*", ".*.writing", "tmp*"):
+        for path in cache_dir().glob(pattern):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    remove(path)
 
 
 def idle_cores(num_rows: int, rows_each: int = 1000) -> int:

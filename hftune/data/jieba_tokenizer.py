@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def _cutter() -> Callable[[str], list[str]]:
     except ImportError:  # no wheel for this machine
         return _slow_cutter()
     return functools.partial(rjieba.cut, hmm=False)
+
+
+def segmenter() -> str:
+    """Return the name of the package that ``segment`` uses."""
+    return "rjieba" if find_spec("rjieba") else "jieba"
 
 
 def _slow_cutter() -> Callable[[str], list[str]]:

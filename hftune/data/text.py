@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +272,20 @@ def _list(numbers: Sequence[int], most: int = 3) -> str:
 
 def tokenizer_key(tokenizer: Any) -> list:
     """Return all that a tokenizer's output depends on, without the truncation settings that its last call left behind."""
+    from hftune.data.jieba_tokenizer import JiebaTokenizer, segmenter
+
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
-    backend.update(truncation=None, padding=None)
-    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), json.dumps(backend, sort_keys=True, default=str)]
+    backend.update(truncation=None, padding=None, truncation_side=tokenizer.truncation_side)
+    backend.update(eos_token=tokenizer.special_tokens_map.get("eos_token"))  # appended to rows by hftune.data.blocks
+    libraries = ["datasets", "tokenizers", "transformers"]
+    if isinstance(tokenizer, JiebaTokenizer):
+        libraries.append(segmenter())
+    return [
+        type(tokenizer).__name__,
+        sorted(tokenizer.get_vocab().items()),
+        json.dumps(backend, sort_keys=True, default=repr),  # repr: two AddedTokens of the same text may differ in their flags
+        [(library, version(library)) for library in libraries],
+    ]
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, column: str, max_length: int) -> dict[str, list]:

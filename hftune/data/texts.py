@@ -5,9 +5,10 @@ Shape suffixes: N texts, T tokens of the longest one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import datasets
 import numpy as np
@@ -87,10 +88,10 @@ class Texts(Sequence):
         column = next(iter(self._columns.values()))
         return len(column.offsets) - 1 if isinstance(column, Ragged) else len(column)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
-        index = range(len(self))[index]  # also from the end
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
+        row = range(len(self))[_whole(index)]  # also from the end
         return {
-            name: column.take([index]).flat.astype(np.int64) if isinstance(column, Ragged) else column[index]
+            name: column.take([row]).flat.astype(np.int64) if isinstance(column, Ragged) else column[row]
             for name, column in self._columns.items()
         }
 
@@ -133,8 +134,24 @@ class Samples(Sequence):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
-        return self.texts[self.indices[index]]
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Samples: ...
+    def __getitem__(self, index: Any) -> dict[str, Any] | Samples:
+        if isinstance(index, slice):
+            return Samples(self.texts, self.indices[index])
+        return self.texts[self.indices[_whole(index)]]
+
+
+def _whole(index: SupportsIndex) -> int:
+    try:
+        return operator.index(index)
+    except TypeError as error:
+        raise TypeError(
+            f"Tokenized texts are indexed by a whole number, not by {type(index).__name__}: use column(name) for a column, "
+            "select(indices) for some of the samples, or to_dataset() for a datasets.Dataset."
+        ) from error
 
 
 def ragged(examples: Sequence[Mapping[str, Any]], name: str) -> Ragged:

@@ -11,7 +11,7 @@ from datasets.fingerprint import Hasher
 from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 
 from hftune.atomic import atomic_path
-from hftune.data.cache import cache_dir
+from hftune.data.cache import cache_dir, explained
 from hftune.data.files import check_corpus, format_of
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
 from hftune.data.text import load_files
@@ -104,13 +104,26 @@ def train_vocabulary(texts: Iterable[str], size: int) -> list[str]:
 
 
 def save_tokenizer(vocabulary: Sequence[str]) -> JiebaTokenizer:
-    """Return the tokenizer of a trained vocabulary. vocab.txt stays in the cache: saving the tokenizer needs it."""
+    """Return the tokenizer of a trained vocabulary. vocab.txt stays in the cache: saving the tokenizer needs it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     words = "\n".join(vocabulary) + "\n"
-    folder = cache_dir() / f"vocabulary-{Hasher.hash(words)}"
-    folder.mkdir(exist_ok=True)
-    with atomic_path(folder / "vocab.txt", is_shared=True) as temporary:  # other processes write the same text, or read it
-        temporary.write_text(words, encoding="utf-8")
-    return JiebaTokenizer(folder / "vocab.txt")
+    path = cache_dir() / f"vocabulary-{Hasher.hash(words)}" / "vocab.txt"
+    if not _is(path, words.encode()):
+        with explained():
+            path.parent.mkdir(exist_ok=True)
+            with atomic_path(path, is_shared=True) as temporary:  # other processes write the same text
+                temporary.write_bytes(words.encode())
+    return JiebaTokenizer(path)
+
+
+def _is(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
 
 
 def _by_frequency(counts: Counter[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """What is written in one go is the old contents or the new, whatever ends the writer."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -77,4 +76,12 @@ def test_contents_are_on_the_disk_before_they_get_their_name_and_a_cache_waits_f
     events.clear()
     with atomic_path(tmp_path / "cached", is_shared=True) as temporary:
         temporary.write_text("new")
-    assert events == [("rename", f".cached.{os.getpid()}.writing")]
+    assert events == [("rename", temporary.name)]
+
+
+def test_shared_files_have_a_temporary_name_each(tmp_path):
+    with atomic_path(tmp_path / "cached", is_shared=True) as first, atomic_path(tmp_path / "cached", is_shared=True) as second:
+        assert first != second
+        first.write_text("same")
+        second.write_text("same")
+    assert contents(tmp_path) == {"cached": "same"}

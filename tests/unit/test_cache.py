@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -11,8 +12,12 @@ from PIL import Image
 
 from hftune import ConfigError, DataError
 from hftune.data import cache, pictures, text
-from hftune.data.cache import Stream, cached_arrays, cached_value, one_at_a_time
+from hftune.data.cache import Stream, cached_arrays, cached_value, mapped, one_at_a_time
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS
 from hftune.data.pictures import load_pictures
+from hftune.data.vocabulary import save_tokenizer
+
+VOCABULARY = [*SPECIAL_TOKENS, "我们", "讨论"]
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +87,69 @@ def test_full_disk_is_said_in_a_sentence_and_leaves_no_half_file(folder, monkeyp
         "sets) or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, with enough space."
     )
     assert {path.suffix for path in folder.iterdir()} == {".lock"}
+
+
+def test_entry_that_cannot_be_read_is_said_in_a_sentence_and_kept(folder, monkeypatch):
+    cached_arrays("key", Maker())
+
+    def open_npy(path, mmap_mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(np, "load", open_npy)
+    with pytest.raises(ConfigError, match=r"ids\.npy, in the cache .* cannot be read: Permission denied\. Make it readable"):
+        cached_arrays("key", maker := Maker())
+    assert maker.calls == 0
+
+
+def test_entry_that_is_never_what_was_written_is_said_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(cache, "_read", lambda path: None)
+    with pytest.raises(ConfigError, match="cannot be read back as it was written"):
+        cached_arrays("key", Maker())
+
+
+def test_vocabulary_is_written_once_and_failure_is_said_in_a_sentence(folder, monkeypatch):
+    save_tokenizer(VOCABULARY)
+    (path,) = folder.glob("vocabulary-*/vocab.txt")
+    before = path.stat().st_ino
+    save_tokenizer(VOCABULARY)
+    assert path.stat().st_ino == before
+    path.write_text("damaged")
+    save_tokenizer(VOCABULARY)
+    assert path.read_text(encoding="utf-8").split() == VOCABULARY
+
+    def write_bytes(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(ConfigError, match="cache of prepared data, cannot be written: No space left on device"):
+        save_tokenizer([*VOCABULARY, "new"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_mapped_rows_outlive_their_file(folder, processes):
+    rows = datasets.Dataset.from_list([{"a": number} for number in range(4)])
+    doubled = mapped(rows, double, "Doubling", processes)
+    assert doubled["b"][:] == [0, 2, 4, 6] and not [*folder.iterdir()]
+    with pytest.raises(ZeroDivisionError):
+        mapped(rows, lambda batch: 1 / 0, "Failing")
+    assert not [*folder.iterdir()]
+
+
+def double(batch):
+    return {"b": [2 * value for value in batch["a"]]}
+
+
+def test_what_killed_processes_left_is_removed_after_a_day(folder):
+    folder.mkdir(parents=True)
+    names = {".mapped-1.arrow", ".x.npy.1.writing", "tmp12345678"}
+    for name in names:
+        (folder / name).touch()
+    cached_arrays("new", Maker())
+    assert names <= {path.name for path in folder.iterdir()}
+    for name in names:
+        os.utime(folder / name, (0, 0))
+    cached_arrays("newer", Maker())
+    assert not names & {path.name for path in folder.iterdir()}
 
 
 def test_failure_to_read_the_data_is_not_blamed_on_the_cache():

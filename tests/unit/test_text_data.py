@@ -1,6 +1,7 @@
 """Text data from every source that a recipe can name; tokenised once, checked, padded."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,7 @@ import pytest
 from hftune import DataError
 from hftune.data import text
 from hftune.data.texts import Ragged
+from hftune.data.word_tokenizer import word_tokenizer
 from hftune.tasks import SequenceClassification
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -84,6 +86,22 @@ def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
         loaded.datasets()
     row = int(str(caught.value).split()[1])
     assert rows[row]["label"] == 9
+
+
+@pytest.mark.parametrize("setting", [{"truncation_side": "left"}, {"eos_token": "cat"}])
+def test_tokens_are_kept_for_the_settings_that_made_them(setting):
+    first, second = (word_tokenizer(["<unk>", "<eos>", "the", "cat"], "words") for _ in range(2))
+    assert text.tokenizer_key(first) == text.tokenizer_key(second)
+    for name, value in setting.items():
+        setattr(second, name, value)
+    assert text.tokenizer_key(first) != text.tokenizer_key(second)
+
+
+def test_tokens_are_made_again_with_another_release_of_a_library(monkeypatch):
+    tokenizer = word_tokenizer(["<unk>", "<eos>", "the", "cat"], "words")
+    before = text.tokenizer_key(tokenizer)
+    monkeypatch.setattr(text, "version", lambda library: "0.1" if library == "tokenizers" else version(library))
+    assert text.tokenizer_key(tokenizer) != before
 
 
 def test_padding_is_on_the_right_and_masked():

@@ -34,6 +34,25 @@ def test_samples_are_those_of_the_rows(texts):
     assert texts.select([2, 0]).to_dataset().to_list() == [ROWS[2], ROWS[0]]
 
 
+@pytest.mark.parametrize("index", [slice(0, 2), "input_ids", [0, 1], 1.0, np.array([0, 1]), torch.tensor([0, 1])])
+def test_what_is_no_whole_number_is_refused_with_the_way_to_do_it(texts, index):
+    for refuses in (texts, *([] if isinstance(index, slice) else [texts.__getitems__([0, 1])])):
+        with pytest.raises(TypeError, match=r"column\(name\).*select\(indices\).*to_dataset\(\)"):
+            refuses[index]
+
+
+@pytest.mark.parametrize("index", [1, np.int64(1), torch.tensor(1), -2])
+def test_whole_numbers_of_any_type_are_an_index(texts, index):
+    assert texts[index]["input_ids"].tolist() == [8]
+
+
+@pytest.mark.parametrize("indices", [[2, 0, 1], np.array([2, 0, 1])])
+def test_some_samples_can_be_sliced_like_a_list(texts, indices):
+    some = texts.__getitems__(indices)[:2]
+    assert [sample["label"] for sample in some] == [1, 2] and some[-1]["input_ids"].tolist() == [5, 6, 7]
+    assert values(some, "label").tolist() == [1, 2] and ragged(some[1:], "input_ids").lengths.tolist() == [3]
+
+
 def test_columns_are_read_from_texts_and_from_data_sets_of_ones_own(texts):
     for dataset in (texts, datasets.Dataset.from_list(ROWS)):
         assert lengths_of(dataset, "input_ids").tolist() == [3, 1, 2] and lengths_of(dataset, "input_ids").dtype == np.int32
