@@ -9,11 +9,13 @@ An entry is ready once its ``HASH.json`` exists, which is written last and recor
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,6 +40,9 @@ ELSEWHERE = (
 )
 STALE_SECONDS = 86_400
 """Age of unfinished files that no running process writes any more."""
+
+_on_wait: ContextVar[Callable[[], None]] = ContextVar("_on_wait", default=lambda: None)
+"""Says that this process waits; set by ``one_at_a_time`` for all locks that are taken inside it."""
 
 
 def cache_dir() -> Path:
@@ -64,28 +69,32 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
     """Let the processes of a machine take turns until one has succeeded; from then on, none of them waits.
 
     A process that dies inside releases the lock. ``key`` identifies the work (hashed by content). ``on_wait`` is called once if
-    a different process holds the lock for more than a few seconds.
+    a different process holds this lock, or that of an entry used inside, for more than a few seconds.
     """
-    path = cache_dir() / f"{Hasher.hash([key, __version__])}"
-    done = path.with_suffix(".done")
-    if done.exists():
-        yield
-        return
-    with _locked(path, on_wait):
-        yield
-        with suppress(OSError):  # then the next processes take turns, too
-            done.touch()
+    token = _on_wait.set(functools.cache(on_wait))  # cached: called once at most
+    try:
+        path = cache_dir() / f"{Hasher.hash([key, __version__])}"
+        done = path.with_suffix(".done")
+        if done.exists():
+            yield
+            return
+        with _locked(path):
+            yield
+            with suppress(OSError):  # then the next processes take turns, too
+                done.touch()
+    finally:
+        _on_wait.reset(token)
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of an entry."""
     lock = FileLock(path.with_suffix(".lock"))
     with explained():
         try:
             lock.acquire(timeout=5)
         except Timeout:
-            on_wait()
+            _on_wait.get()()
             lock.acquire()
     try:
         yield

@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from filelock import FileLock, Timeout
 from PIL import Image
 
 from hftune import ConfigError, DataError
@@ -170,6 +171,27 @@ def test_processes_take_turns_until_one_has_succeeded(folder):
     with pytest.raises(DataError), one_at_a_time("task"):
         raise DataError("no rows")
     assert not [*folder.glob("*.done")]
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_waiting_for_another_process_is_said_once(monkeypatch, is_done):
+    class Held(FileLock):
+        def acquire(self, timeout=-1):
+            if timeout > 0:
+                raise Timeout(self.lock_file)
+            return super().acquire()
+
+    if is_done:
+        with one_at_a_time("task"):
+            pass
+    monkeypatch.setattr(cache, "FileLock", Held)
+    said = []
+    with one_at_a_time("task", lambda: said.append("waiting")):
+        for key in ("a", "b"):
+            cached_arrays(key, Maker())
+    assert said == ["waiting"]
+    cached_arrays("c", Maker())
+    assert said == ["waiting"]
 
 
 def test_texts_are_checked_once_and_bad_ones_every_time(monkeypatch):
