@@ -110,11 +110,12 @@ def frozen_garbage() -> Iterator[Callable[[], None]]:
     time while the others wait, took 0.5 s and then 0.1 ms. The collector itself stays on, because steps leave cycles:
     collections of our own instead, every 50 steps, took longer (0.7 ms a step and not 0.3).
     """
+    is_theirs = gc.get_freeze_count() > 0  # a program that trains may have frozen objects; it counts them one by one
     is_ours = False
 
     def freeze() -> None:
         nonlocal is_ours
-        if not is_ours and not gc.get_freeze_count():  # a program that trains may have frozen objects of its own
+        if not is_ours and not is_theirs:
             gc.collect()
             gc.freeze()
             is_ours = True
