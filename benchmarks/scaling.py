@@ -1,6 +1,6 @@
 """Measure what a second process brings: tokens a second of 1 and of 2, on a core each; and how even the work of 2, 4 and 8 is.
 
-    python benchmarks/scaling.py [--data FOLDER] [--steps 1] [--rounds 5] [--layers 4 --width 256]
+    python benchmarks/scaling.py [--data FOLDER] [--steps 1] [--rounds 3] [--layers 2 --width 256]
 
 The same BERT, reviews of at most 512 tokens and global batch for all, with the bounds of the yelp recipe:
 
@@ -75,8 +75,8 @@ def main() -> None:
         crew = start_workers(recipe, datasets)
         rounds = draw_rounds(datasets["train"], options)
         turns = {(name, way): partial(take_turn, crew[way], name, rounds) for name in CONTENDERS for way in WAYS}
-        for turn in turns.values():
-            turn(0)  # to warm up
+        for name, way in turns:
+            take_turn(crew[way], name, [rounds[0][: options.batch_size // 4]], 0)  # to warm up
         results = take_turns(turns, options.rounds)
         for worker in {*crew["2 processes"], *crew["2 apart"]}:
             worker.send(None)
@@ -85,9 +85,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_model_options(parser, layers=4, width=256)
+    add_model_options(parser, layers=2, width=256)
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps a round (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; each draws other samples (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; each draws other samples (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="global (default %(default)s, as in the yelp recipe)")
     parser.add_argument("--rows", type=int, default=32, help="most rows of a micro-batch (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens of one, for hftune (default %(default)s)")
@@ -168,7 +168,7 @@ class RawDDP(Contender):
     def train(self, data: Texts) -> None:
         config, rank, count = self.recipe.train, self.strategy.process_index, self.strategy.num_processes
         for start in range(0, len(data), config.batch_size):
-            mine = range(start, start + config.batch_size)[rank::count]
+            mine = range(start, min(start + config.batch_size, len(data)))[rank::count]
             starts = range(0, len(mine), config.micro_batch_size)
             for first in starts:
                 batch = self.recipe.task.collate([data[sample] for sample in mine[first : first + config.micro_batch_size]])

@@ -7,7 +7,7 @@ The same BERT, reviews of at most 512 tokens, global batch and fused AdamW for a
 padded        the original script's way: every text padded to 512, 8 rows a forward, accumulation in a plain PyTorch loop.
 trainer       transformers.Trainer, DataCollatorWithPadding: 8 rows as they come, padded to the longest of the 8.
 rebalance     Trainer with train_sampling_strategy="batch_rebalance". It sorts a global batch by length and cuts it into as
-              many groups as there are accumulation steps (x processes), moving samples from the dearest group to the
+              many groups as there are accumulation steps (x processes), moving samples from the costliest group to the
               cheapest one until the costs, rows x longest + 0.001 x rows x longest^2, are about even. So 8 rows are its
               average, not its bound: long texts come in small groups and short ones in large groups.
 trainer bf16  rebalance with bf16=True, where the CPU has it.

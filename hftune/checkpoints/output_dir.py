@@ -210,8 +210,8 @@ def start_folder(path: Path) -> None:
         "checkpoints",
         SAMPLE_IMAGES,
         PROFILE,
-        "tensorboard",
-    ):  # which would draw both runs in one plot
+        "tensorboard",  # it would draw both runs in one plot
+    ):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)

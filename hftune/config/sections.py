@@ -128,8 +128,8 @@ class TrainConfig(Section):
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
     items of all steps since the previous line, train/loss_step that of the last step alone."""
     profile: list[int] | None = None
-    """First and last step, such as [20, 23], of which each process writes a trace and a table of its dearest operators into the
-    folder profile of output_dir. Steps count from 1. null: none."""
+    """First and last step, such as [20, 23], of which each process writes a trace and a table of its most expensive operators
+    into the folder profile of output_dir. Steps count from 1. null: none."""
     dead_after_s: float = 60.0
     """Seconds without a heartbeat, sent once a second, after which a process counts as dead and the job ends; at least 3. If
     another process on its node can see that it is alive, perhaps in C code that holds Python's lock, stall_after_s applies."""

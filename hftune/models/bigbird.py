@@ -129,9 +129,8 @@ class PrefixLM(BertLMHeadModel):
         which ``generate`` passes, are ignored: they follow from the mask. The model shifts ``labels``, as in transformers.
 
         Layers compute real tokens only, unless they fill a cache. ``packing``, from ``find_packing``, saves reading the lengths
-        from the device. With the attention
-        implementations "sdpa" and "eager", they compute padding, too, with ``prefix_mask``; also where there are cached
-        tokens, and where the model is compiled as a whole.
+        from the device. With the attention implementations "sdpa" and "eager", layers compute padding, too, with
+        ``prefix_mask``; also where there are cached tokens, and where the model is compiled as a whole.
 
         Raises:
             ValueError: there are no ``token_type_ids``, which distinguish source and title.

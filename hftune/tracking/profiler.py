@@ -73,8 +73,8 @@ class StepProfiler:
         profile.export_chrome_trace(str(trace))
         if self.rank == 0:
             profiled = f"Steps {self._steps[0]} to {self._steps[-1]} were profiled: open {trace} at {VIEWER}"
-            dearest = f"{table.name} beside it lists the operators that took longest"
-            print(note(f"{profiled}; {dearest}. Each process has its own."), flush=True)
+            listed = f"{table.name} beside it lists the operators that took longest"
+            print(note(f"{profiled}; {listed}. Each process has its own."), flush=True)
 
     @contextmanager
     def _outliving_failures(self, what: str) -> Iterator[None]:
