@@ -30,7 +30,9 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile_)
     monkeypatch.setattr(dropout, "draw_mask", dropout.draw_mask)
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    # A training in the same process may have compiled already.
+    known = {**AttentionInterface._global_mapping, packing.ATTENTION: packing.packed_attention}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", known)
     for once in (compilation.keep_masks_out_of_graphs, compilation.keep_packing_out_of_graphs):
         once.cache_clear()
     yield compiled

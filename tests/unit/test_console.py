@@ -26,6 +26,8 @@ class FakeTerminal(io.StringIO):
 def open_terminal(monkeypatch):
     """Puts a terminal in place of stdout and stderr. Call it in the test: pytest sets them again after the fixtures."""
     monkeypatch.delenv("NO_COLOR", raising=False)
+    # What rich took for the environment when it was imported; some library may have put another one in place by now.
+    monkeypatch.setattr("rich.console.Console._environ", os.environ)
 
     def open_it(columns=100, term="xterm-256color"):
         stream = FakeTerminal()
