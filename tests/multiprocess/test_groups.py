@@ -7,7 +7,7 @@ import torch
 
 from hftune.distributed.collectives import gather_in_slices, host_group
 from hftune.distributed.progress import Progress
-from tests.support.runs import Command
+from tests.support.runs import SMALL, Command
 
 
 def test_a_group_is_examined():
@@ -17,6 +17,13 @@ def test_a_group_is_examined():
     assert command.returncode == 0, err
     assert "the same code, versions on all 2 processes" in out
     assert out.endswith("This group is fit to train.\n")
+
+
+def test_a_group_that_a_failed_test_left_behind_does_not_fail_the_next_test(tmp_path):
+    endless = Command(1, "recipe=yelp_demo", *SMALL, "train.epochs=100000", f"output_dir={tmp_path}/endless")
+    after = Command(1, "doctor", "--help", module="hftune.cli")
+    assert after.returncode == 0, after.communicate()
+    assert endless.returncode == -9
 
 
 def gather(rank, rows, folder):

@@ -80,9 +80,9 @@ def killed(run):
 
 
 def by_step(path):
-    """Merge the lines of metrics.jsonl of each step, with the numbers only."""
+    """Merge the lines of metrics.jsonl of each step, with the numbers only; not the last while it is being written."""
     found = {}
-    for line in map(json.loads, path.read_text().splitlines()):
+    for line in map(json.loads, path.read_text().rpartition("\n")[0].splitlines()):
         values = {name: value for name, value in line.items() if isinstance(value, (int, float))}
         found.setdefault(values.pop("step"), {}).update(values)
     return found

@@ -6,10 +6,12 @@ import atexit
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -106,7 +108,9 @@ def train_on(
 
 
 class Group:
-    """Processes that tests/support/worker.py has started for these jobs; one group at a time. What they say goes into ``log``.
+    """Processes that tests/support/worker.py has started for these jobs. What they say goes into ``log``.
+
+    One group at a time: whichever a failed test has left behind is killed.
 
     Args:
         errors: the file for standard error; by default ``log``.
@@ -137,6 +141,9 @@ class Group:
             "last_words_s": 1.0 if as_typed else 10.0,
         }
         assert self._worker.executable  # it has started
+        if (left := self._worker.group) is not None:
+            left.kill()
+        self._worker.group = self
         self._worker.stdin.write(json.dumps(request).encode() + b"\n")
         self.pids: list[int] = json.loads(self._worker.stdout.readline())
         self._codes: list[int] | None = None
@@ -145,7 +152,15 @@ class Group:
         """Wait for the end, and return the exit code of each process."""
         if self._codes is None:
             self._codes = json.loads(self._worker.stdout.readline())
+            self._worker.group = None
         return self._codes
+
+    def kill(self) -> None:
+        """Kill what still runs, and wait for the end."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
 
     def poll(self) -> list[int] | None:
         """Return the exit codes; None where there are none yet."""
@@ -220,6 +235,8 @@ class Worker(subprocess.Popen):
             stdout=subprocess.PIPE,
             bufsize=0,  # what select does not see was not read either
         )
+        self.group: Group | None = None
+        """The one that runs."""
 
     @cached_property
     def executable(self) -> str:
