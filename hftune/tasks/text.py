@@ -283,19 +283,19 @@ class TextTask(Task):
         messages = []
         for key, column in self._columns.items():
             messages += chosen(f"task.{key}", getattr(self, key, column), column, all_columns)
-        messages += self._row_notices(self._rows, *self._text_columns[:1])
+        messages += self._row_notices(self._rows, *self._text_columns)
         lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
         has_flags = "cut" in datasets["train"][0]
         return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
 
-    def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str | None = None) -> list[str]:
-        """Return notices of keys without effect, of rows left out, and of rows whose text is in two splits."""
+    def _row_notices(self, rows: Mapping[str, datasets.Dataset], *text_columns: str) -> list[str]:
+        """Return notices of keys without effect, of rows left out, and of rows whose texts are in two splits."""
         from hftune.data import notices
 
         return [
             *notices.ignored_splits(self),
             *notices.left_out({split: notices.num_rows(split_rows) for split, split_rows in rows.items()}),
-            *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
+            *(notices.shared(notices.shared_texts(rows, *text_columns)) if text_columns else []),
         ]
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
