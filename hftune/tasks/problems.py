@@ -141,8 +141,8 @@ class MultiLabel:
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import multi_label_metrics
 
-        columns = ([row[name] for row in rows] for name in ("label", "prediction", "probabilities"))
-        return multi_label_metrics(*columns, self.labels)
+        labels, said, probabilities = ([row[name] for row in rows] for name in ("label", "prediction", "probabilities"))
+        return multi_label_metrics(labels, said, probabilities, self.labels)
 
     @staticmethod
     def answers(logits_NK: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:

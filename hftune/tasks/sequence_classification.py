@@ -227,12 +227,13 @@ class SequenceClassification(TextTask):
         from hftune.data.text import pair_ids, to_ids
 
         tokenizer = self.text_tokenizer
-        if len(texts) == 1:
-            ids, cut = to_ids(texts[0], tokenizer, self.max_length)
+        first, *others = texts
+        if not others:
+            ids, cut = to_ids(first, tokenizer, self.max_length)
             return {"input_ids": ids, "cut": cut}
         # Not every model whose tokenizer knows token types has embeddings for them.
         has_types = "token_type_ids" in tokenizer.model_input_names and (getattr(config, "type_vocab_size", 0) or 0) > 1
-        return pair_ids(*texts, tokenizer, self.max_length, has_types)
+        return pair_ids(first, others[0], tokenizer, self.max_length, has_types)
 
     def targets(self, split: str) -> dict[str, np.ndarray]:
         """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
