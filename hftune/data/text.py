@@ -65,7 +65,7 @@ def load_split(
     else:
         rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
-        raise DataError(f"The {split} split of {dataset} has no rows{_of(data_files, split)}.")
+        raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
     return rows
 
 
@@ -303,6 +303,24 @@ def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[
         uncut = iter(tokenizer(full, **settings)["input_ids"])
         cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
     return ids, cut
+
+
+def pair_ids(
+    texts: Sequence[str], others: Sequence[str], tokenizer: Any, max_length: int, token_types: bool
+) -> dict[str, list]:
+    """Tokenize pairs of texts together, the longer one truncated first.
+
+    Returns:
+        input_ids; cut (whether tokens are missing); and, if asked for, token_type_ids, which tell the two texts apart.
+    """
+    settings = {"return_attention_mask": False, "return_token_type_ids": token_types, "verbose": False}
+    encoded = tokenizer(list(texts), list(others), truncation=True, max_length=max_length, **settings)
+    cut = [len(row) == max_length for row in encoded["input_ids"]]
+    if full := [index for index, is_full in enumerate(cut) if is_full]:
+        uncut = tokenizer([texts[index] for index in full], [others[index] for index in full], **settings)["input_ids"]
+        for index, ids in zip(full, uncut, strict=True):
+            cut[index] = len(ids) > max_length
+    return {**encoded, "cut": cut}
 
 
 def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:
