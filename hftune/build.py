@@ -41,7 +41,7 @@ class Parts:
     """What is built from a recipe, before the processes have joined."""
 
     datasets: Mapping[str, Any]
-    """"train", "eval" and, if the recipe has one, "test"."""
+    """"train"; "eval" unless the recipe never evaluates; and, if the recipe has one, "test"."""
     plan: BatchPlan
     model: nn.Module
     """On the CPU, with the same weights on every process."""
@@ -105,10 +105,13 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
 
     with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
         datasets = task.datasets()
-    for split in ("train", "eval", *({"test"} & datasets.keys())):
+    if recipe.eval.is_off:
+        datasets = {split: rows for split, rows in datasets.items() if split != "eval"}
+    for split in ("train", *(() if recipe.eval.is_off else ("eval",)), *({"test"} & datasets.keys())):
         if split not in datasets or len(datasets[split]) == 0:
-            raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.")
-    if recipe.eval.batch_tokens is not None and task.lengths(datasets["eval"]) is None:
+            without = " eval.every=never trains without evaluation." if split == "eval" else ""
+            raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.{without}")
+    if recipe.eval.batch_tokens is not None and "eval" in datasets and task.lengths(datasets["eval"]) is None:
         raise ConfigError(
             "eval.batch_tokens needs a task whose samples have lengths; this task's have none. Set eval.batch_size instead."
         )

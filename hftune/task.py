@@ -50,6 +50,8 @@ class Task(ABC):
     """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
     labels: ClassVar[Sequence[str] | None] = None
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
+    evaluates = True
+    """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
     libraries: ClassVar[Sequence[str]] = ()
@@ -81,7 +83,8 @@ class Task(ABC):
     def datasets(self) -> Mapping[str, Any]:
         """Return ``{"train": dataset, "eval": dataset}``; each data set has a length and is indexed by integers.
 
-        If there is a third split, "test", the best model is evaluated on it once, after the last step.
+        With ``evaluates`` false, "eval" may be missing. If there is a third split, "test", the best model is evaluated on it
+        once, after the last step.
         Called on every process. The first time, the processes of a machine take turns, so that all of them use the cache that
         the first fills; once that has worked, they all call it at once.
 
@@ -246,7 +249,7 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(directory / "model.safetensors"))
-        names = {item.name for item in fields(self)}
+        names = {item.name for item in fields(self)} | {"evaluates"}
         cached = {name for kind in type(self).__mro__ for name, item in vars(kind).items() if isinstance(item, cached_property)}
         derived = {name: value for name, value in vars(self).items() if name not in names | cached and _survives_json(value)}
         if derived:

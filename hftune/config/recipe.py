@@ -76,6 +76,10 @@ class Recipe(RunConfig):
     source: Source = field(default_factory=Source, repr=False, compare=False)
     """Where the values come from. Not part of the recipe: neither compared nor written."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.task.evaluates = not self.eval.is_off
+
     @classmethod
     def load(cls, source: str | Path, *overrides: str, trust_code: bool = True) -> Recipe:
         """Read a shipped recipe by name or any by path, then apply ``section.key=value`` overrides.

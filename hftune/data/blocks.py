@@ -10,7 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hftune.data.cache import cached_arrays, mapped
-from hftune.data.text import subsample_indices, tokenizer_key
+from hftune.data.splits import subsample_indices
+from hftune.data.text import tokenizer_key
 from hftune.data.texts import flat_arrays
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
@@ -29,7 +30,7 @@ class Blocks(Sequence):
     def __init__(self, stream: np.ndarray, block_length: int, count: int | None = None):
         self.stream, self.block_length = stream, block_length
         self.total = -(-(len(stream) - 1) // block_length)
-        self.indices = subsample_indices(self.total, count, seed=42)
+        self.indices = subsample_indices(self.total, count)
 
     def __len__(self) -> int:
         return len(self.indices)

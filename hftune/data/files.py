@@ -39,13 +39,52 @@ def check_corpus(files: Sequence[str]) -> None:
             raise ConfigError(f"{file} has none of the known suffixes: {', '.join(FORMAT_OF)}. Convert or rename it.")
 
 
-def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:
+NO_EVAL_DATA = "hold out a share of the training rows (task.eval_share=0.1), or train without evaluation (eval.every=never)"
+"""What else to do than to name evaluation data."""
+
+
+def held_out_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``task.eval_share`` and ``task.eval_fold``, and what contradicts them, one sentence each."""
+    share, fold = task.eval_share, task.eval_fold
+    if share is not None and not 0 < share < 1:
+        yield f"task.eval_share={share} must be between 0 and 1: it is the share of the training rows to evaluate on."
+    if fold is not None and not (len(fold) == 2 and 0 <= fold[0] < fold[1] and fold[1] >= 2):
+        yield f"task.eval_fold={fold} must be the number of a fold, from 0, and the number of folds, such as [0, 5]."
+    key = held_out_key(task)
+    if key is None:
+        return
+    if share is not None and fold is not None:
+        yield f"task.eval_share={share} and task.eval_fold={fold} both hold out training rows. Set one of them to null."
+    if not task.evaluates:
+        yield f"{key} holds out training rows, but eval.every=never evaluates on none. Set {key.partition('=')[0]}=null."
+    elif "eval" in (task.data_files or {}):
+        yield (
+            f"{key} takes the evaluation rows from the training data, but task.data_files.eval={task.data_files['eval']} names "
+            "others. Leave one of them out."
+        )
+
+
+def held_out_key(task: Any) -> str | None:
+    """Return the key by which a task holds out training rows, with its value; None if it holds out none."""
+    for name in ("eval_fold", "eval_share"):
+        if (value := getattr(task, name, None)) is not None:
+            return f"task.{name}={value}"
+    return None
+
+
+def data_file_problems(
+    dataset: str,
+    data_files: Mapping[str, Any] | None,
+    optional: tuple[str, ...] = ("test",),
+    needs_eval: bool = True,
+) -> Iterator[str]:
     """Yield the problems of ``task.dataset`` and ``task.data_files``, one sentence each.
 
     Files take precedence over ``dataset``, which may then name their format.
 
     Args:
         optional: splits that may be given besides "train" and "eval".
+        needs_eval: whether there must be files of the eval split: not if training rows are held out, or none evaluated on.
     """
     if not data_files:
         if dataset in FILE_FORMATS:
@@ -55,9 +94,10 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optio
         elif is_repository(dataset):
             yield from name_problems("task.dataset", dataset, "dataset", (*FILE_FORMATS, *FOLDER_FORMATS))
         return
-    for split in ("train", "eval"):
-        if split not in data_files:
-            yield f"task.data_files.{split} is missing. Name the files of the {split} split: task.data_files.{split}=..."
+    if "train" not in data_files:
+        yield "task.data_files.train is missing. Name the files of the train split: task.data_files.train=..."
+    if needs_eval and "eval" not in data_files:
+        yield f"task.data_files.eval is missing. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
     for split in data_files:
         if split not in (known := ("train", "eval", *optional)):
             yield f"task.data_files.{split} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."

@@ -37,6 +37,19 @@ def ignored_splits(task: Any) -> list[str]:
     return [f"No effect: {', '.join(ineffective)}. The splits come from {source}."] if ineffective else []
 
 
+def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
+    """Return a notice of the training rows that are evaluated on instead; ``total``: of the training data."""
+    if task.eval_fold is not None:
+        fold, num_folds = task.eval_fold
+        return [f"task.eval_fold={task.eval_fold}: evaluated on fold {fold} of {num_folds} (from 0), trained on the others."]
+    if task.eval_share is None:
+        return []
+    return [
+        f"task.eval_share={task.eval_share}: a share of the {total:,} {what} of the train split is evaluated on instead, the "
+        "same in every run."
+    ]
+
+
 def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[str]:
     """Return a notice for each split that uses a subset only; ``counts``: samples used, and samples available."""
     return [
@@ -47,7 +60,7 @@ def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[
 
 
 def num_rows(rows: datasets.Dataset) -> tuple[int, int]:
-    """Return how many rows ``subsample`` kept of a data set, and how many there were."""
+    """Return how many rows ``take`` kept of a data set, and how many there were."""
     return len(rows), rows.data.num_rows
 
 

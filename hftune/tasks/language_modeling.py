@@ -45,9 +45,6 @@ class LanguageModeling(TextTask):
     csv, parquet or arrow), only needed if their suffixes do not show it."""
     dataset_config: str | None = "wikitext-2-v1"
     """Configuration (subset) of the data set on the Hub, if it has several. null: the only one."""
-    data_files: dict[str, Any] | None = None
-    """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
-    them. Used instead of dataset."""
     test_split: str | None = "test"
     """Split of the data set on the Hub on which the best model is evaluated once, after training. null: none."""
     max_train_samples: int | None = None
@@ -70,16 +67,17 @@ class LanguageModeling(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
+    texts_run_on = True
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
     sample_fields = ("text", "perplexity")
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems
+        from hftune.data.files import model_folder_problems
 
         minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files, optional=("test",)),
+            *self._split_problems(),
             *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
             *bound_problems(self, minimum),
@@ -110,8 +108,8 @@ class LanguageModeling(TextTask):
     @property
     def _source_splits(self) -> dict[str, str]:
         """Names of the splits in the data set, by split; test may be missing."""
-        has_test = "test" in self.data_files if self.data_files else self.test_split is not None
-        return {"train": self.train_split, "eval": self.eval_split, **({"test": self.test_split or ""} if has_test else {})}
+        splits = super()._source_splits
+        return splits if self.data_files or self.test_split is None else {**splits, "test": self.test_split}
 
     @property
     def _counts(self) -> dict[str, int | None]:
@@ -194,7 +192,7 @@ class LanguageModeling(TextTask):
     def notices(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
 
-        messages = notices.ignored_splits(self)
+        messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self._rows["train"])[1])]
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         return [*messages, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
@@ -264,7 +262,7 @@ class LanguageModeling(TextTask):
         return model
 
     def example_inputs(self) -> list[str]:
-        texts = (text.strip() for text in self._rows["eval"][self.text_column])
+        texts = (text.strip() for text in self._rows.get("eval", self._rows["train"])[self.text_column])
         return [" ".join(text.split()[:8]) for text in texts if len(text.split()) > 8][:2]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:

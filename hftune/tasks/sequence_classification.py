@@ -59,10 +59,10 @@ class SequenceClassification(TextTask):
         return {"accuracy": "max", "macro_f1": "max", **({"mae": "min"} if self.ordinal else {})}
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems
+        from hftune.data.files import model_folder_problems
 
         return [
-            *data_file_problems(self.dataset, self.data_files),
+            *self._split_problems(),
             *model_folder_problems(self.model, self.model_config),
             *bound_problems(self, {"max_length": 3, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}),
         ]
@@ -70,7 +70,7 @@ class SequenceClassification(TextTask):
     @cached_property
     def _rows(self) -> dict[str, Dataset]:
         columns = {"task.text_column": self.text_column, "task.label_column": self.label_column}
-        return self._load_rows(columns, texts=[self.text_column])
+        return self._load_rows(columns, texts=[self.text_column], stratify_by=self.label_column)
 
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
@@ -114,7 +114,7 @@ class SequenceClassification(TextTask):
 
     def datasets(self) -> dict[str, Texts]:
         """Return the tokenized splits, with columns input_ids (tokens), cut (bool) and label (int)."""
-        return {split: self._tokenized(split) for split in ("train", "eval")}
+        return {split: self._tokenized(split) for split in self._rows}
 
     def _tokenized(self, split: str) -> Texts:
         import numpy as np
@@ -217,7 +217,7 @@ class SequenceClassification(TextTask):
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length}
 
     def example_inputs(self) -> list[str]:
-        return self._rows["eval"][:2][self.text_column]
+        return self._rows.get("eval", self._rows["train"])[:2][self.text_column]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the most probable label of each text, by name, and its probability."""

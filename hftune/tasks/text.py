@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,16 +46,25 @@ class TextTask(Task):
     data_dir: str | None = None
     """Folder of the Hub repository to read instead of the whole repository, if its README does not list its files."""
     data_files: dict[str, Any] | None = None
-    """Your own files: data_files.train and data_files.eval, each a path, a glob or a list of them. Used instead of dataset."""
+    """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
+    them. Used instead of dataset. Without eval, set eval_share, or eval.every=never."""
     train_split: str = "train"
     """Split of the data set on the Hub to train on."""
     eval_split: str = "validation"
     """Split of the data set on the Hub to evaluate on."""
+    eval_share: float | None = None
+    """Share of the training rows to hold out and evaluate on, such as 0.1, if there are no evaluation data: random rows, the
+    same in every run, of each class its share. null: the evaluation data are files or a split of their own."""
+    eval_fold: list[int] | None = None
+    """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
+    max_train_samples are then the rows of all folds together. `hftune folds` sets it."""
     max_train_samples: int | None = None
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None
     """Number of evaluation rows to use, a random subset that is the same in every run. null: all."""
 
+    texts_run_on: ClassVar[bool] = False
+    """Whether the rows are pieces of a running text, of which consecutive ones are held out, not random ones."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.text", "hftune.data.notices", "hftune.models.pretrained")
 
     @cached_property
@@ -86,30 +95,48 @@ class TextTask(Task):
     @property
     def _source_splits(self) -> dict[str, str]:
         """Names of the splits in the data set, by split; without effect if files or a function provide the splits."""
-        return {"train": self.train_split, "eval": self.eval_split}
+        splits = {"train": self.train_split, **({"eval": self.eval_split} if self.evaluates else {})}
+        return {**splits, "test": ""} if "test" in (self.data_files or {}) else splits
 
     @property
     def _counts(self) -> dict[str, int | None]:
         """Number of rows to use, by split; None for all."""
-        return {"train": self.max_train_samples, "eval": self.max_eval_samples}
+        return {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": None}
+
+    def _split_problems(self, optional: tuple[str, ...] = ("test",)) -> Iterator[str]:
+        """Yield what is wrong with the keys that say where the rows come from, and which of them are evaluated on.
+
+        Args:
+            optional: splits besides "train" and "eval" that files may be given for.
+        """
+        from hftune.data.files import data_file_problems, held_out_key, held_out_problems
+
+        yield from held_out_problems(self)
+        yield from data_file_problems(
+            self.dataset, self.data_files, optional, needs_eval=self.evaluates and held_out_key(self) is None
+        )
 
     def _load_rows(
-        self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False
+        self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False, stratify_by: str | None = None
     ) -> dict[str, datasets.Dataset]:
         """Load the rows of each split; arguments as for ``load_splits``."""
+        from hftune.data.splits import Part
         from hftune.data.text import load_splits
+
+        parts = {split: Part.of(self, split, self._counts[split], self.texts_run_on) for split in self._source_splits}
 
         return load_splits(
             self.dataset,
             self.data_files,
             source_splits=self._source_splits,
-            counts=self._counts,
+            parts=parts,
             columns=columns,
             texts=texts,
             config=self.dataset_config,
             data_dir=self.data_dir,
             commit=self.dataset_commit,
             may_be_empty=may_be_empty,
+            stratify_by=stratify_by,
         )
 
     def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str) -> list[str]:
@@ -118,9 +145,17 @@ class TextTask(Task):
 
         return [
             *notices.ignored_splits(self),
-            *notices.left_out({split: notices.num_rows(split_rows) for split, split_rows in rows.items()}),
+            *notices.held_out(self, notices.num_rows(rows["train"])[1]),
+            *notices.left_out(self._kept(rows)),
             *notices.shared(notices.shared_texts(rows, text_column)),
         ]
+
+    def _kept(self, rows: Mapping[str, datasets.Dataset]) -> dict[str, tuple[int, int]]:
+        """Return, for each split that a limit applies to, the number of rows used and of all rows."""
+        from hftune.data import notices
+
+        limited = {split: split_rows for split, split_rows in rows.items() if self._counts[split] is not None}
+        return {} if self.eval_fold else {split: notices.num_rows(split_rows) for split, split_rows in limited.items()}
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
         """Write model and tokenizer for ``from_pretrained``."""

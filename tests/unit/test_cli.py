@@ -60,7 +60,7 @@ def test_folder_that_holds_no_run(capsys, tmp_path):
     )
     (tmp_path / "recipe.yaml").write_text("base: yelp_demo\n")
     assert refused(capsys, "predict", tmp_path, "--text", "x") == (
-        f"{tmp_path} holds no model yet: the first evaluation of its run writes it."
+        f"{tmp_path} holds no model yet: the first evaluation of its run writes it, or its end."
     )
 
 
