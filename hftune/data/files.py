@@ -73,7 +73,7 @@ def held_out_key(task: Any) -> str | None:
 
 
 def data_file_problems(
-    dataset: str,
+    dataset: str | None,
     data_files: Mapping[str, Any] | None,
     optional: tuple[str, ...] = ("test",),
     needs_eval: bool = True,
@@ -87,7 +87,9 @@ def data_file_problems(
         needs_eval: whether there must be files of the eval split: not if training rows are held out, or none evaluated on.
     """
     if not data_files:
-        if dataset in FILE_FORMATS:
+        if dataset is None:
+            yield "Name your data: task.data_files.train=... and task.data_files.eval=..., or task.dataset=..."
+        elif dataset in FILE_FORMATS:
             yield f"task.dataset={dataset} needs files: set task.data_files.train=... and task.data_files.eval=..."
         elif ":" not in dataset and is_folder(dataset) and not Path(dataset).expanduser().exists():
             yield f"task.dataset={dataset}: there is no such folder.{_nearest_file(Path(dataset))}"

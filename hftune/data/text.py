@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -69,7 +69,7 @@ def load_split(
     else:
         rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
-        raise DataError(f"The {split} split of {dataset} has no rows{_of(data_files, split)}.")
+        raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
     return rows
 
 
@@ -84,7 +84,7 @@ def load_splits(
     data_dir: str | None = None,
     commit: str | None = None,
     may_be_empty: bool = False,
-    stratify_by: str | None = None,
+    stratify_by: Callable[[datasets.Dataset], str | None] = lambda rows: None,
 ) -> dict[str, datasets.Dataset]:
     """Load, subsample and check the splits of a text data set.
 
@@ -92,7 +92,7 @@ def load_splits(
         source_splits, parts: of "train" and, optionally, "eval" and "test"; see ``load_split`` and ``take``.
         columns: required columns, by the key that names them: {"task.text_column": "text"}.
         texts: those of ``columns`` that must hold texts; empty texts are refused unless ``may_be_empty``.
-        stratify_by: column of the labels, to hold out rows of each class.
+        stratify_by: returns the column of the labels of the training rows, to hold out rows of each class.
 
     Raises:
         DataError: the data cannot be used; the message names split, column and row.
@@ -105,7 +105,8 @@ def load_splits(
         rows = sources[split] = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
         for key, column in columns.items():
             check_column(rows, key, column, split)
-    loaded = {split: take(rows, parts[split], stratify_by) for split, rows in sources.items()}
+    label_column = stratify_by(sources["train"]) if any(part.held_out for part in parts.values()) else None
+    loaded = {split: take(rows, parts[split], label_column) for split, rows in sources.items()}
     for split, rows in loaded.items():
         for column in texts:
             check_texts(rows, column, split, may_be_empty)

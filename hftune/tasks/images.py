@@ -83,7 +83,8 @@ class ImageTask(Task):
         yield from held_out_problems(self)
         yield from data_file_problems(self.dataset, self.data_files, optional=(), needs_eval=needs_eval)
         splits = {f"task.{name}": getattr(self, name) for name in folders if needs_eval or name != "eval_split"}
-        yield from image_folder_problems(self.dataset, self.data_dir, splits)
+        if self.data_dir is not None or not self.data_files:
+            yield from image_folder_problems(self.dataset, self.data_dir, splits)
 
     @property
     def _source_splits(self) -> dict[str, tuple[str, int | None]]:

@@ -73,9 +73,9 @@ def test_a_class_with_a_single_row_is_refused_by_its_name_and_its_row(tmp_path):
 
 
 def test_too_few_rows_are_refused():
-    with pytest.raises(DataError, match="The train split has 1 row, too few to hold some out: 2 are needed."):
+    with pytest.raises(DataError, match=r"The train split has 1 row, too few to hold some out: 2 are needed\."):
         split_off(1, 0.5)
-    with pytest.raises(DataError, match="The train split has 4 rows, too few to hold some out: 5 are needed."):
+    with pytest.raises(DataError, match=r"The train split has 4 rows, too few to hold some out: 5 are needed\."):
         split_fold(4, 0, 5)
 
 
