@@ -144,6 +144,7 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
         sizes=recipe.task.sizes(dataset),
         padded_length=recipe.task.padded_length,
         seed=recipe.seed,
+        mixture=recipe.task.mixture(dataset),
     )
 
 
@@ -278,7 +279,7 @@ def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Modu
 def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: int) -> None:
     """Refuse full batches that are cut into too few micro-batches for the schedule, or raise ConfigError."""
     needed, found = config.fill_up(1), len(plan.epoch(0)[0])
-    if plan.num_samples >= plan.batch_size and found < needed * num_replicas:
+    if plan.samples_per_epoch >= plan.batch_size and found < needed * num_replicas:
         pipelines = f" for each of {num_replicas} pipelines" if num_replicas > 1 else ""
         raise ConfigError(
             f"parallel.schedule={config.schedule} with parallel.pipeline_stages={config.pipeline_stages} needs at least "

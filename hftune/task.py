@@ -116,6 +116,13 @@ class Task(ABC):
             {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
         ]
 
+    def mixture(self, dataset: Any) -> Sequence[tuple[int, float]] | None:
+        """Return number of samples and weight of each data set that the training data consist of, in their order.
+
+        None, the default: an epoch has each sample once. See ``BatchPlan.mixture`` for what a weight means.
+        """
+        return None
+
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return a positive integer length per sample, such as its tokens, or None if all samples cost the same."""
         return None

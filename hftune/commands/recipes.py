@@ -53,7 +53,7 @@ def read(text: str) -> Listed:
 
 
 def purpose(text: str) -> str:
-    """Return the first comment of a recipe file, after the line that names its schema to editors, to the end of its sentence."""
+    """Return the first sentence of a recipe file's comment, after the line that names its schema to editors."""
     lines = re.findall(r"^# (?!yaml-language-server)(.*)$", text, flags=re.MULTILINE)
     end = next((number for number, line in enumerate(lines) if line.endswith((".", ":"))), 0)
     return " ".join(lines[: end + 1])

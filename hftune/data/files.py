@@ -10,7 +10,7 @@ from typing import Any
 
 from hftune.data import idx
 from hftune.data.hub import commit_of, name_problems
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, did_you_mean
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """Formats of ``task.data_files``, named as the builders of datasets."""
@@ -70,6 +70,58 @@ def held_out_key(task: Any) -> str | None:
         if (value := getattr(task, name, None)) is not None:
             return f"task.{name}={value}"
     return None
+
+
+MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight")
+"""Keys of an entry of ``task.datasets``."""
+
+
+def mixture_name(entry: Mapping[str, Any], index: int) -> str:
+    """Return what to call a data set of ``task.datasets`` in messages."""
+    files = entry.get("data_files")
+    named = Path(files).name if isinstance(files, str) else ", ".join(Path(file).name for file in files or ())
+    return named or str(entry.get("dataset") or f"task.datasets[{index}]")
+
+
+def mixture_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``task.datasets``, and of the files of the other splits, one sentence each."""
+    files = dict(task.data_files or {})
+    if task.dataset is not None:
+        yield f"task.dataset={task.dataset} and task.datasets both name training data. Set task.dataset=null."
+    if "train" in files:
+        yield "task.data_files.train and task.datasets both name training data. Make the files an entry of task.datasets."
+    if task.evaluates and "eval" not in files and held_out_key(task) is None:
+        yield f"task.datasets names training data only. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
+    # The others need no files of the train split; they have these.
+    others = {split: paths for split, paths in files.items() if split != "train"}
+    yield from (text for text in data_file_problems(None, {"train": [], **others}, needs_eval=False) if others)
+    if not task.datasets_:
+        yield "task.datasets is empty. List the data sets: [{data_files: a.jsonl}, {data_files: b.jsonl, weight: 0.5}]"
+    for index, entry in enumerate(task.datasets_):
+        yield from _entry_problems(entry, f"task.datasets[{index}]")
+
+
+def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
+    for name in entry:
+        if name not in MIXTURE_KEYS:
+            yield f"{key}.{name} is not a key. Keys: {', '.join(MIXTURE_KEYS)}.{did_you_mean(str(name), MIXTURE_KEYS)}"
+    dataset, files = entry.get("dataset"), entry.get("data_files")
+    if dataset is None and files is None:
+        yield f"{key} names no data: give it data_files or dataset."
+    elif isinstance(files, Mapping):
+        yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
+    else:
+        problems = data_file_problems(dataset, None if files is None else {"train": files}, needs_eval=False)
+        yield from (
+            text.replace("task.data_files.train", f"{key}.data_files").replace("task.dataset", f"{key}.dataset")
+            for text in problems
+        )
+    weight = entry.get("weight", 1)
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e6:
+        yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."
+    columns = entry.get("columns") or {}
+    if not isinstance(columns, Mapping) or not all(isinstance(name, str) for pair in columns.items() for name in pair):
+        yield f"{key}.columns={columns} must say the name of each column there, such as {{text: review, label: stars}}."
 
 
 def data_file_problems(

@@ -50,6 +50,16 @@ def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
     ]
 
 
+def mixed(mixture: Any, sizes: Sequence[int]) -> list[str]:
+    """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``sizes``: the rows of each."""
+    drawn = [max(1, int(weight * size + 0.5)) for size, weight in zip(sizes, mixture.weights, strict=True)]
+    parts = [
+        f"{count:,} from {name} ({size:,} rows x {weight:g}, {count / sum(drawn):.0%})"
+        for count, name, size, weight in zip(drawn, mixture.names, sizes, mixture.weights, strict=True)
+    ]
+    return [f"task.datasets: an epoch takes {' and '.join(parts)}."]
+
+
 def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[str]:
     """Return a notice for each split that uses a subset only; ``counts``: samples used, and samples available."""
     return [

@@ -85,6 +85,7 @@ def load_splits(
     commit: str | None = None,
     may_be_empty: bool = False,
     stratify_by: Callable[[datasets.Dataset], str | None] = lambda rows: None,
+    mixed: datasets.Dataset | None = None,
 ) -> dict[str, datasets.Dataset]:
     """Load, subsample and check the splits of a text data set.
 
@@ -92,6 +93,7 @@ def load_splits(
         source_splits, parts: of "train" and, optionally, "eval" and "test"; see ``load_split`` and ``take``.
         columns: required columns, by the key that names them: {"task.text_column": "text"}.
         texts: those of ``columns`` that must hold texts; empty texts are refused unless ``may_be_empty``.
+        mixed: the rows of the train split, if it consists of several data sets.
         stratify_by: returns the column of the labels of the training rows, to hold out rows of each class.
 
     Raises:
@@ -102,7 +104,10 @@ def load_splits(
         if split == "eval" and parts[split].held_out is not None:
             sources[split] = sources["train"]
             continue
-        rows = sources[split] = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
+        rows = mixed
+        if rows is None or split != "train":
+            rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
+        sources[split] = rows
         for key, column in columns.items():
             check_column(rows, key, column, split)
     label_column = stratify_by(sources["train"]) if any(part.held_out for part in parts.values()) else None

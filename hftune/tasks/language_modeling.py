@@ -74,6 +74,11 @@ class LanguageModeling(TextTask):
         minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
             *self._split_problems(),
+            *(
+                ["task.datasets is for tasks whose samples are rows, not blocks. Name all files in task.data_files.train."]
+                if self.datasets_
+                else []
+            ),
             *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
             *bound_problems(self, minimum),

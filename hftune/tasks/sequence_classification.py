@@ -89,10 +89,8 @@ class SequenceClassification(TextTask):
         """Column of the labels."""
         return self._columns["label_column"]
 
-    def _row_of(self, split: str) -> Callable[[int], int]:
-        from hftune.data.text import row_numbers
-
-        return lambda index: row_numbers(self._rows[split], [index])[0]
+    def _row_of(self, split: str) -> Callable[[int], Any]:
+        return self.row_of(split)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         from hftune.data.text import to_ids

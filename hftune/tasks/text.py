@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.data.files import held_out_key
 from hftune.errors import ConfigError
 from hftune.task import Task
 from hftune.tasks.validation import bound_problems
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hftune.data.mixture import Mixture
     from hftune.task import Batch
 
 NO_LABEL = -100
@@ -59,6 +61,10 @@ class TextTask(Task):
     data_files: dict[str, Any] | None = None
     """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
     them. Used instead of dataset. Without eval, set eval_share, or eval.every=never."""
+    datasets_: list[dict[str, Any]] | None = None
+    """Several data sets to train on, instead of dataset and data_files.train: a list of {data_files} or {dataset}, each with a
+    weight (how often an epoch uses each of its rows, such as 0.5 or 3; 1 if it is left out) and, if its columns have other
+    names, columns: {text: review}. See docs/own-data.md."""
     train_split: str = "train"
     """Split of the data set on the Hub to train on."""
     eval_split: str = "validation"
@@ -104,7 +110,18 @@ class TextTask(Task):
         from hftune.data.files import dataset_commit
         from hftune.data.text import INSTEAD
 
-        return dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, INSTEAD)
+        return None if self.datasets_ else dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, INSTEAD)
+
+    @cached_property
+    def _mixed_commits(self) -> list[str | None]:
+        """Commit of each of ``datasets_`` that is loaded from the Hub; None for the others."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.text import INSTEAD
+
+        return [
+            dataset_commit(str(entry.get("dataset", "")), entry.get("data_files"), entry.get("dataset_revision"), INSTEAD)
+            for entry in self.datasets_ or ()
+        ]
 
     @cached_property
     def model_commit(self) -> str | None:
@@ -116,7 +133,8 @@ class TextTask(Task):
     def commits(self) -> dict[str, str]:
         from hftune.data.hub import known
 
-        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
+        mixed = {f"task.datasets.{index}.dataset": commit for index, commit in enumerate(self._mixed_commits)}
+        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit, **mixed})
 
     @property
     def _source_splits(self) -> dict[str, str]:
@@ -135,12 +153,14 @@ class TextTask(Task):
         Args:
             optional: splits besides "train" and "eval" that files may be given for.
         """
-        from hftune.data.files import data_file_problems, held_out_key, held_out_problems
+        from hftune.data.files import data_file_problems, held_out_problems, mixture_problems
 
         yield from held_out_problems(self)
-        yield from data_file_problems(
-            self.dataset, self.data_files, optional, needs_eval=self.evaluates and held_out_key(self) is None
-        )
+        if self.datasets_ is not None:
+            yield from mixture_problems(self)
+            return
+        needs_eval = self.evaluates and held_out_key(self) is None
+        yield from data_file_problems(self.dataset, self.data_files, optional, needs_eval=needs_eval)
 
     def _load_rows(
         self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False
@@ -162,7 +182,36 @@ class TextTask(Task):
             commit=self.dataset_commit,
             may_be_empty=may_be_empty,
             stratify_by=self.stratify_by,
+            mixed=self._mixed and self._mixed.rows,
         )
+
+    @cached_property
+    def _mixed(self) -> Mixture | None:
+        """What ``datasets_`` names."""
+        from hftune.data.mixture import load_mixture
+
+        return load_mixture(self.datasets_, self._mixed_commits.__getitem__) if self.datasets_ else None
+
+    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
+        if self._mixed is None:
+            return None
+        rows = self._rows["train"]
+        if len(dataset) != len(rows):
+            raise ConfigError(
+                f"task.datasets needs a task whose samples are the rows of its data, unlike {type(self).__name__}."
+            )
+        return [*zip(self._mixed.sizes(rows), self._mixed.weights, strict=True)]
+
+    def row_of(self, split: str) -> Callable[[int], Any]:
+        """Return a function that translates an index of a split to the row of the data, for messages."""
+        from hftune.data.text import row_numbers
+
+        def name(index: int) -> Any:
+            (row,) = row_numbers(self._rows[split], [index])
+            is_mixed = self._mixed is not None and (split == "train" or held_out_key(self) is not None)
+            return self._mixed.row_name(row) if is_mixed and self._mixed else row
+
+        return name
 
     def columns(self, rows: datasets.Dataset) -> dict[str, str]:
         """Return the columns that the task reads, by their fields: by default the values of all fields ``*_column``.
@@ -201,6 +250,9 @@ class TextTask(Task):
         """The rows of each split, whose columns have been checked."""
         from hftune.data.text import check_column, check_texts
 
+        for name, rows in zip(self._mixed.names, self._mixed.sources, strict=True) if self._mixed else ():
+            for column in self._text_columns:  # so that messages name the data set and its row
+                check_texts(rows, column, f"train ({name})")
         for split, rows in self._loaded.items():
             for key, column in self._columns.items():
                 check_column(rows, f"task.{key}", column, split)
@@ -329,6 +381,7 @@ class TextTask(Task):
         return [
             *notices.ignored_splits(self),
             *notices.held_out(self, notices.num_rows(rows["train"])[1]),
+            *(notices.mixed(self._mixed, self._mixed.sizes(rows["train"])) if self._mixed else []),
             *notices.left_out(self._kept(rows)),
             *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
         ]
