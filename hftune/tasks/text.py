@@ -20,8 +20,8 @@ from hftune.task import Task
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -162,9 +162,7 @@ class TextTask(Task):
         needs_eval = self.evaluates and held_out_key(self) is None
         yield from data_file_problems(self.dataset, self.data_files, optional, needs_eval=needs_eval)
 
-    def _load_rows(
-        self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False
-    ) -> dict[str, datasets.Dataset]:
+    def _load_rows(self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False) -> dict[str, Dataset]:
         """Load the rows of each split; arguments as for ``load_splits``."""
         from hftune.data.splits import Part
         from hftune.data.text import load_splits
@@ -213,7 +211,7 @@ class TextTask(Task):
 
         return name
 
-    def columns(self, rows: datasets.Dataset) -> dict[str, str]:
+    def columns(self, rows: Dataset) -> dict[str, str]:
         """Return the columns that the task reads, by their fields: by default the values of all fields ``*_column``.
 
         Args:
@@ -225,7 +223,7 @@ class TextTask(Task):
         names = [item.name for item in fields(self) if item.name.endswith("_column")]
         return {name: column for name in names if (column := getattr(self, name)) is not None}
 
-    def stratify_by(self, rows: datasets.Dataset) -> str | None:
+    def stratify_by(self, rows: Dataset) -> str | None:
         """Return the column of the classes, of each of which ``eval_share`` is held out; None, the default: of any rows.
 
         Args:
@@ -234,31 +232,31 @@ class TextTask(Task):
         return None
 
     @cached_property
-    def _loaded(self) -> dict[str, datasets.Dataset]:
+    def _unchecked(self) -> dict[str, Dataset]:
         return self._load_rows({}, [])
 
     @cached_property
     def _columns(self) -> dict[str, str]:
-        return self.columns(self._loaded["train"])
+        return self.columns(self._unchecked["train"])
 
     @property
     def _text_columns(self) -> list[str]:
         return [self._columns[key] for key in self.text_keys if key in self._columns]
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         """The rows of each split, whose columns have been checked."""
         from hftune.data.text import check_column, check_texts
 
         for name, rows in zip(self._mixed.names, self._mixed.sources, strict=True) if self._mixed else ():
             for column in self._text_columns:  # so that messages name the data set and its row
                 check_texts(rows, column, f"train ({name})")
-        for split, rows in self._loaded.items():
+        for split, rows in self._unchecked.items():
             for key, column in self._columns.items():
                 check_column(rows, f"task.{key}", column, split)
             for column in self._text_columns:
                 check_texts(rows, column, split)
-        return self._loaded
+        return self._unchecked
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -369,13 +367,13 @@ class TextTask(Task):
         messages = []
         for key, column in self._columns.items():
             messages += chosen(f"task.{key}", getattr(self, key, column), column, all_columns)
-        messages += self._row_notices(self._rows, *self._text_columns[:1])
+        messages += self._row_notices(self._rows, *self._text_columns)
         lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
         has_flags = "cut" in datasets["train"][0]
         return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
 
-    def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str | None = None) -> list[str]:
-        """Return notices of keys without effect, of rows left out, and of rows whose text is in two splits."""
+    def _row_notices(self, rows: Mapping[str, Dataset], *text_columns: str) -> list[str]:
+        """Return notices of keys without effect, of rows left out, and of rows whose texts are in two splits."""
         from hftune.data import notices
 
         return [
@@ -383,10 +381,10 @@ class TextTask(Task):
             *notices.held_out(self, notices.num_rows(rows["train"])[1]),
             *(notices.mixed(self._mixed, self._mixed.sizes(rows["train"])) if self._mixed else []),
             *notices.left_out(self._kept(rows)),
-            *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
+            *(notices.shared(notices.shared_texts(rows, *text_columns)) if text_columns else []),
         ]
 
-    def _kept(self, rows: Mapping[str, datasets.Dataset]) -> dict[str, tuple[int, int]]:
+    def _kept(self, rows: Mapping[str, Dataset]) -> dict[str, tuple[int, int]]:
         """Return, for each split that a limit applies to, the number of rows used and of all rows."""
         from hftune.data import notices
 

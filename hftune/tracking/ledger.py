@@ -125,6 +125,6 @@ def unequal_use(mixture: Sequence[Mapping[str, Any]], epoch: int, in_epoch_N: np
         own = slice(start, start + part["rows"])
         start = own.stop
         if (count := int(in_epoch_N[own].sum())) != max(1, int(part["weight"] * part["rows"] + 0.5)):
-            yield f"The plan of epoch {epoch} uses {count:,} samples of data set {index}, unlike its weight {part['weight']} says."
+            yield f"The plan of epoch {epoch} uses {count:,} samples of data set {index}, not as weight {part['weight']} says."
         if np.ptp(used_N[own]) > 1:
             yield f"The plan does not use the samples of data set {index} equally often up to epoch {epoch}."
