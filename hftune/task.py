@@ -52,6 +52,8 @@ class Task(ABC):
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
     evaluates = True
     """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
+    fold_rows: ClassVar[Sequence[int] | None] = None
+    """Where the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
     libraries: ClassVar[Sequence[str]] = ()

@@ -24,6 +24,8 @@ from hftune.strategies.base import Strategy
 
 SAMPLE_IMAGES = "samples"
 """Subfolder with images of some samples, written after each evaluation."""
+OUT_OF_FOLD = "out_of_fold.jsonl"
+"""Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
 PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
@@ -213,7 +215,7 @@ def start_folder(path: Path) -> None:
         "tensorboard",  # it would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
+    for name in ("result.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

@@ -111,11 +111,8 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
     elif isinstance(files, Mapping):
         yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
     else:
-        problems = data_file_problems(dataset, None if files is None else {"train": files}, needs_eval=False)
-        yield from (
-            text.replace("task.data_files.train", f"{key}.data_files").replace("task.dataset", f"{key}.dataset")
-            for text in problems
-        )
+        for text in data_file_problems(dataset, None if files is None else {"train": files}, needs_eval=False):
+            yield text.replace("task.dataset", f"{key}.dataset").replace("task.data_files.train", f"{key}.data_files")
     weight = entry.get("weight", 1)
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e6:
         yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."

@@ -121,6 +121,11 @@ class ImageClassification(ImageTask):
             self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, self.layout, self.dataset_commit
         )
 
+    @property
+    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+        """Image in the data of each sample of the eval split, if that is a fold."""
+        return list(self._sources["eval"].rows) if self.eval_fold else None
+
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
         """Class names in the order of the class numbers."""

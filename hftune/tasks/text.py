@@ -200,6 +200,14 @@ class TextTask(Task):
             )
         return [*zip(self._mixed.sizes(rows), self._mixed.weights, strict=True)]
 
+    @property
+    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+        """Row in the data of each sample of the eval split, if that is a fold."""
+        from hftune.data.text import row_numbers
+
+        rows = self._rows["eval"] if self.eval_fold else None
+        return None if rows is None else row_numbers(rows, range(len(rows)))
+
     def row_of(self, split: str) -> Callable[[int], Any]:
         """Return a function that translates an index of a split to the row of the data, for messages."""
         from hftune.data.text import row_numbers

@@ -195,6 +195,7 @@ def test_evaluation_data_are_named_held_out_or_switched_off(tmp_path, words, pro
 
 
 def test_without_evaluation_no_eval_split_is_loaded(tmp_path):
-    recipe = Recipe.load("yelp_demo", f"task.data_files.train={one_file(tmp_path)}", "eval.every=never")
+    words = ("task.label_names=null", "task.ordinal=false", "eval.every=never")
+    recipe = Recipe.load("yelp_demo", f"task.data_files.train={one_file(tmp_path)}", *words)
     assert recipe.task.evaluates is False and [*recipe.task.datasets()] == ["train"]
     assert not recipe.eval.falls_on(10, 10, 5)
