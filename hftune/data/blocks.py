@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import datasets
@@ -49,6 +51,36 @@ class Blocks(Sequence):
         """Number of labels in each block, int32."""
         starts = self.indices * self.block_length
         return np.minimum(self.block_length, len(self.stream) - 1 - starts).astype(np.int32)
+
+
+class JoinedBlocks(Sequence):
+    """The blocks of several streams, one stream after the other. No block has tokens of two."""
+
+    def __init__(self, parts: Sequence[Blocks]):
+        self.parts = parts
+        self._ends = [*accumulate(map(len, parts))]
+        self.total = sum(part.total for part in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:  # type: ignore[override]  # no slices
+        place = bisect_right(self._ends, index)
+        return self.parts[place][index - [0, *self._ends][place]]
+
+    def contents(self) -> dict[str, np.ndarray]:
+        """Return the content to hash; see hftune.data.digest."""
+        return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
+
+    @property
+    def stream(self) -> np.ndarray:
+        """All tokens."""
+        return np.concatenate([part.stream for part in self.parts])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of labels in each block, int32."""
+        return np.concatenate([part.lengths for part in self.parts])
 
 
 def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:

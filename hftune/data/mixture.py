@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import datasets
@@ -27,16 +27,27 @@ class Mixture:
     weights: Sequence[float]
     sources: Sequence[datasets.Dataset]
     """The rows of each."""
-    rows: datasets.Dataset
-    """Those of all."""
 
     def sizes(self, kept: datasets.Dataset) -> list[int]:
-        """Return how many rows of each data set are in a selection of ``rows``."""
+        """Return how many rows of each data set are among those kept of all rows, which are in the order of the data sets.
+
+        Raises:
+            DataError: no row of a data set is left.
+        """
         places_N = np.searchsorted(self._ends, row_numbers(kept, range(len(kept))), side="right")
-        return np.bincount(places_N, minlength=len(self.sources)).tolist()
+        sizes = np.bincount(places_N, minlength=len(self.sources)).tolist()
+        if 0 in sizes:
+            name = self.names[sizes.index(0)]
+            raise DataError(f"task.datasets: no row of {name} is left to train on. Use more rows, or leave this data set out.")
+        return sizes
+
+    def parts(self, kept: datasets.Dataset) -> list[datasets.Dataset]:
+        """Return those kept of all rows by data set."""
+        starts = [0, *accumulate(self.sizes(kept))]
+        return [kept.select(range(start, stop)) for start, stop in pairwise(starts)]
 
     def row_name(self, index: int) -> str:
-        """Return which row of which data set a row is, for messages."""
+        """Return which row of which data set a row of all of them is, for messages."""
         place = int(np.searchsorted(self._ends, index, side="right"))
         return f"{index - ([0, *self._ends][place])} of {self.names[place]}"
 
@@ -64,7 +75,7 @@ def load_mixture(entries: Sequence[Mapping[str, Any]], commit_of: Callable[[int]
         raise DataError(f"task.datasets: no column is in all of them: {listed}. Rename them: columns: {{text: review}}.")
     loaded = _same_features([rows.select_columns(common) for rows in loaded], names)
     weights = [float(entry.get("weight", 1)) for entry in entries]
-    return Mixture(names, weights, loaded, datasets.concatenate_datasets(loaded))
+    return Mixture(names, weights, loaded)
 
 
 def _load(entry: Mapping[str, Any], index: int, name: str, commit: str | None) -> datasets.Dataset:

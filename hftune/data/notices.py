@@ -50,11 +50,11 @@ def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
     ]
 
 
-def mixed(mixture: Any, sizes: Sequence[int]) -> list[str]:
-    """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``sizes``: the rows of each."""
+def mixed(mixture: Any, sizes: Sequence[int], what: str = "rows") -> list[str]:
+    """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``sizes``: the rows or blocks of each."""
     drawn = [max(1, int(weight * size + 0.5)) for size, weight in zip(sizes, mixture.weights, strict=True)]
     parts = [
-        f"{count:,} from {name} ({size:,} rows x {weight:g}, {count / sum(drawn):.0%})"
+        f"{count:,} from {name} ({size:,} {what} x {weight:g}, {count / sum(drawn):.0%})"
         for count, name, size, weight in zip(drawn, mixture.names, sizes, mixture.weights, strict=True)
     ]
     return [f"task.datasets: an epoch takes {' and '.join(parts)}."]

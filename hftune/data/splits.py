@@ -6,8 +6,9 @@ scikit-learn: its random splits may change between versions, and a class may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -60,21 +61,37 @@ class Part:
     """Number of rows to make folds of; None for all."""
 
     @classmethod
-    def of(cls, task: Any, split: str, count: int | None, in_order: bool = False) -> Part:
-        """Return the part that a task with the fields ``eval_share``, ``eval_fold`` and ``max_train_samples`` says.
+    def of(cls, task: Any, split: str, counts: Mapping[str, int | None], in_order: bool = False) -> Part:
+        """Return the part that a task with the fields ``eval_share`` and ``eval_fold`` says.
 
         A share is held out before rows are counted, so that the evaluation rows do not depend on the number of training rows.
-        Folds are those of a subset of ``max_train_samples``: together they evaluate each of its rows once.
+        Folds are those of the training rows that are counted: together they evaluate each of these once.
+
+        Args:
+            counts: number of rows to use, by split; None for all.
         """
         held_out = None if split == "test" else HeldOut.of(task, in_order)
         if held_out is None or held_out.fold is None:
-            return cls(split, count, held_out)
-        return cls(split, None, held_out, task.max_train_samples)
+            return cls(split, counts[split], held_out)
+        return cls(split, None, held_out, counts["train"])
 
-    def indices(self, num_rows: int, labels: Labels | None = None, row_of: Callable[[int], int] = int) -> np.ndarray:
-        """Return the indices of the rows to use, ascending; arguments as for ``split_off``."""
+    def indices(
+        self,
+        num_rows: int,
+        labels: Labels | None = None,
+        row_of: Callable[[int], int] = int,
+        sizes: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """Return the indices of the rows to use, ascending; arguments as for ``split_off``.
+
+        Args:
+            sizes: rows of each data set that they come from; rows in order are held out of each. None: there is one.
+        """
         if self.held_out is None:
             return subsample_indices(num_rows, self.count)
+        if self.held_out.in_order and sizes is not None:
+            starts = [0, *accumulate(sizes)]
+            return np.concatenate([start + self.indices(size) for start, size in zip(starts, sizes, strict=False)])
         pool_N = subsample_indices(num_rows, self.pool)
         pool_labels = None if labels is None else [labels[index] for index in pool_N]
         train, held_out = self.held_out.indices(len(pool_N), pool_labels, lambda index: row_of(int(pool_N[index])))

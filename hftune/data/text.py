@@ -85,7 +85,7 @@ def load_splits(
     commit: str | None = None,
     may_be_empty: bool = False,
     stratify_by: Callable[[datasets.Dataset], str | None] = lambda rows: None,
-    mixed: datasets.Dataset | None = None,
+    mixed: Sequence[datasets.Dataset] | None = None,
 ) -> dict[str, datasets.Dataset]:
     """Load, subsample and check the splits of a text data set.
 
@@ -93,7 +93,7 @@ def load_splits(
         source_splits, parts: of "train" and, optionally, "eval" and "test"; see ``load_split`` and ``take``.
         columns: required columns, by the key that names them: {"task.text_column": "text"}.
         texts: those of ``columns`` that must hold texts; empty texts are refused unless ``may_be_empty``.
-        mixed: the rows of the train split, if it consists of several data sets.
+        mixed: the rows of each data set of the train split, if it consists of several; all have the same features.
         stratify_by: returns the column of the labels of the training rows, to hold out rows of each class.
 
     Raises:
@@ -104,25 +104,33 @@ def load_splits(
         if split == "eval" and parts[split].held_out is not None:
             sources[split] = sources["train"]
             continue
-        rows = mixed
-        if rows is None or split != "train":
+        if mixed is not None and split == "train":
+            rows = datasets.concatenate_datasets(list(mixed))
+        else:
             rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
         sources[split] = rows
         for key, column in columns.items():
             check_column(rows, key, column, split)
     label_column = stratify_by(sources["train"]) if any(part.held_out for part in parts.values()) else None
-    loaded = {split: take(rows, parts[split], label_column) for split, rows in sources.items()}
+    sizes = None if mixed is None else [*map(len, mixed)]
+    loaded = {
+        split: take(rows, parts[split], label_column, sizes if rows is sources["train"] else None)
+        for split, rows in sources.items()
+    }
     for split, rows in loaded.items():
         for column in texts:
             check_texts(rows, column, split, may_be_empty)
     return loaded
 
 
-def take(rows: datasets.Dataset, part: Part | None, label_column: str | None = None) -> datasets.Dataset:
+def take(
+    rows: datasets.Dataset, part: Part | None, label_column: str | None = None, sizes: Sequence[int] | None = None
+) -> datasets.Dataset:
     """Return the rows that a split uses, in their original order; all of them if ``part`` is None.
 
     Args:
         label_column: column of the labels, to hold out rows of each class.
+        sizes: rows of each data set, if there are several.
 
     Raises:
         DataError: see ``split_off``; or the column does not hold labels.
@@ -135,7 +143,7 @@ def take(rows: datasets.Dataset, part: Part | None, label_column: str | None = N
 
     by_class = part.held_out is not None and label_column is not None
     labels = read_labels(rows, label_column, "train", row_of) if by_class else None
-    indices = part.indices(len(rows), labels, row_of)
+    indices = part.indices(len(rows), labels, row_of, sizes)
     return rows if len(indices) == len(rows) else rows.select(indices)
 
 

@@ -105,15 +105,13 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
-        return {split: self._source(split, *source) for split, source in self._source_splits.items()}
+        return {split: self._source(split, source_split) for split, source_split in self._source_splits.items()}
 
-    def _source(self, split: str, source_split: str, count: int | None) -> Source:
+    def _source(self, split: str, source_split: str) -> Source:
         from hftune.data.images import load_idx, load_rows
         from hftune.data.splits import Part
 
-        part = Part.of(self, split, count)
-        if part.held_out is not None:  # then both come from the same rows
-            source_split = self.train_split
+        part = Part.of(self, split, self._counts)
         if self.dataset == "idx":
             return load_idx(self.data_dir, source_split, part, self.layout)
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}

@@ -89,16 +89,14 @@ class ImageRestoration(ImageTask):
 
     def datasets(self) -> dict[str, Pictures]:
         """Return both splits; see ``Pictures`` for a sample."""
-        return {split: self._pictures(split, *source) for split, source in self._source_splits.items()}
+        return {split: self._pictures(split, source_split) for split, source_split in self._source_splits.items()}
 
-    def _pictures(self, split: str, source_split: str, count: int | None) -> Pictures:
+    def _pictures(self, split: str, source_split: str) -> Pictures:
         from hftune.data.pictures import load_pictures
         from hftune.data.splits import Part
 
-        part, least = Part.of(self, split, count), self.crop if split == "train" else None
+        part, least = Part.of(self, split, self._counts), self.crop if split == "train" else None
         columns = {"image": self.image_column, "mask": self.mask_column, "target": self.target_column}
-        if part.held_out is not None:
-            source_split = self.train_split
         return load_pictures(
             *(self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, least, self.dataset_commit)
         )

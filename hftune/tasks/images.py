@@ -87,14 +87,21 @@ class ImageTask(Task):
             yield from image_folder_problems(self.dataset, self.data_dir, splits)
 
     @property
-    def _source_splits(self) -> dict[str, tuple[str, int | None]]:
-        """Name in the data set and number of images to use, None for all, of each split."""
-        splits = {"train": (self.train_split, self.max_train_samples), "eval": (self.eval_split, self.max_eval_samples)}
-        return splits if self.evaluates else {"train": splits["train"]}
+    def _source_splits(self) -> dict[str, str]:
+        """Names of the splits in the data set, by split; that of the training images for those that are held out of them."""
+        from hftune.data.files import held_out_key
+
+        source = self.eval_split if held_out_key(self) is None else self.train_split
+        return {"train": self.train_split, **({"eval": source} if self.evaluates else {})}
+
+    @property
+    def _counts(self) -> dict[str, int | None]:
+        """Number of images to use, by split; None for all."""
+        return {"train": self.max_train_samples, "eval": self.max_eval_samples}
 
     def _kept(self, totals: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         """Return those of ``totals``, the images used and all images of each split, that a limit applies to."""
-        return {} if self.eval_fold else {split: totals[split] for split in totals if self._source_splits[split][1] is not None}
+        return {} if self.eval_fold else {split: totals[split] for split in totals if self._counts[split] is not None}
 
     def _network_problems(self) -> Iterator[str]:
         if self.network_args and self.network is None:

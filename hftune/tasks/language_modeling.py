@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hftune.data.blocks import Blocks
+    from hftune.data.blocks import Blocks, JoinedBlocks
     from hftune.task import Batch
 
 TRAINED = ("words", "basic_english")
@@ -63,6 +63,7 @@ class LanguageModeling(TextTask):
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
     texts_run_on = True
+    fold_rows = None  # the samples are blocks
     auto_class = "AutoModelForCausalLM"
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
@@ -74,14 +75,17 @@ class LanguageModeling(TextTask):
         minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
             *self._split_problems(),
-            *(
-                ["task.datasets is for tasks whose samples are rows, not blocks. Name all files in task.data_files.train."]
-                if self.datasets_
-                else []
-            ),
+            *self._mixture_problems(),
             *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
             *bound_problems(self, minimum),
+        ]
+
+    def _mixture_problems(self) -> list[str]:
+        if not self.datasets_ or self.max_train_samples is None:
+            return []
+        return [
+            f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights instead."
         ]
 
     def _tokenizer_problems(self) -> list[str]:
@@ -149,17 +153,28 @@ class LanguageModeling(TextTask):
             return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
         return load_tokenizer(self.model, commit=self.model_commit)
 
-    def datasets(self) -> dict[str, Blocks]:
+    def datasets(self) -> dict[str, Blocks | JoinedBlocks]:
         """Return the splits as blocks of input_ids and labels, int64."""
+        from hftune.data.blocks import JoinedBlocks
+
+        if self._mixed is None:
+            return {split: self._blocks(rows, split) for split, rows in self._rows.items()}
+        parts = zip(self._mixed.parts(self._rows["train"]), self._mixed.names, strict=True)
+        train = JoinedBlocks([self._blocks(rows, "train", f"train ({name})") for rows, name in parts])
+        return {"train": train, **{split: self._blocks(rows, split) for split, rows in self._rows.items() if split != "train"}}
+
+    def _blocks(self, rows: datasets.Dataset, split: str, name: str | None = None) -> Blocks:
         from hftune.data.blocks import Blocks, check_stream, token_stream
 
         counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}
-        blocks = {}
-        for split, rows in self._rows.items():
-            stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
-            check_stream(stream, self.block_length, split)
-            blocks[split] = Blocks(stream, self.block_length, counts[split])
-        return blocks
+        stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
+        check_stream(stream, self.block_length, name or split)
+        return Blocks(stream, self.block_length, counts[split])
+
+    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
+        if self._mixed is None:
+            return None
+        return [(len(part), weight) for part, weight in zip(dataset.parts, self._mixed.weights, strict=True)]
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one, and set its generation config."""
@@ -194,6 +209,8 @@ class LanguageModeling(TextTask):
         from hftune.data import notices
 
         messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self._rows["train"])[1])]
+        if self._mixed is not None:
+            messages += notices.mixed(self._mixed, [*map(len, datasets["train"].parts)], "blocks")
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         return [*messages, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]

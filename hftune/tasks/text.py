@@ -167,7 +167,7 @@ class TextTask(Task):
         from hftune.data.splits import Part
         from hftune.data.text import load_splits
 
-        parts = {split: Part.of(self, split, self._counts[split], self.texts_run_on) for split in self._source_splits}
+        parts = {split: Part.of(self, split, self._counts, self.texts_run_on) for split in self._source_splits}
         return load_splits(
             self.dataset or "",
             self.data_files,
@@ -180,7 +180,7 @@ class TextTask(Task):
             commit=self.dataset_commit,
             may_be_empty=may_be_empty,
             stratify_by=self.stratify_by,
-            mixed=self._mixed and self._mixed.rows,
+            mixed=self._mixed and self._mixed.sources,
         )
 
     @cached_property

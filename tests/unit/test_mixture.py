@@ -12,7 +12,7 @@ from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.commands import audit as audit_command
 from hftune.config import Recipe
 from hftune.data import notices
-from hftune.tasks import SequenceClassification
+from hftune.tasks import LanguageModeling, SequenceClassification
 from hftune.tracking.ledger import Ledger, audit
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -219,3 +219,35 @@ def test_code_that_a_data_set_names_needs_trust(files, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"task\.datasets=own_module:rows .* is not hftune's own code"):
         Recipe.load(path, trust_code=False)
+
+
+def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_held_out(tmp_path):
+    for name, count in (("first", 40), ("second", 20)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number} line\n" for number in range(count)))
+    entries = [{"data_files": str(tmp_path / "first.txt")}, {"data_files": str(tmp_path / "second.txt"), "weight": 3}]
+    loaded = LanguageModeling(
+        model_config={"model_type": "gpt2"},
+        tokenizer="words",
+        datasets_=entries,
+        eval_share=0.1,
+        block_length=7,
+        test_split=None,
+    )
+    assert loaded.validate() == []
+    held_out = loaded._rows["eval"]["text"]
+    assert held_out == [f"{name} {n} line" for name, ns in (("first", range(36, 40)), ("second", range(18, 20))) for n in ns]
+    train = loaded.datasets()["train"]
+    first, second = loaded.text_tokenizer.convert_tokens_to_ids(["first", "second"])
+    kinds = [{first, second} & {*block["input_ids"].tolist()} for block in train]
+    assert len(train) == len(train.lengths) == 21 + 11 and kinds == [{first}] * 21 + [{second}] * 11
+    assert loaded.mixture(train) == [(21, 1.0), (11, 3.0)]
+    assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
+    limited = LanguageModeling(datasets_=entries, eval_share=0.1, max_train_samples=5, model_config={"model_type": "gpt2"})
+    assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights instead." in limited.validate()
+
+
+def test_a_data_set_of_which_no_row_is_left_is_refused(files, tmp_path):
+    one = {"data_files": write(tmp_path / "one.jsonl", ["a text"], [0])}
+    with pytest.raises(DataError, match=r"task\.datasets: no row of one\.jsonl is left to train on\."):
+        data = _never(own := task(datasets_=[files[0], one], max_train_samples=3)).datasets()
+        own.mixture(data["train"])

@@ -81,12 +81,15 @@ def test_too_few_rows_are_refused():
 
 def test_a_share_is_held_out_before_rows_are_counted_and_folds_are_those_of_the_rows_counted():
     part = {"eval_share": 0.2, "eval_fold": None, "data_files": {"train": "f"}}
-    few, all_rows = (Part.of(task(**part, max_train_samples=count), "eval", None).indices(50) for count in (10, None))
+    few, all_rows = (
+        Part.of(task(**part, max_train_samples=count), "eval", {"train": count, "eval": None}).indices(50)
+        for count in (10, None)
+    )
     assert few.tolist() == all_rows.tolist()
     folded = [task(eval_fold=[fold, 4], max_train_samples=20) for fold in range(4)]
-    parts = [Part.of(one, "eval", 3).indices(100) for one in folded]
+    parts = [Part.of(one, "eval", {"train": 20, "eval": 3}).indices(100) for one in folded]
     assert sorted(np.concatenate(parts)) == Part("train", 20).indices(100).tolist()
-    assert not {*parts[0]} & {*Part.of(folded[0], "train", 20).indices(100)}
+    assert not {*parts[0]} & {*Part.of(folded[0], "train", {"train": 20}).indices(100)}
 
 
 def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(tmp_path):
