@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 def read(text: str) -> Listed:
     """Return what a recipe file says of itself."""
     columns = re.search(r"^# Columns: (.*)$", text, flags=re.MULTILINE)
-    return Listed(purpose(text), columns and columns[1], yaml.safe_load(text).get("base"))
+    return Listed(purpose(text), columns[1] if columns else None, yaml.safe_load(text).get("base"))
 
 
 def purpose(text: str) -> str:

@@ -18,7 +18,7 @@ from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
+    from datasets import Dataset
     import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -134,7 +134,7 @@ class LanguageModeling(TextTask):
         return super().commits() | known({"task.tokenizer": self.tokenizer_commit})
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         return self._load_rows({"task.text_column": self.text_column}, texts=[self.text_column], may_be_empty=True)
 
     @cached_property
@@ -163,7 +163,7 @@ class LanguageModeling(TextTask):
         train = JoinedBlocks([self._blocks(rows, "train", f"train ({name})") for rows, name in parts])
         return {"train": train, **{split: self._blocks(rows, split) for split, rows in self._rows.items() if split != "train"}}
 
-    def _blocks(self, rows: datasets.Dataset, split: str, name: str | None = None) -> Blocks:
+    def _blocks(self, rows: Dataset, split: str, name: str | None = None) -> Blocks:
         from hftune.data.blocks import Blocks, check_stream, token_stream
 
         counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}

@@ -180,7 +180,7 @@ class TextTask(Task):
             commit=self.dataset_commit,
             may_be_empty=may_be_empty,
             stratify_by=self.stratify_by,
-            mixed=self._mixed and self._mixed.sources,
+            mixed=None if self._mixed is None else self._mixed.sources,
         )
 
     @cached_property
