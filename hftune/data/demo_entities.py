@@ -16,7 +16,14 @@ BOTH = ["paris", "florence", "jordan", "austin", "chelsea", "sydney", "lincoln",
 FIRST = ["maria", "john", "wei", "amina", "pedro", "olga", "kofi", "lena", *BOTH]
 LAST = ["garcia", "smith", "chen", "okafor", "novak", "berg", "mensah", "rossi", *BOTH]
 PLACES = ["lisbon", "accra", "oslo", "lima", "new delhi", "san marino", "cape town", *BOTH]
-FIRMS = ["{place} united", "bank of {place}", "university of {place}", "{last} and sons", "{last} motors", "{place} {last} group"]
+FIRMS = [
+    "{place} united",
+    "bank of {place}",
+    "university of {place}",
+    "{last} and sons",
+    "{last} motors",
+    "{place} {last} group",
+]
 SENTENCES = [
     "{PER} met {PER} in {LOC} on {day} .",
     "shares of {ORG} rose by {count} percent after {PER} resigned .",

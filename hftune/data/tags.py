@@ -1,4 +1,4 @@
-"""Words and their tags: reads and checks them, says which token begins a word, and joins tags to entities. Independent of tasks.
+"""Words and their tags: checked, aligned with tokens, and joined to entities. Independent of tasks and models.
 
 Tags of entities are written as in IOB2: B-PER for the first word of a person's name, I-PER for those inside it, O for all
 others; or with S- and E- as well, for single and last words (IOBES).
@@ -169,7 +169,7 @@ def entities_of(words: Sequence[Word], tags: Sequence[str], probabilities: Seque
 
 
 def bracketed(words: Sequence[str], tags: Sequence[str]) -> str:
-    """Return a text with its entities in brackets, as in "[Ada Lovelace PER] lived in [London LOC]", or with tags behind words."""
+    """Return a text with its entities in brackets, "[Ada Lovelace PER] lived in [London LOC]", or with tags behind words."""
     if not all(tag == "O" or tag[:2] in ("B-", "I-", "S-", "E-") for tag in tags):
         return " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True))
     parts, done = [], 0

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from hftune.data.tags import is_entity_scheme
-
 
 def tag_metrics(
-    references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]], names: Sequence[str]
+    references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]], names: Sequence[str], of_entities: bool
 ) -> dict[str, Any]:
     """Return the scores of the tags of texts, each in [0, 1].
 
     Args:
         references, predictions: the tags of the words of each text.
         names: all tags.
+        of_entities: whether they say where entities begin and end; see hftune.data.tags.
 
     Returns:
         precision, recall and f1 of entities, as CoNLL-2003 counts them: an entity is found if its type, first and last word are
-        right. If ``names`` are not those of entities: the means over the tags. accuracy: the share of words whose tag is right.
+        right. If the tags are of other kinds: the means over the tags. accuracy: the share of words whose tag is right.
         per_class: precision, recall, f1 and support of each type of entity, or of each tag.
     """
     words = [tag for tags in references for tag in tags], [tag for tags in predictions for tag in tags]
     accuracy = sum(map(str.__eq__, *words)) / max(1, len(words[0]))
-    if not is_entity_scheme(names):
+    if not of_entities:
         from sklearn.metrics import classification_report
 
         report = classification_report(*words, labels=[*names], output_dict=True, zero_division=0.0)
@@ -33,8 +33,9 @@ def tag_metrics(
     else:
         from seqeval.metrics import classification_report
 
-        # What seqeval warns of are types without an entity, which count 0.
-        report = classification_report([*references], [*predictions], output_dict=True, zero_division=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's, where there is no entity at all
+            report = classification_report([*references], [*predictions], output_dict=True, zero_division=0)
         whole = report.get("micro avg", {})
         kinds = {kind: scores for kind, scores in report.items() if not kind.endswith(" avg")}
     return {

@@ -116,9 +116,7 @@ def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | 
     return from_config(config) if dtype is None else from_config(config, dtype=dtype)
 
 
-def load_tokenizer(
-    model: str, key: str = "task.model", commit: str | None = None, **options: Any
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, key: str = "task.model", commit: str | None = None, **options: Any) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. If it has no padding token, as GPT-2, the end token is used for padding.
 
     Args:

@@ -7,4 +7,11 @@ from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
 
-__all__ = ["ImageClassification", "ImageRestoration", "LanguageModeling", "SequenceClassification", "TitleGeneration", "TokenClassification"]
+__all__ = [
+    "ImageClassification",
+    "ImageRestoration",
+    "LanguageModeling",
+    "SequenceClassification",
+    "TitleGeneration",
+    "TokenClassification",
+]

@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,6 @@ from hftune.tasks.classification import count_classes
 from hftune.tasks.text import NO_LABEL, TextTask, beginning, count_labels, token_loss
 
 if TYPE_CHECKING:
-    import numpy as np
     from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -181,10 +180,11 @@ class TokenClassification(TextTask):
         ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.data.tags import is_entity_scheme
         from hftune.metrics.entities import tag_metrics
 
-        names = self.labels
-        return tag_metrics(*([[names[number] for number in row[key]] for row in rows] for key in ("label", "prediction")), names)
+        true, predicted = ([[self.labels[number] for number in row[key]] for row in rows] for key in ("label", "prediction"))
+        return tag_metrics(true, predicted, self.labels, is_entity_scheme(self.labels))
 
     def transformers_pipeline(self) -> dict[str, Any]:
         return {"task": "token-classification", "aggregation_strategy": "first"}
@@ -193,7 +193,7 @@ class TokenClassification(TextTask):
         return [" ".join(words) for words in self._rows["eval"][:2][self._words]]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
-        """Return the entities of each text, with their places in it; or, for tags that are not of entities, the tag of each word.
+        """Return the entities of each text, with their places in it; or its words and tags, if these are not of entities.
 
         A text is cut into words and punctuation marks, or is a list of words already.
         """
@@ -207,7 +207,7 @@ class TokenClassification(TextTask):
         logits_NTK = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
         side = self.text_tokenizer.padding_side
         names = model.config.id2label
-        rows = []
+        rows: list[dict[str, Any]] = []
         for text, of_tokens, logits_TK in zip(texts, words, logits_NTK.float().softmax(-1), strict=True):
             probabilities_T, tags_T = logits_TK.max(-1)
             if side == "left":
