@@ -73,7 +73,7 @@ def _draw_box(
     """Draw top, left, height and width of a box, by its share of the area and its aspect; None if no draw lies within."""
     for _ in range(ATTEMPTS):
         area = height * width * rng.uniform(*shares)
-        aspect = math.exp(rng.uniform(*map(math.log, aspects)))
+        aspect = math.exp(rng.uniform(math.log(aspects[0]), math.log(aspects[1])))
         box_height, box_width = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < box_height <= height and 0 < box_width <= width:
             return rng.randint(height - box_height + 1), rng.randint(width - box_width + 1), box_height, box_width
@@ -96,7 +96,7 @@ def jitter(pixels_HWC: np.ndarray, strength: float, rng: RandomState) -> np.ndar
 
 def erase(pixels_HWC: np.ndarray, fill: Sequence[int], rng: RandomState) -> np.ndarray:
     """Paint a random box, at most a third of the image."""
-    box = _draw_box(*pixels_HWC.shape[:2], ERASED_SHARES, ERASED_ASPECTS, rng)
+    box = _draw_box(pixels_HWC.shape[0], pixels_HWC.shape[1], ERASED_SHARES, ERASED_ASPECTS, rng)
     if box is None:
         return pixels_HWC
     top, left, height, width = box

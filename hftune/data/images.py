@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +21,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
+from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
 from hftune.data.labels import read_labels
 from hftune.data.text import check_column, load_split, row_numbers, subsample, subsample_indices
 from hftune.errors import DataError
@@ -162,6 +163,9 @@ class Source:
     """Number of images in the whole split."""
     encoded: Sequence[Mapping[str, Any]] | None = None
     """Content or path of each image, as ``datasets.Image(decode=False)`` has it; None for idx files."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Columns of images and labels, by their keys."""
+    all_columns: Sequence[str] = ()
 
 
 def load_idx(folder: str, split: str, count: int | None, form: Form) -> Source:
@@ -198,32 +202,42 @@ def load_rows(
     source_split: str,
     split: str,
     count: int | None,
-    columns: Mapping[str, str],
+    columns: Mapping[str, str | None],
     form: Form,
     commit: str | None = None,
 ) -> Source:
     """Load ``count`` images (None: all) of a data set that ``datasets`` reads, or of a function that returns rows.
 
     Args:
-        columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}.
+        columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}. None: the
+            only one that there is.
         commit: of a data set on the Hub.
 
     Raises:
         DataError: the data cannot be used; the message names split, column and row.
     """
     rows = subsample(load_split(dataset, source_split, data_files, split, data_dir, INSTEAD, commit=commit), count, seed=42)
-    for key, column in columns.items():
-        check_column(rows, key, column, split)
-    image_column, label_column = columns.values()
+    image_column, label_column = _columns(rows, split, columns)
     numbers = row_numbers(rows, range(len(rows)))
     labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)
-    if not isinstance(kind := rows.features[image_column], datasets.Image):
-        raise DataError(f"Column {image_column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
     raw = rows.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
     encoded = _Encoded(raw, image_column, split)
     images = encoded.several_sizes(form, labels) if isinstance(form, Uncropped) else Images(encoded.decode(form), labels)
-    return Source(images, names and list(names), numbers, rows.data.num_rows, raw[image_column])
+    chosen = dict(zip(columns, (image_column, label_column), strict=True))
+    return Source(images, names and list(names), numbers, rows.data.num_rows, raw[image_column], chosen, rows.column_names)
+
+
+def _columns(rows: datasets.Dataset, split: str, columns: Mapping[str, str | None]) -> tuple[str, str]:
+    """Return the columns of images and labels: those that are given, or the only ones that there are."""
+    for key, column in columns.items():
+        if column is not None:
+            check_column(rows, key, column, split)
+    (image_key, given_image), (label_key, given_label) = columns.items()
+    image_column = choose(image_key, given_image, rows, is_image, IMAGES, taken=[given_label] if given_label else [])
+    if not isinstance(kind := rows.features[image_column], datasets.Image):
+        raise DataError(f"Column {image_column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
+    return image_column, choose(label_key, given_label, rows, is_label, LABELS, taken=[image_column])
 
 
 @dataclass

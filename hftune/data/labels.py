@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import DataError
@@ -134,3 +134,26 @@ def class_numbers(
             "Correct the row, or set task.label_names; null uses the names of the data."
         )
     return translated
+
+
+def check_learnt(numbers: Mapping[str, Sequence[int]], names: Sequence[str], rows: Mapping[str, Sequence[int]]) -> None:
+    """Check that each class of the other splits is also in the train split.
+
+    Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
+
+    Args:
+        numbers: class numbers of each split.
+        rows: the rows in the data of each split, for messages.
+
+    Raises:
+        DataError: a class has no training samples.
+    """
+    learnt = set(numbers["train"])
+    for split, own in numbers.items():
+        unknown = [index for index, number in enumerate(own) if number not in learnt]
+        if unknown:
+            raise DataError(
+                f"Row {rows[split][unknown[0]]} of the {split} split has the label {names[own[unknown[0]]]!r}, which no image "
+                "of the train split has. Add training images of it, or remove it; or list the classes to learn in "
+                "task.label_names."
+            )

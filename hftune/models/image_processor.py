@@ -25,6 +25,8 @@ from hftune.models.pretrained import CONFIG, folder_of
 FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_SIZE = 224
 DEFAULT_MEAN = DEFAULT_STD = (0.5, 0.5, 0.5)
+SECOND_HALF = ("do_rescale", "do_normalize", "do_flip_channel_order", "include_top")
+"""Settings of what image processors do after scaling and cropping. include_top: EfficientNet's second normalization."""
 TOLERANCE = 1e-4
 """Largest difference to what the processor itself returns, whose values are around 1."""
 
@@ -121,7 +123,7 @@ class Preparation:
         if found[0].shape != found[1].shape or found[0].ndim != 3 or found[0].shape[0] != 3:
             shapes = " and ".join(str(array.shape) for array in found)
             raise ConfigError(f"{name}: its image processor returns {shapes} for two images, not RGB images of one size.")
-        self.shape: tuple[int, int, int] = (*found[0].shape[1:], 3)  # type: ignore[assignment]
+        self.shape: tuple[int, int, int] = (*found[0].shape[1:], 3)
         self._measure()
         prepared_HWC = self.pixels(Image.fromarray(noise_HWC), name)
         if prepared_HWC.shape != self.shape or np.abs(self.normalized(prepared_HWC) - found[0]).max() > TOLERANCE:
@@ -137,7 +139,7 @@ class Preparation:
         """Find mean, std and the order of colours from what becomes of black, white and red."""
         height, width, _ = self.shape
         black, white, red = (
-            self._processed(np.full((height, width, 3), colour, np.uint8)).mean(axis=(1, 2))
+            self._processed(np.full((height, width, 3), colour, np.uint8))[:, height // 2, width // 2].astype(float)
             for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0))
         )
         self.is_bgr = abs(red[2] - white[2]) < TOLERANCE
@@ -155,9 +157,8 @@ class Preparation:
             DataError: it is deeper than 8 bits or transparent.
         """
         rgb_HWC = np.asarray(checked(image, name).convert("RGB"))
-        prepared_CHW = self._processed(rgb_HWC, do_rescale=False, do_normalize=False)
-        prepared_HWC = np.moveaxis(prepared_CHW[::-1] if self.is_bgr else prepared_CHW, 0, -1)
-        return np.ascontiguousarray(prepared_HWC, dtype=np.uint8)
+        off = {step: False for step in SECOND_HALF if hasattr(self.processor, step)}
+        return np.ascontiguousarray(np.moveaxis(self._processed(rgb_HWC, **off), 0, -1), dtype=np.uint8)
 
     def normalized(self, pixels_HWC: np.ndarray) -> np.ndarray:
         """Return (C, H, W) in the model's order of colours. For training, ``task.collate`` computes this on whole batches."""

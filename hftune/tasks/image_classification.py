@@ -64,8 +64,10 @@ class ImageClassification(ImageTask):
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
     dropout: float = 0.5
     """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
-    label_column: str = "label"
-    """Column of the labels: class numbers from 0, or class names."""
+    image_column: str | None = None
+    """Column of the images. null: the only one of images."""
+    label_column: str | None = None
+    """Column of the labels: class numbers from 0, or class names. null: the only one that could be it."""
     label_names: list[str] | None = None
     """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
     its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
@@ -224,10 +226,10 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
-        return {
-            "train": self._source("train", self.train_split, self.max_train_samples, self._training_form),
-            "eval": self._source("eval", self.eval_split, self.max_eval_samples, self._form),
-        }
+        columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
+        train = self._source("train", self.train_split, self.max_train_samples, self._training_form, columns)
+        columns = {**columns, **train.columns}
+        return {"train": train, "eval": self._source("eval", self.eval_split, self.max_eval_samples, self._form, columns)}
 
     @property
     def _training_form(self) -> Form:
@@ -239,12 +241,13 @@ class ImageClassification(ImageTask):
         height, width, num_channels = self._form.shape
         return Uncropped(round(SPARE * min(height, width)), num_channels)
 
-    def _source(self, split: str, source_split: str, count: int | None, form: Form) -> Source:
+    def _source(
+        self, split: str, source_split: str, count: int | None, form: Form, columns: Mapping[str, str | None]
+    ) -> Source:
         from hftune.data.images import load_idx, load_rows
 
         if self.dataset == "idx":
             return load_idx(self.data_dir, source_split, count, form)
-        columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
         return load_rows(
             self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, form, self.dataset_commit
         )
@@ -265,16 +268,16 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _images(self) -> dict[str, Images | SeveralSizes]:
-        from hftune.data.labels import class_numbers
+        from hftune.data.labels import check_learnt, class_numbers
 
-        data_names = self._sources["train"].label_names
-        return {
-            split: replace(
-                source.images,
-                labels=class_numbers(source.images.labels, self.labels, data_names, split, row_of=source.rows.__getitem__),
-            )
+        train = self._sources["train"]
+        numbers = {
+            split: class_numbers(source.images.labels, self.labels, train.label_names, split, row_of=source.rows.__getitem__)
             for split, source in self._sources.items()
         }
+        if not self.label_names and len(train.rows) == train.total:
+            check_learnt(numbers, self.labels, {split: source.rows for split, source in self._sources.items()})
+        return {split: replace(source.images, labels=numbers[split]) for split, source in self._sources.items()}
 
     def build_model(self) -> nn.Module:
         from hftune.models.convnet import ConvNet
@@ -314,7 +317,7 @@ class ImageClassification(ImageTask):
     def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
         from hftune.data import notices
 
-        messages = notices.ignored_splits(self)
+        messages = [*notices.ignored_splits(self), *self._column_notices()]
         messages += notices.left_out(
             {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}, "images"
         )
@@ -327,6 +330,16 @@ class ImageClassification(ImageTask):
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
             return messages
         return [*messages, *notices.shared(notices.shared_arrays(pixels), "images")]
+
+    def _column_notices(self) -> list[str]:
+        from hftune.data.columns import chosen
+
+        train = self._sources["train"]
+        if self.dataset == "imagefolder":  # whose columns have the same names in all folders
+            return []
+        given = {"task.image_column": self.image_column, "task.label_column": self.label_column}
+        columns = train.columns.items()
+        return [line for key, column in columns for line in chosen(key, given[key], column, train.all_columns)]
 
     def _shared_files(self) -> list[str]:
         from hftune.data import notices
@@ -378,7 +391,8 @@ class ImageClassification(ImageTask):
         other = training[rng.randint(len(training))]
         pixels_HWC, other_HWC = example["image"], self._varied(other["image"], rng)
         is_mixup = rng.rand() < 0.5 if self.mixup and self.cutmix else self.mixup > 0
-        share = float(rng.beta(*[self.mixup if is_mixup else self.cutmix] * 2))
+        alpha = self.mixup if is_mixup else self.cutmix
+        share = float(rng.beta(alpha, alpha))
         if is_mixup:
             mixed_HWC = mixup(pixels_HWC, other_HWC, share)
         else:
@@ -402,13 +416,19 @@ class ImageClassification(ImageTask):
         import numpy as np
         import torch
 
-        pixels_NHWC = torch.from_numpy(np.stack([example["image"] for example in examples]))
+        pixels_NHWC = torch.from_numpy(np.stack([self._whole(example["image"]) for example in examples]))
         # A copy, although grey images already have this layout: with unusual strides, DDP would warn about the gradients.
         pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
         if self._is_bgr:
             pixels_NCHW = pixels_NCHW.flip(1)
         mean_C11, std_C11 = self._normalization()
         return {self._input: (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": self._targets(examples)}
+
+    def _whole(self, pixels_HWC: np.ndarray) -> np.ndarray:
+        """Return an image that ``augment`` should crop, but did not see, at the model's size."""
+        from hftune.data.image_augmentation import to_image
+
+        return pixels_HWC if pixels_HWC.shape == self._form.shape else self._form.pixels(to_image(pixels_HWC), "An image")
 
     @property
     def _input(self) -> str:
@@ -489,7 +509,7 @@ class ImageClassification(ImageTask):
         Of a network: model.safetensors, and config.json with all that is needed to build it and to prepare its inputs.
         """
         if self._is_of_transformers:
-            model.save_pretrained(directory)  # type: ignore[operator]
+            model.save_pretrained(directory)
             self._preparation.processor.save_pretrained(directory)
             return
         super().save(model, directory)

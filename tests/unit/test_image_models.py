@@ -80,7 +80,7 @@ def test_batches_are_those_of_the_image_processor_and_the_head_is_new(pretrained
     expected = AutoImageProcessor.from_pretrained(pretrained, backend="pil")([images[row] for row in rows], return_tensors="pt")
     torch.testing.assert_close(batch["pixel_values"], expected["pixel_values"], atol=1e-5, rtol=0)
     assert model.classifier.out_features == len(NAMES) and list(model.config.id2label.values()) == list(NAMES)
-    assert task.notices(data, model)[:3] == [
+    assert task.notices(data, model)[2:5] == [
         "Training on 30 of 900 images: task.max_train_samples=30; null takes all.",
         "Evaluating on 10 of 200 images: task.max_eval_samples=10; null takes all.",
         f"task.model={pretrained}: images are RGB, 32 x 32 pixels, as its image processor prepares them; mean 0.4, 0.5, 0.6; "
@@ -182,9 +182,9 @@ def test_model_without_image_processor_needs_size_mean_and_std(tmp_path):
     assert of(tmp_path, image_size=32, mean=half, std=half)._preparation.shape == (32, 32, 3)
 
 
-def test_size_that_the_model_does_not_take_is_refused():
-    said = refused(ImageClassification(**fields(image_size=44)))
-    assert said.startswith("task.model_config does not take images of 44 x 44 pixels: ")
+def test_size_that_the_model_does_not_take_is_refused(pretrained):
+    said = refused(of(pretrained, image_size=64))
+    assert said.startswith(f"task.model={pretrained} does not take images of 64 x 64 pixels: ")
     assert said.endswith(" Correct task.image_size, or set it to null.")
 
 
@@ -203,9 +203,21 @@ def test_label_that_only_the_evaluation_has_is_named(tmp_path):
         (tmp_path / split / name).mkdir(parents=True)
         PICTURES[0].save(tmp_path / split / name / "0.png")
     task = ImageClassification(**fields(dataset="imagefolder"), data_dir=str(tmp_path))
-    assert refused(task, DataError).startswith(
-        "Row 1 of the eval split has the label 'emu'; there are 2 labels, 0 to 1 (cat, dog)."
+    assert refused(task, DataError) == (
+        "Row 1 of the eval split has the label 'emu', which no image of the train split has. Add training images of it, or remove "
+        "it; or list the classes to learn in task.label_names."
     )
+
+
+def test_columns_are_chosen_where_there_is_one_way_and_said():
+    task = ImageClassification(**fields())
+    assert "task.image_column=image, chosen from the columns image, label." in task.notices(task.datasets(), None)
+    assert refused(ImageClassification(**fields(dataset="tests.support.tasks:two_images")), DataError) == (
+        "task.image_column is not set, and several columns would do: after, before. Set it to one of the columns: "
+        "after, before, kind."
+    )
+    task = ImageClassification(**fields(dataset="tests.support.tasks:two_images", image_column="after"))
+    assert len(task.datasets()["train"]) == 4 and task.labels == ["a", "b"]
 
 
 # Recipes
