@@ -118,7 +118,7 @@ def test_weights_are_balanced_by_the_training_split(tmp_path):
         (
             {},
             [],
-            "task.text_column is not set, and several columns would do: review, id. Set it to one of the columns: review, "
+            "task.label_column is not set, and several columns would do: stars, id. Set it to one of the columns: review, "
             "stars, id.",
         ),
         (

@@ -290,7 +290,11 @@ def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_is_accepted(name, write, tmp_path):
     files = [f"task.data_files.{part}={write('rows.jsonl', '{}')}" for part in ("train", "eval")]
-    missing = {"bigbird": files, "restoration": [f"task.data_dir={tmp_path}"]}  # they have no data of their own
+    missing = {
+        "bigbird": files,
+        "text_classification": files,
+        "restoration": [f"task.data_dir={tmp_path}"],
+    }  # they have no data of their own
     recipe = Recipe.from_argv([f"recipe={name}", *missing.get(name, [])])
     recipe.validate()
     assert (recipe.recipe, recipe.output_dir) == (name, f"outputs/{name}")
