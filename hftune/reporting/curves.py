@@ -15,8 +15,9 @@ import numpy as np
 MATRIX = "confusion_matrix"
 PER_CLASS = "per_class"
 WORDS = {
-    "auroc": "AUROC", "bleu": "BLEU", "cpu": "CPU", "f1": "F1", "gpu": "GPU", "grad": "gradient", "l1": "L1", "l2": "L2", "lr": "learning rate",
-    "mae": "MAE", "mcc": "MCC", "mse": "MSE", "psnr": "PSNR", "rmse": "RMSE", "rouge": "ROUGE", "ssim": "SSIM",
+    "auroc": "AUROC", "bleu": "BLEU", "cpu": "CPU", "f1": "F1", "gpu": "GPU", "grad": "gradient", "l1": "L1", "l2": "L2",
+    "lr": "learning rate", "mae": "MAE", "mcc": "MCC", "mse": "MSE", "psnr": "PSNR", "rmse": "RMSE", "rouge": "ROUGE",
+    "ssim": "SSIM",
 }  # fmt: skip
 """Parts of metric names that are not written as they are spelled."""
 TITLES = {
