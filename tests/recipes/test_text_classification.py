@@ -260,7 +260,7 @@ def test_yelp_is_what_it_was_before_it_built_on_text_classification():
     }
     changed = {name: value for name, value in vars(recipe.train).items() if value != getattr(TrainConfig(), name)}
     assert changed == {
-        **{"batch_size": 128, "micro_batch_size": 32, "micro_batch_tokens": 4096, "clip_norm": None},
+        **{"batch_size": 128, "micro_batch_size": 32, "micro_batch_tokens": 4096, "clip_norm": None, "weight_decay": 0.01},
         "mixed_precision": "auto",
     }
     assert recipe.eval == EvalConfig(every="epoch", batch_size=32, metric="accuracy")
