@@ -56,18 +56,18 @@ def load_split(
     Raises:
         DataError: the split cannot be loaded or has no rows.
     """
-    if data_files:
-        rows = _from_files(dataset, data_files[split], split)
-    elif ":" in dataset:
-        rows = _from_function(dataset, split)
-    elif commit is not None:
-        with _explaining_eval_split(split):
+    with _explaining_eval_split(split):
+        if data_files:
+            rows = _from_files(dataset, data_files[split], split)
+        elif ":" in dataset:
+            rows = _from_function(dataset, split)
+        elif commit is not None:
             rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
-    elif data_dir:
-        folder = str(Path(data_dir).expanduser())
-        rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
-    else:
-        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
+        elif data_dir:
+            folder = str(Path(data_dir).expanduser())
+            rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
+        else:
+            rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
         raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
     return rows
