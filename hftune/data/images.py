@@ -23,7 +23,8 @@ from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
 from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
 from hftune.data.labels import read_labels
-from hftune.data.text import check_column, load_split, row_numbers, subsample, subsample_indices
+from hftune.data.splits import Part
+from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -168,15 +169,15 @@ class Source:
     all_columns: Sequence[str] = ()
 
 
-def load_idx(folder: str, split: str, count: int | None, form: Form) -> Source:
-    """Load ``count`` images (None: all) of a split of idx files.
+def load_idx(folder: str, split: str, part: Part, form: Form) -> Source:
+    """Load a part of the images of a split of idx files.
 
     Raises:
         DataError: a file is broken, images and labels differ in number, or the images have the wrong size.
     """
     path = Path(folder).expanduser()
     images_NHW, labels_N = idx.read_split(path, split)
-    total, rows_N = len(labels_N), subsample_indices(len(labels_N), count, seed=42)
+    total, rows_N = len(labels_N), part.indices(len(labels_N), labels_N.tolist())
     images_NHW, labels = images_NHW[rows_N], labels_N[rows_N].tolist()
     if (*images_NHW.shape[1:], 1) == form.shape:
         return Source(Images(images_NHW[..., None], labels), None, rows_N.tolist(), total)
@@ -201,12 +202,12 @@ def load_rows(
     data_files: Mapping[str, Any] | None,
     source_split: str,
     split: str,
-    count: int | None,
+    part: Part,
     columns: Mapping[str, str | None],
     form: Form,
     commit: str | None = None,
 ) -> Source:
-    """Load ``count`` images (None: all) of a data set that ``datasets`` reads, or of a function that returns rows.
+    """Load a part of the images of a data set that ``datasets`` reads, or of a function that returns rows.
 
     Args:
         columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}. None: the
@@ -216,8 +217,10 @@ def load_rows(
     Raises:
         DataError: the data cannot be used; the message names split, column and row.
     """
-    rows = subsample(load_split(dataset, source_split, data_files, split, data_dir, INSTEAD, commit=commit), count, seed=42)
+    source = "train" if part.held_out is not None else split
+    rows = load_split(dataset, source_split, data_files, source, data_dir, INSTEAD, commit=commit)
     image_column, label_column = _columns(rows, split, columns)
+    rows = take(rows, part, label_column)
     numbers = row_numbers(rows, range(len(rows)))
     labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)
@@ -411,3 +414,26 @@ def move(pixels_HWC: np.ndarray, angle: float, right: float, down: float) -> np.
     image = Image.fromarray(pixels_HWC[..., 0] if channels == 1 else pixels_HWC)
     moved = image.transform((width, height), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
     return np.asarray(moved).reshape(pixels_HWC.shape)
+
+
+def check_learnt(numbers: Mapping[str, Sequence[int]], names: Sequence[str], rows: Mapping[str, Sequence[int]]) -> None:
+    """Check that each class of the other splits is also in the train split.
+
+    Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
+
+    Args:
+        numbers: class numbers of each split.
+        rows: the rows in the data of each split, for messages.
+
+    Raises:
+        DataError: a class has no training images.
+    """
+    learnt = set(numbers["train"])
+    for split, own in numbers.items():
+        unknown = [index for index, number in enumerate(own) if number not in learnt]
+        if unknown:
+            raise DataError(
+                f"Row {rows[split][unknown[0]]} of the {split} split has the label {names[own[unknown[0]]]!r}, which no image "
+                "of the train split has. Add training images of it, or remove it; or list the classes to learn in "
+                "task.label_names."
+            )

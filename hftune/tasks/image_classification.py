@@ -98,13 +98,11 @@ class ImageClassification(ImageTask):
     metric_directions = {"accuracy": "max", "macro_f1": "max", "top5_accuracy": "max"}
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, image_folder_problems, model_folder_problems
+        from hftune.data.files import model_folder_problems
 
-        splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
         minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files),
-            *image_folder_problems(self.dataset, self.data_dir, splits),
+            *self._split_problems(folders=("train_split", "eval_split")),
             *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
             *self._network_problems(),
@@ -227,9 +225,12 @@ class ImageClassification(ImageTask):
     @cached_property
     def _sources(self) -> dict[str, Source]:
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
-        train = self._source("train", self.train_split, self.max_train_samples, self._training_form, columns)
-        columns = {**columns, **train.columns}
-        return {"train": train, "eval": self._source("eval", self.eval_split, self.max_eval_samples, self._form, columns)}
+        sources = dict[str, Source]()
+        for split, source_split in self._source_splits.items():
+            form = self._training_form if split == "train" else self._form
+            sources[split] = self._source(split, source_split, form, columns)
+            columns = {**columns, **sources["train"].columns}
+        return sources
 
     @property
     def _training_form(self) -> Form:
@@ -241,16 +242,21 @@ class ImageClassification(ImageTask):
         height, width, num_channels = self._form.shape
         return Uncropped(round(SPARE * min(height, width)), num_channels)
 
-    def _source(
-        self, split: str, source_split: str, count: int | None, form: Form, columns: Mapping[str, str | None]
-    ) -> Source:
+    def _source(self, split: str, source_split: str, form: Form, columns: Mapping[str, str | None]) -> Source:
         from hftune.data.images import load_idx, load_rows
+        from hftune.data.splits import Part
 
+        part = Part.of(self, split, self._counts)
         if self.dataset == "idx":
-            return load_idx(self.data_dir, source_split, count, form)
+            return load_idx(self.data_dir, source_split, part, form)
         return load_rows(
-            self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, form, self.dataset_commit
+            self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, form, self.dataset_commit
         )
+
+    @property
+    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+        """Image in the data of each sample of the eval split, if that is a fold."""
+        return list(self._sources["eval"].rows) if self.eval_fold else None
 
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
@@ -268,14 +274,15 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _images(self) -> dict[str, Images | SeveralSizes]:
-        from hftune.data.labels import check_learnt, class_numbers
+        from hftune.data.images import check_learnt
+        from hftune.data.labels import class_numbers
 
         train = self._sources["train"]
         numbers = {
             split: class_numbers(source.images.labels, self.labels, train.label_names, split, row_of=source.rows.__getitem__)
             for split, source in self._sources.items()
         }
-        if not self.label_names and len(train.rows) == train.total:
+        if not self.label_names and (self.max_train_samples is None or len(train.rows) == train.total):
             check_learnt(numbers, self.labels, {split: source.rows for split, source in self._sources.items()})
         return {split: replace(source.images, labels=numbers[split]) for split, source in self._sources.items()}
 
@@ -317,10 +324,9 @@ class ImageClassification(ImageTask):
     def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
         from hftune.data import notices
 
+        totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
         messages = [*notices.ignored_splits(self), *self._column_notices()]
-        messages += notices.left_out(
-            {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}, "images"
-        )
+        messages += [*notices.held_out(self, totals["train"][1], "images"), *notices.left_out(self._kept(totals), "images")]
         if self._is_of_transformers:
             messages += [*self._model_notices(), *self._shared_files()]
             return messages
@@ -544,7 +550,8 @@ class ImageClassification(ImageTask):
     def example_inputs(self) -> list[np.ndarray]:
         import numpy as np
 
-        pixels_NHWC = np.stack([self._images["eval"][index]["image"] for index in range(min(2, len(self._images["eval"])))])
+        images = self._images.get("eval", self._images["train"])
+        pixels_NHWC = np.stack([self._whole(images[index]["image"]) for index in range(min(2, len(images)))])
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
