@@ -64,7 +64,7 @@ class ImageClassification(ImageTask):
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
     dropout: float = 0.5
     """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
-    image_column: str | None = None
+    image_column: str | None = None  # type: ignore[assignment]  # restoration has a default
     """Column of the images. null: the only one of images."""
     label_column: str | None = None
     """Column of the labels: class numbers from 0, or class names. null: the only one that could be it."""
@@ -95,7 +95,7 @@ class ImageClassification(ImageTask):
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
 
-    metric_directions = {"accuracy": "max", "macro_f1": "max", "top5_accuracy": "max"}
+    metric_directions = {"accuracy": "max", "macro_f1": "max", "mcc": "max", "top5_accuracy": "max"}
 
     def validate(self) -> list[str]:
         from hftune.data.files import model_folder_problems
@@ -498,16 +498,10 @@ class ImageClassification(ImageTask):
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from statistics import fmean
 
-        from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1
+        from hftune.tasks.problems import SingleLabel
 
-        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
-        count = len(self.labels)
-        return {
-            **Accuracy().compute(**pairs),
-            **MacroF1().compute(**pairs, num_labels=count),
-            **({"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}),
-            **ConfusionMatrix().compute(**pairs, num_labels=count),
-        }
+        top = {"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}
+        return {**SingleLabel(self.labels).metrics(rows), **top}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write a model of transformers and its image processor for ``from_pretrained``.
