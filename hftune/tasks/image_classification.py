@@ -225,7 +225,7 @@ class ImageClassification(ImageTask):
     @cached_property
     def _sources(self) -> dict[str, Source]:
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
-        sources = dict[str, Source]()
+        sources: dict[str, Source] = {}
         for split, source_split in self._source_splits.items():
             form = self._training_form if split == "train" else self._form
             sources[split] = self._source(split, source_split, form, columns)
@@ -350,8 +350,8 @@ class ImageClassification(ImageTask):
     def _shared_files(self) -> list[str]:
         from hftune.data import notices
 
-        files = {split: source.encoded for split, source in self._sources.items()}
-        return [] if None in files.values() else notices.shared(notices.shared_files(files), "images")
+        files = {split: source.encoded for split, source in self._sources.items() if source.encoded is not None}
+        return notices.shared(notices.shared_files(files), "images") if "train" in files else []
 
     def _model_notices(self) -> Iterator[str]:
         """Say how images are prepared, and where the head comes from."""
