@@ -86,6 +86,11 @@ def check_gradient_scale(cells):
     assert number(accumulated["Trainer grad norm"]) == pytest.approx(4 * number(right["hftune grad norm"]), rel=1e-2)
 
 
+def check_image_classification(cells):
+    assert [row[""] for row in cells.rows] == ["hftune", "Trainer"] and all(rate > 0 for rate in cells.column("images/s"))
+    assert all(0 <= accuracy <= 1 for accuracy in cells.column("accuracy"))
+
+
 def check_jieba_speed(cells):
     assert cells.column("thousand characters/s")[1] > cells.column("thousand characters/s")[0]
 
