@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
+from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -253,11 +253,14 @@ class ImageClassification(ImageTask):
         pixels_NHWC = self._sources["eval"].images.pixels_NHWC[:2]
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
-    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array."""
+    def predict(self, model: nn.Module, inputs: list, probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array.
+
+        ``probabilities`` adds those of all classes.
+        """
         from hftune.data.images import read_input
 
         images = [read_input(value, index, self.layout) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
         outputs = model(batch["image"].to(next(model.parameters()).device))
-        return [{"label": self.labels[label], "probability": probability} for label, probability in most_probable(outputs)]
+        return answers(outputs, self.labels, probabilities)

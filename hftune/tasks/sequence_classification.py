@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
+from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.text import TextTask, beginning
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ class SequenceClassification(TextTask):
     def example_inputs(self) -> list[str]:
         return self._rows["eval"][:2][self._text_columns[0]]
 
-    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Return the most probable label of each text, by name, and its probability."""
+    def predict(self, model: PreTrainedModel, inputs: list[str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label of each text, by name, and its probability; on demand those of all classes."""
         from hftune.data.text import check_inputs, to_ids
         from hftune.data.texts import Ragged
 
@@ -161,5 +161,5 @@ class SequenceClassification(TextTask):
         ids, _ = to_ids(inputs, self.text_tokenizer, self.max_length)
         ids_NT, mask_NT = Ragged.of(ids).padded(self.text_tokenizer.pad_token_id)
         logits_NC = model(input_ids=ids_NT.to(model.device), attention_mask=mask_NT.to(model.device)).logits
-        names = model.config.id2label
-        return [{"label": names[label], "probability": probability} for label, probability in most_probable(logits_NC)]
+        id2label = model.config.id2label
+        return answers(logits_NC, [id2label[number] for number in range(len(id2label))], probabilities)

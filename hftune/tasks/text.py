@@ -298,6 +298,14 @@ class TextTask(Task):
             *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
         ]
 
+    def input_lengths(self, inputs: list) -> list[int] | None:
+        """Return the tokens of each text, those beyond the maximum not counted; None for inputs that are not single texts."""
+        if not all(isinstance(text, str) for text in inputs):
+            return None
+        most = max((getattr(self, key) for key in self.length_keys if hasattr(self, key)), default=None)
+        encoded = self.text_tokenizer(inputs, truncation=most is not None, max_length=most, verbose=False)
+        return list(map(len, encoded["input_ids"]))
+
     def save(self, model: PreTrainedModel, directory: Path) -> None:
         """Write model and tokenizer for ``from_pretrained``."""
         model.save_pretrained(directory)
