@@ -22,7 +22,7 @@ def rows_of(path):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    texts = [row["text"] for row in reviews("train")] 
+    texts = [row["text"] for row in reviews("train")]
     with (folder / "test.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["id", "text"], *([index, f"{index} {texts[index]}"] for index in range(ROWS))])
     untrained("yelp_demo", folder / "run", *TINY)
