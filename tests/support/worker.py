@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from hftune import Interrupted, Recipe, run, train
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
 from tests.support.tasks import few_digits, few_reviews
-from tests.support.warm import Server
+from tests.support.warm import Server, be
 
 TIMEOUT_S = 540.0
 IMPORTED = (
@@ -52,7 +53,8 @@ COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 def main() -> None:
     """Start a group for each line of the input; answer with its process ids, and at its end with their exit codes.
 
-    The first line of the output is the path of a warm ``python``, see tests/support/warm.py.
+    The first line of the output is the path of a warm ``python``, see tests/support/warm.py; of the one that started this one, if
+    one did.
     """
     for name in IMPORTED:
         importlib.import_module(name)
@@ -60,17 +62,16 @@ def main() -> None:
         few_reviews(part), few_digits(part)
     dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU
     gc.freeze()  # a collection in a child would copy what all share
-    print(start_server(Path(sys.argv[1])), flush=True)
+    print(start_server(Path(sys.argv[1])) if sys.argv[1:] else sys.executable, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         children: dict[int, int] = {}
         for rank in range(request["world_size"]):
             if (child := os.fork()) == 0:
-                return work(rank, **request)
+                be(partial(work, rank, **request))
             children[child] = rank
         print(json.dumps(list(children)), flush=True)
         print(json.dumps(wait(children, request["last_words_s"])), flush=True)
-    return None
 
 
 def start_server(folder: Path) -> Path:

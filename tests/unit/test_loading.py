@@ -112,7 +112,15 @@ def trained(folder: Path, *words: str) -> Run:
     return Run(train(recipe).output_dir)
 
 
-def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before(tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_frozen():
+    """As in a program of a user's; tests/conftest.py freezes."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before(tmp_path, monkeypatch, nothing_frozen):
     original, frozen = Strategy.report, []
 
     def report(self: Strategy, grad_norm: torch.Tensor) -> StepReport:
