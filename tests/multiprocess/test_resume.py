@@ -30,6 +30,7 @@ STEPS = 14  # two epochs of 7
 JOB = (
     *SMALL,
     "task.dataset=tests.support.tasks:few_reviews",
+    "task.model_config.num_hidden_layers=1",
     "train.epochs=2",
     "train.micro_batch_size=4",
     "checkpoint.every=3",

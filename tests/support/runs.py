@@ -128,7 +128,9 @@ class Group:
         self._worker = start_worker(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
         if world_size > 1:
-            from torch.distributed import TCPStore  # only here, because xdist's controller imports this module and needs no torch
+            from torch.distributed import (
+                TCPStore,
+            )  # only here, because xdist's controller imports this module and needs no torch
 
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             variables |= group_variables(world_size, self.store.port)

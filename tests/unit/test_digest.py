@@ -146,7 +146,7 @@ def test_a_gigabyte_takes_about_a_second():
     dataset = datasets.Dataset(rows)
     began = time.process_time()  # of this process: others may be busy on the machine
     content_digest(dataset)
-    assert time.process_time() - began < 2  # 268 MB
+    assert time.process_time() - began < 4  # 268 MB; measured: 0.6, and 1.8 where others are busy
 
 
 class Rows(torch.utils.data.Dataset):
