@@ -531,7 +531,8 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, number):
 
 
 def test_second_interrupt_stops_at_once_and_loses_nothing_saved(tmp_path):
-    process = started(tmp_path, "task.type=tests.support.tasks.SlowReviews", step=3)
+    slow = ("task.type=tests.support.tasks.SlowReviews", "task.model_config.num_hidden_layers=2")
+    process = started(tmp_path, *slow, step=3)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)

@@ -52,7 +52,10 @@ IMPORTED = (
 )
 """Before there are processes. What is missing here they import themselves, each of them."""
 
-OPTIONAL = ("mlflow", "wandb", "rouge_score.rouge_scorer", "tensorboard.backend.event_processing.event_accumulator")
+OPTIONAL = (
+    *("mlflow", "wandb", "rouge_score.rouge_scorer", "tensorboard.backend.event_processing.event_accumulator"),
+    "transformers.trainer",
+)
 """Imported, too, where they are installed: what tests and tracked runs need of them takes 4 CPU seconds."""
 
 COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
