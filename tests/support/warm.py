@@ -43,9 +43,11 @@ READ_AT_START = (
     "DATASETS_",
     "MALLOC_",
     "LD_",
-    "PYTHONHASHSEED",
 )
-"""Variables that the interpreter reads at its start or libraries where they are imported: who sets others gets a cold start."""
+"""Variables that libraries read where they are imported: who sets others gets a cold start.
+
+PYTHONHASHSEED is not among them, because Spark sets it for all its executors; who tests it starts sys.executable.
+"""
 
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}
 """CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of <linux/sched.h>."""
