@@ -157,7 +157,7 @@ def check_wikitext2(cells):
     assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
 
 
-COLD = ("batch_plan", "checkpoint_cost", "startup")
+COLD = ("batch_plan", "startup")
 """Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 
