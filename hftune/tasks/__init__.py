@@ -1,9 +1,17 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
+from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
 
-__all__ = ["ImageClassification", "ImageRestoration", "LanguageModeling", "SequenceClassification", "TitleGeneration"]
+__all__ = [
+    "Embeddings",
+    "ImageClassification",
+    "ImageRestoration",
+    "LanguageModeling",
+    "SequenceClassification",
+    "TitleGeneration",
+]
