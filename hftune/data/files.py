@@ -39,7 +39,9 @@ def check_corpus(files: Sequence[str]) -> None:
             raise ConfigError(f"{file} has none of the known suffixes: {', '.join(FORMAT_OF)}. Convert or rename it.")
 
 
-def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()) -> Iterator[str]:
+def data_file_problems(
+    dataset: str | None, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()
+) -> Iterator[str]:
     """Yield the problems of ``task.dataset`` and ``task.data_files``, one sentence each.
 
     Files take precedence over ``dataset``, which may then name their format.
@@ -48,7 +50,9 @@ def data_file_problems(dataset: str, data_files: Mapping[str, Any] | None, optio
         optional: splits that may be given besides "train" and "eval".
     """
     if not data_files:
-        if dataset in FILE_FORMATS:
+        if dataset is None:
+            yield "Name your data: task.data_files.train=... and task.data_files.eval=..., or task.dataset=..."
+        elif dataset in FILE_FORMATS:
             yield f"task.dataset={dataset} needs files: set task.data_files.train=... and task.data_files.eval=..."
         elif ":" not in dataset and is_folder(dataset) and not Path(dataset).expanduser().exists():
             yield f"task.dataset={dataset}: there is no such folder.{_nearest_file(Path(dataset))}"

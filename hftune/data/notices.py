@@ -25,7 +25,7 @@ def ignored_splits(task: Any) -> list[str]:
         task: with the fields dataset, data_files and some of train_split, eval_split and test_split. Keys that have their
             default are not mentioned.
     """
-    if not (task.data_files or ":" in task.dataset):
+    if not (task.data_files or ":" in (task.dataset or "")):
         return []
     defaults = {item.name: item.default for item in dataclasses.fields(task)}
     ineffective = [

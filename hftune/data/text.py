@@ -65,7 +65,7 @@ def load_split(
     else:
         rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
-        raise DataError(f"The {split} split of {dataset} has no rows{_of(data_files, split)}.")
+        raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
     return rows
 
 

@@ -165,12 +165,14 @@ def ragged(examples: Sequence[Mapping[str, Any]], name: str) -> Ragged:
 
 
 def values(examples: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    """Return a column with one whole number per sample, (N,) int64, likewise."""
+    """Return a column with one value per sample, (N,), or one array, (N, K), likewise: int64, or float32 if they are floats."""
     import torch
 
     if isinstance(examples, Samples):
-        return torch.from_numpy(np.asarray(examples.texts.column(name))[list(examples.indices)].astype(np.int64))
-    return torch.tensor([int(example[name]) for example in examples])
+        found = np.asarray(examples.texts.column(name))[list(examples.indices)]
+    else:
+        found = np.asarray([np.asarray(example[name]) for example in examples])
+    return torch.from_numpy(found.astype(np.float32 if found.dtype.kind == "f" else np.int64))
 
 
 def column_of(dataset: Any, name: str) -> np.ndarray:

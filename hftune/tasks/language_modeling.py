@@ -40,11 +40,6 @@ class LanguageModeling(TextTask):
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override; if model is null, the whole config, with its model_type (transformer_lm, gpt2,
     llama, ...)."""
-    dataset: str = "Salesforce/wikitext"
-    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (text, json,
-    csv, parquet or arrow), only needed if their suffixes do not show it."""
-    dataset_config: str | None = "wikitext-2-v1"
-    """Configuration (subset) of the data set on the Hub, if it has several. null: the only one."""
     data_files: dict[str, Any] | None = None
     """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
     them. Used instead of dataset."""
@@ -61,7 +56,7 @@ class LanguageModeling(TextTask):
     space) or basic_english (lower-cased, punctuation split off). null: the tokenizer of the model."""
     tokenizer_revision: str | None = None
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # type: ignore[assignment]  # not every tokenizer is trained
     """Maximum vocabulary size of words and basic_english; rarer words become <unk>. null: all words."""
     text_column: str = "text"
     """Column of the texts. Empty texts are kept as empty lines."""
@@ -70,6 +65,7 @@ class LanguageModeling(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
+    auto_class = "AutoModelForCausalLM"
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
     sample_fields = ("text", "perplexity")
@@ -191,7 +187,7 @@ class LanguageModeling(TextTask):
                 f"{config.vocab_size}. Set task.tokenizer=null to use the model's own tokenizer."
             )
 
-    def notices(self, datasets: Mapping[str, Blocks], model: PreTrainedModel) -> list[str]:
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
 
         messages = notices.ignored_splits(self)
@@ -253,13 +249,9 @@ class LanguageModeling(TextTask):
         return {"perplexity": perplexity(total, sum(row["tokens"] for row in rows))}
 
     def load(self, directory: Path) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
-
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
-        from hftune.models.pretrained import load_tokenizer
 
-        self.text_tokenizer = load_tokenizer(str(directory))
-        model = self._load_saved(AutoModelForCausalLM, directory)
+        model = super().load(directory)
         model.generation_config.update(**self.generation)  # the recipe's settings may have changed since
         return model
 

@@ -1,22 +1,30 @@
-"""What the text tasks share: keys for data set and model, loading and saving, and the loss on token labels.
+"""The base of text tasks: keys for data set and model, tokenizing, padding, loading and saving; and the loss on token labels.
 
 torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.errors import ConfigError
 from hftune.task import Task
+from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import datasets
+    import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hftune.task import Batch
 
 NO_LABEL = -100
 """Label of positions that do not count in the loss, such as padding."""
@@ -26,9 +34,11 @@ SHOWN = 500
 
 @dataclass
 class TextTask(Task):
-    """A task on the texts of a data set, with a transformers model and its tokenizer.
+    """Base of tasks on texts, with a model of transformers and its tokenizer.
 
-    Subclasses set the defaults of ``model``, ``dataset`` and ``eval_split``, and provide ``text_tokenizer``.
+    A subclass says what is learned: ``auto_class``, ``encode`` and ``loss``, and its columns as fields whose names end in
+    ``_column``. It usually has a field ``max_length``. The base loads and checks the rows, tokenizes them once per machine,
+    pads them, and loads and saves the model. docs/own-task.md has an example.
     """
 
     model: str | None = None
@@ -37,8 +47,9 @@ class TextTask(Task):
     """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override, such as hidden_dropout_prob; if model is null, the whole config."""
-    dataset: str = ""
-    """Data set name on the Hub (owner/name), or module:function that returns rows."""
+    dataset: str | None = None
+    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
+    parquet, arrow or text), only needed if their suffixes do not show it."""
     dataset_revision: str | None = None
     """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
     dataset_config: str | None = None
@@ -55,13 +66,28 @@ class TextTask(Task):
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None
     """Number of evaluation rows to use, a random subset that is the same in every run. null: all."""
+    vocab_size: int = 4096
+    """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
+    auto_class: ClassVar[str] = ""
+    """Class of transformers that loads the model, such as AutoModelForTokenClassification."""
+    text_keys: ClassVar[Sequence[str]] = ("text_column",)
+    """Those of the fields for columns whose columns must hold texts."""
+    length_keys: ClassVar[Sequence[str]] = ("max_length",)
+    """Fields with a maximum number of tokens, which must not exceed the model's positions."""
+    padding: ClassVar[Mapping[str, int]] = {"token_type_ids": 0, "labels": NO_LABEL}
+    """Columns of one number per token, besides input_ids, each with the value of padding."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.text", "hftune.data.notices", "hftune.models.pretrained")
 
-    @cached_property
-    def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model, or one made from the training texts."""
-        raise NotImplementedError
+    def validate(self) -> list[str]:
+        from hftune.data.files import data_file_problems, model_folder_problems
+
+        lengths = {key: 3 for key in self.length_keys if hasattr(self, key)}
+        return [
+            *data_file_problems(self.dataset, self.data_files),
+            *model_folder_problems(self.model, self.model_config),
+            *bound_problems(self, {**lengths, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}),
+        ]
 
     @cached_property
     def dataset_commit(self) -> str | None:
@@ -69,7 +95,7 @@ class TextTask(Task):
         from hftune.data.files import dataset_commit
         from hftune.data.text import INSTEAD
 
-        return dataset_commit(self.dataset, self.data_files, self.dataset_revision, INSTEAD)
+        return dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, INSTEAD)
 
     @cached_property
     def model_commit(self) -> str | None:
@@ -100,7 +126,7 @@ class TextTask(Task):
         from hftune.data.text import load_splits
 
         return load_splits(
-            self.dataset,
+            self.dataset or "",
             self.data_files,
             source_splits=self._source_splits,
             counts=self._counts,
@@ -112,14 +138,164 @@ class TextTask(Task):
             may_be_empty=may_be_empty,
         )
 
-    def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str) -> list[str]:
-        """Return notices of keys without effect, of rows left out, and of rows that are in two splits."""
+    def columns(self, rows: datasets.Dataset) -> dict[str, str]:
+        """Return the columns that the task reads, by their fields: by default the values of all fields ``*_column``.
+
+        Args:
+            rows: the training split. hftune.data.columns chooses a column that the recipe does not name.
+
+        Raises:
+            DataError: a column cannot be chosen.
+        """
+        names = [item.name for item in fields(self) if item.name.endswith("_column")]
+        return {name: column for name in names if (column := getattr(self, name)) is not None}
+
+    @cached_property
+    def _loaded(self) -> dict[str, datasets.Dataset]:
+        return self._load_rows({}, [])
+
+    @cached_property
+    def _columns(self) -> dict[str, str]:
+        return self.columns(self._loaded["train"])
+
+    @property
+    def _text_columns(self) -> list[str]:
+        return [self._columns[key] for key in self.text_keys if key in self._columns]
+
+    @cached_property
+    def _rows(self) -> dict[str, datasets.Dataset]:
+        """The rows of each split, whose columns have been checked."""
+        from hftune.data.text import check_column, check_texts
+
+        for split, rows in self._loaded.items():
+            for key, column in self._columns.items():
+                check_column(rows, f"task.{key}", column, split)
+            for column in self._text_columns:
+                check_texts(rows, column, split)
+        return self._loaded
+
+    @cached_property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model, or, for a new model, a WordPiece tokenizer trained on the training texts."""
+        from hftune.data.cache import cached_value
+        from hftune.models.pretrained import load_tokenizer, train_wordpiece, wordpiece_tokenizer
+
+        if self.model is not None:
+            return load_tokenizer(self.model, commit=self.model_commit)
+        key = ["wordpiece", self._rows["train"]._fingerprint, self._text_columns, self.vocab_size, version("tokenizers")]
+        key += _code(type(self))
+        return wordpiece_tokenizer(cached_value(key, lambda: train_wordpiece(self.training_texts(), self.vocab_size)))
+
+    def training_texts(self) -> Iterable[str]:
+        """Yield the texts that the tokenizer of a new model is trained on: by default those of all text columns."""
+        return (text for column in self._text_columns for text in self._rows["train"][column])
+
+    def encode(self, rows: dict[str, list]) -> dict[str, list]:
+        """Tokenize some rows, given as lists of the values of each column.
+
+        Returns:
+            lists of one row each: ``input_ids``, other columns of numbers (see ``padding``), and single numbers. Flags ``cut``
+            say which texts were truncated; ``notices`` counts them.
+        """
+        raise NotImplementedError
+
+    def encoded_by(self) -> Any:
+        """Return what ``encode`` and ``targets`` depend on besides rows, tokenizer and code: by default the subclass's fields.
+
+        Samples are tokenized again if it changes.
+        """
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _SHARED}
+
+    def targets(self, split: str) -> Mapping[str, np.ndarray]:
+        """Return columns to add to those of ``encode``, such as ``label``: by name, an array with a value per row."""
+        return {}
+
+    def datasets(self) -> Mapping[str, Any]:
+        """Return the tokenized splits, with the columns of ``encode`` and ``targets``."""
+        return {split: self._tokenized(split) for split in self._rows}
+
+    def _tokenized(self, split: str) -> Any:
+        from hftune.data.cache import mapped
+        from hftune.data.text import tokenizer_key
+        from hftune.data.texts import cached_texts, flat_arrays
+
+        rows, tokenizer = self._rows[split], self.text_tokenizer
+
+        def make() -> dict[str, Any]:
+            targets = self.targets(split)
+            return {**flat_arrays(mapped(rows, self.encode, f"Tokenizing {split}")), **targets}
+
+        key = [type(self).__qualname__, rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.encoded_by()]
+        return cached_texts(key + _code(type(self)), make)
+
+    def build_model(self) -> PreTrainedModel:
+        """Load the model, or build a new one for the tokenizer."""
+        import transformers
+
+        from hftune.models.pretrained import load_config, load_model
+
+        overrides = {**self.model_config, **self.config_overrides()}
+        config = load_config(self.model, overrides, self.model_commit)
+        model = load_model(getattr(transformers, self.auto_class), self.model, config, self.model_commit)
+        self._check_positions(model)
+        return model
+
+    def config_overrides(self) -> dict[str, Any]:
+        """Return what the task sets in the model's config: the tokenizer's padding, and the class names, if there are any."""
+        overrides: dict[str, Any] = {"pad_token_id": self.text_tokenizer.pad_token_id}
+        if self.labels is not None:
+            names = dict(enumerate(self.labels))
+            overrides |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+        return overrides if self.model is not None else {**overrides, "vocab_size": len(self.text_tokenizer)}
+
+    def _check_positions(self, model: PreTrainedModel) -> None:
+        from hftune.models.pretrained import max_positions
+
+        positions = max_positions(model)
+        for key in self.length_keys:
+            length = getattr(self, key, None)
+            if positions is not None and length is not None and positions < length:
+                raise ConfigError(f"task.{key}={length} exceeds the model's {positions} positions. Lower it.")
+
+    def lengths(self, dataset: Any) -> np.ndarray | None:
+        from hftune.data.texts import lengths_of
+
+        return lengths_of(dataset, "input_ids")
+
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Pad to the longest text: input_ids, attention_mask and the columns of ``padding``, (N, T) int64.
+
+        ``label``, a value or an array per sample, becomes labels (N,) or (N, K).
+        """
+        from hftune.data.texts import ragged, values
+
+        names = examples[0].keys()
+        ids_NT, mask_NT = ragged(examples, "input_ids").padded(self.text_tokenizer.pad_token_id)
+        batch = {"input_ids": ids_NT, "attention_mask": mask_NT}
+        batch |= {name: ragged(examples, name).padded(value)[0] for name, value in self.padding.items() if name in names}
+        return batch | ({"labels": values(examples, "label")} if "label" in names else {})
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        from hftune.data.columns import chosen
+        from hftune.data.text import cut_notices
+
+        all_columns = self._rows["train"].column_names
+        messages = []
+        for key, column in self._columns.items():
+            messages += chosen(f"task.{key}", getattr(self, key, column), column, all_columns)
+        messages += self._row_notices(self._rows, *self._text_columns[:1])
+        lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
+        has_flags = "cut" in datasets["train"][0]
+        return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
+
+    def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str | None = None) -> list[str]:
+        """Return notices of keys without effect, of rows left out, and of rows whose text is in two splits."""
         from hftune.data import notices
 
         return [
             *notices.ignored_splits(self),
             *notices.left_out({split: notices.num_rows(split_rows) for split, split_rows in rows.items()}),
-            *notices.shared(notices.shared_texts(rows, text_column)),
+            *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
         ]
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
@@ -127,11 +303,32 @@ class TextTask(Task):
         model.save_pretrained(directory)
         self.text_tokenizer.save_pretrained(directory)
 
+    def load(self, directory: Path) -> PreTrainedModel:
+        import transformers
+
+        from hftune.models.pretrained import load_tokenizer
+
+        self.text_tokenizer = load_tokenizer(str(directory))
+        return self._load_saved(getattr(transformers, self.auto_class), directory)
+
     def _load_saved(self, auto_class: Any, directory: Path) -> PreTrainedModel:
         """Load the model that ``save`` wrote."""
         from hftune.models.pretrained import load_config, load_model
 
         return load_model(auto_class, str(directory), load_config(str(directory), {}))
+
+
+_SHARED = frozenset(item.name for item in fields(TextTask))
+"""Fields on which tokens depend only through rows and tokenizer."""
+
+
+def _code(task: type[TextTask]) -> list[Any]:
+    """Return the code of a user's task, on which tokens may depend: that of its modules. hftune's own has a version."""
+    kinds = [kind for kind in task.__mro__ if issubclass(kind, TextTask) and not kind.__module__.startswith("hftune.")]
+    try:
+        return [inspect.getsource(sys.modules[name]) for name in sorted({kind.__module__ for kind in kinds})]
+    except (OSError, TypeError):  # of a notebook, whose functions are hashed by their code
+        return [function for kind in kinds for function in vars(kind).values() if inspect.isfunction(function)]
 
 
 def beginning(text: str) -> str:
