@@ -169,14 +169,28 @@ class Embeddings(TextTask, BatchLossTask):
         return len(sizes) * max(sizes)
 
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Pad to the longest text: input_ids and attention_mask (K B, T) int64, all anchors first; texts (B, K), score (B,)."""
+        """Pad to the longest text: input_ids and attention_mask (N, T) int64, and what belongs to the samples.
+
+        The longest texts come first: without padding, texts of equal length are computed together. ``rows`` (B, K) says where
+        the texts of each sample are, ``texts`` (B, K) which of them are equal; ``score`` (B,) if the data have one.
+        """
+        import numpy as np
+        import torch
+
         from hftune.data.texts import Ragged, ragged, values
 
-        columns = [ragged(examples, ids_of(index)) for index in range(self._num_texts)]
-        all_rows = Ragged.of([row for column in columns for row in column.rows()])
-        ids_NT, mask_NT = all_rows.padded(self.text_tokenizer.pad_token_id)
-        names = ("texts", *(("score",) if "score" in examples[0] else ()))
-        return {"input_ids": ids_NT, "attention_mask": mask_NT, **{name: values(examples, name) for name in names}}
+        columns = [ragged(examples, ids_of(index)).rows() for index in range(self._num_texts)]
+        all_texts = [text for texts in zip(*columns, strict=True) for text in texts]
+        order_N = np.argsort([-len(text) for text in all_texts], kind="stable")
+        ids_NT, mask_NT = Ragged.of([all_texts[index] for index in order_N]).padded(self.text_tokenizer.pad_token_id)
+        rows_BK = torch.from_numpy(np.argsort(order_N)).view(len(examples), -1)
+        names = ("texts", "score") if "score" in examples[0] else ("texts",)
+        return {
+            "input_ids": ids_NT,
+            "attention_mask": mask_NT,
+            "rows": rows_BK,
+            **{name: values(examples, name) for name in names},
+        }
 
     # Model and loss
 
@@ -187,7 +201,7 @@ class Embeddings(TextTask, BatchLossTask):
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     def target(self, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]  # pooling needs the mask, the loss the texts
-        return {name: batch[name] for name in ("attention_mask", "texts")}
+        return {name: batch[name] for name in ("attention_mask", "rows", "texts")}
 
     def num_items(self, target: Mapping[str, Tensor]) -> int:  # type: ignore[override]
         return len(target["texts"])
@@ -196,8 +210,7 @@ class Embeddings(TextTask, BatchLossTask):
         """Return the embeddings (B, K, D), of length 1."""
         from hftune.models.pooling import pooled
 
-        vectors_ND = pooled(outputs[0], target["attention_mask"], self.pooling)
-        return vectors_ND.unflatten(0, target["texts"].T.shape).transpose(0, 1)
+        return pooled(outputs[0], target["attention_mask"], self.pooling)[target["rows"]]
 
     def batch_labels(self, target: Mapping[str, Tensor]) -> Tensor:
         return target["texts"]
@@ -288,7 +301,6 @@ class Embeddings(TextTask, BatchLossTask):
                 "include_prompt": True,
             },
         }
-        (directory / "2_Normalize").mkdir()
         (directory / "1_Pooling").mkdir()
         for name, content in files.items():
             (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
