@@ -175,8 +175,11 @@ class Task(ABC):
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         """Return the SUM of the item losses, a float32 scalar. The training loop divides by the items of the global batch."""
 
-    def num_items(self, target: Tensor) -> int:
-        """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels."""
+    def num_items(self, target: Tensor) -> float:
+        """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels.
+
+        Where items have weights in the loss, their sum.
+        """
         return len(target)
 
     @property

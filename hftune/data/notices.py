@@ -61,10 +61,26 @@ def shared(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[st
     ]
 
 
-def shared_texts(rows: Mapping[str, datasets.Dataset], column: str) -> dict[str, tuple[int, int]]:
-    """Count the rows of each split but "train" whose text is in "train", too. Holds the texts of the other splits in memory."""
+def shared_texts(rows: Mapping[str, datasets.Dataset], column: str, *others: str) -> dict[str, tuple[int, int]]:
+    """Count the rows of each split but "train" whose text, or texts in several columns, are in a row of "train", too.
+
+    Holds the texts of the other splits in memory, or a hash of each row of "train".
+    """
     train = rows["train"]
-    return {split: (_count_shared(train, other, column), len(other)) for split, other in rows.items() if split != "train"}
+    if not others:
+        count = {split: _count_shared(train, other, column) for split, other in rows.items() if split != "train"}
+    else:
+        seen = set(_hashes(train, [column, *others]))
+        count = {
+            split: sum(map(seen.__contains__, _hashes(other, [column, *others])))
+            for split, other in rows.items()
+            if split != "train"
+        }
+    return {split: (number, len(rows[split])) for split, number in count.items()}
+
+
+def _hashes(rows: datasets.Dataset, columns: Sequence[str]) -> Iterator[int]:
+    return map(hash, zip(*(rows[column] for column in columns), strict=True))
 
 
 def _count_shared(train: datasets.Dataset, rows: datasets.Dataset, column: str) -> int:

@@ -305,6 +305,24 @@ def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[
     return ids, cut
 
 
+def pair_ids(
+    texts: Sequence[str], others: Sequence[str], tokenizer: Any, max_length: int, token_types: bool
+) -> dict[str, list]:
+    """Tokenize pairs of texts together, the longer one truncated first.
+
+    Returns:
+        input_ids; cut (whether tokens are missing); and, if asked for, token_type_ids, which tell the two texts apart.
+    """
+    settings = {"return_attention_mask": False, "return_token_type_ids": token_types, "verbose": False}
+    encoded = tokenizer(list(texts), list(others), truncation=True, max_length=max_length, **settings)
+    cut = [len(row) == max_length for row in encoded["input_ids"]]
+    if full := [index for index, is_full in enumerate(cut) if is_full]:
+        uncut = tokenizer([texts[index] for index in full], [others[index] for index in full], **settings)["input_ids"]
+        for index, ids in zip(full, uncut, strict=True):
+            cut[index] = len(ids) > max_length
+    return {**encoded, "cut": cut}
+
+
 def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:
     """Return a notice of the share of truncated rows, by the flags in ``column``; nothing if there are none."""
     shares = {split: np.mean(column_of(rows, column)) for split, rows in datasets.items()}

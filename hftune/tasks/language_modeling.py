@@ -6,7 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -56,7 +56,7 @@ class LanguageModeling(TextTask):
     space) or basic_english (lower-cased, punctuation split off). null: the tokenizer of the model."""
     tokenizer_revision: str | None = None
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
-    vocab_size: int | None = None  # type: ignore[assignment]  # not every tokenizer is trained
+    vocab_size: int | None = None
     """Maximum vocabulary size of words and basic_english; rarer words become <unk>. null: all words."""
     text_column: str = "text"
     """Column of the texts. Empty texts are kept as empty lines."""
@@ -206,7 +206,7 @@ class LanguageModeling(TextTask):
     def lengths(self, dataset: Blocks) -> np.ndarray:
         return dataset.lengths
 
-    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Pad on the right: input_ids and labels (N, T) int64, labels NO_LABEL on padding.
 
         There is no attention mask: no token sees later ones, and without a mask attention uses its fastest kernel.

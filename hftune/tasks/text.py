@@ -19,8 +19,8 @@ from hftune.task import Task
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -119,9 +119,7 @@ class TextTask(Task):
         """Number of rows to use, by split; None for all."""
         return {"train": self.max_train_samples, "eval": self.max_eval_samples}
 
-    def _load_rows(
-        self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False
-    ) -> dict[str, datasets.Dataset]:
+    def _load_rows(self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False) -> dict[str, Dataset]:
         """Load the rows of each split; arguments as for ``load_splits``."""
         from hftune.data.text import load_splits
 
@@ -138,7 +136,7 @@ class TextTask(Task):
             may_be_empty=may_be_empty,
         )
 
-    def columns(self, rows: datasets.Dataset) -> dict[str, str]:
+    def columns(self, rows: Dataset) -> dict[str, str]:
         """Return the columns that the task reads, by their fields: by default the values of all fields ``*_column``.
 
         Args:
@@ -151,28 +149,28 @@ class TextTask(Task):
         return {name: column for name in names if (column := getattr(self, name)) is not None}
 
     @cached_property
-    def _loaded(self) -> dict[str, datasets.Dataset]:
+    def _unchecked(self) -> dict[str, Dataset]:
         return self._load_rows({}, [])
 
     @cached_property
     def _columns(self) -> dict[str, str]:
-        return self.columns(self._loaded["train"])
+        return self.columns(self._unchecked["train"])
 
     @property
     def _text_columns(self) -> list[str]:
         return [self._columns[key] for key in self.text_keys if key in self._columns]
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         """The rows of each split, whose columns have been checked."""
         from hftune.data.text import check_column, check_texts
 
-        for split, rows in self._loaded.items():
+        for split, rows in self._unchecked.items():
             for key, column in self._columns.items():
                 check_column(rows, f"task.{key}", column, split)
             for column in self._text_columns:
                 check_texts(rows, column, split)
-        return self._loaded
+        return self._unchecked
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -283,19 +281,19 @@ class TextTask(Task):
         messages = []
         for key, column in self._columns.items():
             messages += chosen(f"task.{key}", getattr(self, key, column), column, all_columns)
-        messages += self._row_notices(self._rows, *self._text_columns[:1])
+        messages += self._row_notices(self._rows, *self._text_columns)
         lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
         has_flags = "cut" in datasets["train"][0]
         return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
 
-    def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str | None = None) -> list[str]:
-        """Return notices of keys without effect, of rows left out, and of rows whose text is in two splits."""
+    def _row_notices(self, rows: Mapping[str, Dataset], *text_columns: str) -> list[str]:
+        """Return notices of keys without effect, of rows left out, and of rows whose texts are in two splits."""
         from hftune.data import notices
 
         return [
             *notices.ignored_splits(self),
             *notices.left_out({split: notices.num_rows(split_rows) for split, split_rows in rows.items()}),
-            *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
+            *(notices.shared(notices.shared_texts(rows, *text_columns)) if text_columns else []),
         ]
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:

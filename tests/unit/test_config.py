@@ -705,7 +705,8 @@ def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
         "  task.model=./nowhere: there is no such folder.\n"
         "  task.vocab_size=5 must be at least 100.\n"
         "  eval.metric='acuracy' is not computed by SequenceClassification. "
-        "It computes: loss, accuracy, macro_f1. Did you mean 'accuracy'?"
+        "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match, rmse, mae, pearson, spearman. "
+        "Did you mean 'accuracy'?"
     )
 
 
@@ -780,11 +781,13 @@ def test_a_task_type_that_cannot_be_used_says_why(write, own_tasks, name, messag
 
 
 def test_a_metric_that_the_task_does_not_compute_is_refused(plain):
-    known = "It computes: loss, accuracy, macro_f1"
+    known = "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match, rmse, mae, pearson, spearman"
     said = "eval.metric={} is not computed by SequenceClassification. " + known
     assert refusal(f"recipe={plain}", "eval.metric=acuracy") == said.format("'acuracy'") + ". Did you mean 'accuracy'?"
     assert refusal(f"recipe={plain}", "eval.metric=rouge") == said.format("'rouge'") + "."
-    assert refusal(f"recipe={plain}", "eval.metric=rouge", "task.ordinal=true") == said.format("'rouge'") + ", mae."
+    known = "It computes: loss, accuracy, macro_f1, mcc, mae."
+    words = ("eval.metric=rouge", "task.ordinal=true", "task.problem_type=single_label_classification")
+    assert refusal(f"recipe={plain}", *words).endswith(known)
 
 
 def test_a_metric_of_a_task_of_ones_own_is_checked_too(write, own_tasks):
