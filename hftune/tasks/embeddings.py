@@ -309,7 +309,8 @@ class Embeddings(TextTask, BatchLossTask):
         return prepared(super().load(directory), str(directory))
 
     def example_inputs(self) -> list[str]:
-        return self._rows["eval"][:2][self._columns["anchor_column"]]
+        rows = self._rows.get("eval", self._rows["train"])
+        return rows[:2][self._columns["anchor_column"]]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the embedding of each text as it is, without a prefix: a list of D numbers, of length 1."""

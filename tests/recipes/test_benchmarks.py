@@ -81,6 +81,11 @@ def check_gradient_scale(cells):
     assert number(accumulated["Trainer grad norm"]) == pytest.approx(4 * number(right["hftune grad norm"]), rel=1e-2)
 
 
+def check_in_batch_negatives(cells):
+    assert all(milliseconds > 0 for milliseconds in cells.column("ms"))
+    assert cells.column("loss") == pytest.approx([cells.column("loss")[0]] * 4, rel=1e-5)
+
+
 def check_jieba_speed(cells):
     assert cells.column("thousand characters/s")[1] > cells.column("thousand characters/s")[0]
 
