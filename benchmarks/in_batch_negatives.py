@@ -4,8 +4,8 @@
 
 A step is forward and backward for a batch of generated questions and answers with a fresh BERT, no optimizer. One pass keeps
 the graphs of all of them, and so takes the memory of the whole batch; two passes keep that of a micro-batch.
-sentence-transformers has MultipleNegativesRankingLoss, of one pass, and CachedMultipleNegativesRankingLoss, which embeds as many
-texts at a time here. All compute padding, start from the same weights and take turns.
+sentence-transformers has MultipleNegativesRankingLoss, of one pass, and CachedMultipleNegativesRankingLoss, which embeds
+as many texts at a time here. All compute padding, start from the same weights and take turns.
 """
 
 from __future__ import annotations

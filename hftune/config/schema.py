@@ -39,7 +39,7 @@ SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
     "train.schedule": (SCHEDULES, DOTTED),
     "train.micro_batch_size": (("auto",), None),
     "train.micro_batch_tokens": (("auto",), None),
-    "eval.every": (("epoch",), r"^[1-9]\d* epochs?$"),
+    "eval.every": (("epoch", "never"), r"^[1-9]\d* epochs?$"),
     "parallel.schedule": (PIPELINE_SCHEDULES, None),
     "track.with": (TRACKERS, DOTTED),
     "track.upload": (UPLOADS, None),

@@ -6,6 +6,7 @@ from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
+from hftune.tasks.token_classification import TokenClassification
 
 __all__ = [
     "Embeddings",
@@ -14,4 +15,5 @@ __all__ = [
     "LanguageModeling",
     "SequenceClassification",
     "TitleGeneration",
+    "TokenClassification",
 ]

@@ -138,6 +138,13 @@ class SequenceClassification(TextTask):
         label = choose("task.label_column", self.label_column, rows, self._may_hold_labels, LABELS, taken)
         return {**texts, "label_column": label}
 
+    def stratify_by(self, rows: Dataset) -> str | None:
+        from hftune.data.columns import is_label
+
+        column = self.columns(rows).get("label_column")
+        has_classes = self.problem_type in (None, "single_label_classification")
+        return column if column is not None and has_classes and is_label(rows.features[column]) else None
+
     def _may_hold_labels(self, kind: Any) -> bool:
         from hftune.data.columns import is_label, is_list, is_number
 
@@ -207,10 +214,8 @@ class SequenceClassification(TextTask):
         labels = read_labels(rows, self._label, split, row_of)
         return labels, list(range(len(labels)))
 
-    def _row_of(self, split: str) -> Callable[[int], int]:
-        from hftune.data.text import row_numbers
-
-        return lambda index: row_numbers(self._rows[split], [index])[0]
+    def _row_of(self, split: str) -> Callable[[int], Any]:
+        return self.row_of(split)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         texts = [rows[column] for column in self._text_columns]
@@ -359,7 +364,8 @@ class SequenceClassification(TextTask):
 
     def example_inputs(self) -> list[Any]:
         """Return two texts or pairs, as ``predict`` takes them."""
-        columns = [self._rows["eval"][:2][column] for column in self._text_columns]
+        rows = self._rows.get("eval", self._rows["train"])[:2]
+        columns = [rows[column] for column in self._text_columns]
         return list(columns[0]) if len(columns) == 1 else [list(pair) for pair in zip(*columns, strict=True)]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:

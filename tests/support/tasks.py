@@ -39,10 +39,16 @@ def few_digits(part: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def few_questions(part: str) -> list[dict[str, Any]]:
-    """100 and 37 of the demo's questions and answers; each has the next one's answer as a hard negative, and some are asked twice."""
+    """100 and 37 of the demo's questions and answers; each has another one's answer as a hard negative, and a score."""
     rows = list(questions(part, {"train": 100, "eval": 37}[part]))
     rows[5] = {**rows[4], "answer": rows[5]["answer"]}
     return [{**row, "negative": rows[index - 1]["answer"], "score": index % 7} for index, row in enumerate(rows)]
+
+
+def two_images(part: str) -> list[dict[str, Any]]:
+    """Rows with two images and a label, none of which has a usual name."""
+    images = [row["image"] for row in digits(part, 4)]
+    return [{"after": image, "before": image, "kind": "ab"[place % 2]} for place, image in enumerate(images)]
 
 
 def no_reviews(part: str) -> list[dict[str, Any]]:
