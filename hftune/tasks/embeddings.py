@@ -131,26 +131,29 @@ class Embeddings(TextTask, BatchLossTask):
         return [self.max_length, self.prefixes, self.score_column]
 
     def targets(self, split: str) -> Mapping[str, np.ndarray]:
-        """Return a number for each text, the same for equal texts, (N, K) int64, and the scores of the eval split."""
+        """Return a number for each text, the same for equal texts, (N, K) int64, and the scores, unless it is for training."""
         import numpy as np
 
         rows = self._rows[split]
         texts = {"texts": np.stack([[number_of(text) for text in rows[column]] for column in self._text_columns], axis=1)}
-        return texts | ({"score": self._scores(rows)} if split == "eval" and self.score_column is not None else {})
+        return texts | ({"score": self._scores(split)} if split != "train" and self.score_column is not None else {})
 
-    def _scores(self, rows: datasets.Dataset) -> np.ndarray:
+    def _scores(self, split: str) -> np.ndarray:
         import numpy as np
 
         from hftune.data.columns import is_number
-        from hftune.data.text import check_column, row_numbers
+        from hftune.data.text import check_column
 
-        check_column(rows, "task.score_column", column := str(self.score_column), "eval")
+        rows, column = self._rows[split], str(self.score_column)
+        check_column(rows, "task.score_column", column, split)
         if not is_number(rows.features[column]):
-            raise DataError(f"task.score_column={column} of the eval split holds {rows.features[column].dtype}, not numbers.")
+            raise DataError(
+                f"task.score_column={column} of the {split} split holds {rows.features[column].dtype}, not numbers."
+            )
         scores = np.array([np.nan if score is None else score for score in rows[column]], np.float32)
         if bad := np.flatnonzero(~np.isfinite(scores)).tolist():
-            row = row_numbers(rows, bad[:1])[0]
-            raise DataError(f"The eval split has no finite number in column {column!r} at row {row}. Remove such rows.")
+            where = f"column {column!r} at row {self.row_of(split)(bad[0])}"
+            raise DataError(f"The {split} split has no finite number in {where}. Remove such rows.")
         return scores
 
     def lengths(self, dataset: Any) -> np.ndarray:
