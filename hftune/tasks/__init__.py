@@ -1,5 +1,6 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
+from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
@@ -8,6 +9,7 @@ from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
 
 __all__ = [
+    "Embeddings",
     "ImageClassification",
     "ImageRestoration",
     "LanguageModeling",
