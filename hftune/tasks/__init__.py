@@ -3,7 +3,15 @@
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
+from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
 
-__all__ = ["ImageClassification", "ImageRestoration", "LanguageModeling", "SequenceClassification", "TitleGeneration"]
+__all__ = [
+    "ImageClassification",
+    "ImageRestoration",
+    "LanguageModeling",
+    "Seq2Seq",
+    "SequenceClassification",
+    "TitleGeneration",
+]
