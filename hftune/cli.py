@@ -17,6 +17,7 @@ from hftune.commands import (
     configs,
     doctor,
     evaluate_output,
+    folds,
     plan,
     predict,
     push,
@@ -46,6 +47,11 @@ COMMANDS = {
         evaluate_output,
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
+    ),
+    "folds": (
+        folds,
+        "train once for each fold of the data, for scores with mean and deviation and a prediction of every row. Under a "
+        "launcher all processes share the work: accelerate launch -m hftune.cli folds recipe=...",
     ),
     "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),

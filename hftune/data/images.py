@@ -22,7 +22,8 @@ from PIL import Image, ImageOps
 from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
 from hftune.data.labels import read_labels
-from hftune.data.text import check_column, load_split, row_numbers, subsample, subsample_indices
+from hftune.data.splits import Part
+from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -78,15 +79,15 @@ class Source:
     """Number of images in the whole split."""
 
 
-def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Source:
-    """Load ``count`` images (None: all) of a split of idx files.
+def load_idx(folder: str, split: str, part: Part, layout: Layout) -> Source:
+    """Load a part of the images of a split of idx files.
 
     Raises:
         DataError: a file is broken, images and labels differ in number, or the images have the wrong size.
     """
     path = Path(folder).expanduser()
     images_NHW, labels_N = idx.read_split(path, split)
-    total, rows_N = len(labels_N), subsample_indices(len(labels_N), count, seed=42)
+    total, rows_N = len(labels_N), part.indices(len(labels_N), labels_N.tolist())
     images_NHW, labels = images_NHW[rows_N], labels_N[rows_N].tolist()
     if images_NHW.shape[1:] == (layout.size, layout.size) and layout.num_channels == 1:
         pixels_NHWC = images_NHW[..., None]
@@ -106,12 +107,12 @@ def load_rows(
     data_files: Mapping[str, Any] | None,
     source_split: str,
     split: str,
-    count: int | None,
+    part: Part,
     columns: Mapping[str, str],
     layout: Layout,
     commit: str | None = None,
 ) -> Source:
-    """Load ``count`` images (None: all) of a data set that ``datasets`` reads, or of a function that returns rows.
+    """Load a part of the images of a data set that ``datasets`` reads, or of a function that returns rows.
 
     Args:
         columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}.
@@ -120,10 +121,12 @@ def load_rows(
     Raises:
         DataError: the data cannot be used; the message names split, column and row.
     """
-    rows = subsample(load_split(dataset, source_split, data_files, split, data_dir, INSTEAD, commit=commit), count, seed=42)
+    source = "train" if part.held_out is not None else split
+    rows = load_split(dataset, source_split, data_files, source, data_dir, INSTEAD, commit=commit)
     for key, column in columns.items():
         check_column(rows, key, column, split)
     image_column, label_column = columns.values()
+    rows = take(rows, part, label_column)
     numbers = row_numbers(rows, range(len(rows)))
     labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)

@@ -173,7 +173,9 @@ def results_section(run: RunRecord) -> Section | None:
     keys = [key for key in log.curves if key.startswith("eval/")]
     tests = {key.removeprefix("test/"): curve for key, curve in log.curves.items() if key.startswith("test/")}
     if not keys and not tests:
-        return section("Results", element("p", "There has been no evaluation yet.", class_="empty"))
+        is_off = run.recipe.get("eval.every") == "never"
+        reason = "This run does not evaluate (eval.every=never)." if is_off else "There has been no evaluation yet."
+        return section("Results", element("p", reason, class_="empty"))
     last = max((step for key in keys for step in log.curves[key].steps), default=None)
     point = run.best_point()
     best = point[1] if point and point[1] != last else None

@@ -6,6 +6,7 @@ from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
+from hftune.tasks.token_classification import TokenClassification
 
 __all__ = [
     "ImageClassification",
@@ -14,4 +15,5 @@ __all__ = [
     "Seq2Seq",
     "SequenceClassification",
     "TitleGeneration",
+    "TokenClassification",
 ]

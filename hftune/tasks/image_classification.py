@@ -66,13 +66,9 @@ class ImageClassification(ImageTask):
     metric_directions = {"accuracy": "max"}
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, image_folder_problems
-
-        splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
         minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files),
-            *image_folder_problems(self.dataset, self.data_dir, splits),
+            *self._split_problems(folders=("train_split", "eval_split")),
             *bound_problems(self, minimum),
             *self._network_problems(),
             *self._value_problems(),
@@ -109,20 +105,24 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
-        return {
-            "train": self._source("train", self.train_split, self.max_train_samples),
-            "eval": self._source("eval", self.eval_split, self.max_eval_samples),
-        }
+        return {split: self._source(split, source_split) for split, source_split in self._source_splits.items()}
 
-    def _source(self, split: str, source_split: str, count: int | None) -> Source:
+    def _source(self, split: str, source_split: str) -> Source:
         from hftune.data.images import load_idx, load_rows
+        from hftune.data.splits import Part
 
+        part = Part.of(self, split, self._counts)
         if self.dataset == "idx":
-            return load_idx(self.data_dir, source_split, count, self.layout)
+            return load_idx(self.data_dir, source_split, part, self.layout)
         columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
         return load_rows(
-            self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, self.layout, self.dataset_commit
+            self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, self.layout, self.dataset_commit
         )
+
+    @property
+    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+        """Image in the data of each sample of the eval split, if that is a fold."""
+        return list(self._sources["eval"].rows) if self.eval_fold else None
 
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
@@ -169,10 +169,9 @@ class ImageClassification(ImageTask):
     def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from hftune.data import notices
 
-        messages = notices.ignored_splits(self)
-        messages += notices.left_out(
-            {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}, "images"
-        )
+        totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
+        messages = [*notices.ignored_splits(self), *notices.held_out(self, totals["train"][1], "images")]
+        messages += notices.left_out(self._kept(totals), "images")
         pixels = {split: images.pixels_NHWC for split, images in datasets.items()}
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
             return messages
@@ -250,7 +249,7 @@ class ImageClassification(ImageTask):
         return super().load(directory)
 
     def example_inputs(self) -> list[np.ndarray]:
-        pixels_NHWC = self._sources["eval"].images.pixels_NHWC[:2]
+        pixels_NHWC = self._sources.get("eval", self._sources["train"]).images.pixels_NHWC[:2]
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ SOURCES = ("source", "document", "article", "dialogue", "text", "input", "questi
 """Usual names of a column of source texts."""
 TARGETS = ("target", "summary", "highlights", "title", "output", "answer", "translation")
 """Usual names of a column of target texts."""
+SPLITS = ("train", "eval", "test")
 SCORES = {
     "rouge": ("rouge_1", "rouge_2", "rouge_l"),
     "bleu": ("bleu",),
@@ -88,7 +89,7 @@ class Seq2Seq(SourceToTarget):
         return problems
 
     @cached_property
-    def _loaded(self) -> dict[str, Dataset]:
+    def _unchecked(self) -> dict[str, Dataset]:
         return {split: _flat(rows) for split, rows in self._load_rows({}, []).items()}
 
     def columns(self, rows: Dataset) -> dict[str, str]:
@@ -142,14 +143,14 @@ class Seq2Seq(SourceToTarget):
         return tokenizer
 
     def datasets(self) -> Mapping[str, Any]:
-        """Return the tokenized splits: source, target (tokens), source_cut, target_cut (bool), and index (of the row)."""
+        """Return the tokenized splits: source, target (tokens), source_cut, target_cut (bool), index (of the row) and split."""
         _ = self._named_config  # refuses a model that is no encoder-decoder before the data are read
         self._check_language()
         return super().datasets()
 
     def _check_language(self) -> None:
         """Refuse ROUGE for English on targets that have no letter a-z: it would be 0 for every text."""
-        targets = self._rows["eval"][:1000][self._target]
+        targets = self._rows.get("eval", self._rows["train"])[:1000][self._target]
         if "rouge" in self.scores and self.language == "en" and not any(re.search("[A-Za-z0-9]", text) for text in targets):
             raise DataError(
                 f"task.language=en, but the targets have no letter from a to z, such as {targets[0][:20]!r}. Set task.language "
@@ -176,7 +177,8 @@ class Seq2Seq(SourceToTarget):
     def targets(self, split: str) -> Mapping[str, np.ndarray]:
         import numpy as np
 
-        return {"index": np.arange(len(self._rows[split]))}
+        count = len(self._rows[split])
+        return {"index": np.arange(count), "split": np.full(count, SPLITS.index(split))}
 
     @cached_property
     def _named_config(self) -> PreTrainedConfig:
@@ -324,14 +326,18 @@ class Seq2Seq(SourceToTarget):
         """Pad sources to the longest, S, and targets to the longest, T.
 
         Returns:
-            input_ids and attention_mask (N, S), decoder_input_ids and labels (N, T): int64. index (N,): row of the data.
+            input_ids and attention_mask (N, S), decoder_input_ids and labels (N, T): int64. index (N,): row of the split;
+            split (N,): its number in SPLITS.
         """
         from hftune.data.texts import ragged, values
 
         ids_NS, mask_NS = ragged(examples, "source").padded(self.text_tokenizer.pad_token_id)
         labels_NT = ragged(examples, "target").padded(NO_LABEL)[0]
         batch = {"input_ids": ids_NS, "attention_mask": mask_NS, "decoder_input_ids": self._shift(labels_NT.clone())}
-        return {**batch, "labels": labels_NT, "index": values(examples, "index")}
+        return {**batch, "labels": labels_NT, "index": values(examples, "index"), "split": values(examples, "split")}
+
+    def split_of(self, batch: Batch) -> str:
+        return SPLITS[int(batch["split"][0])]
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "decoder_input_ids")
@@ -340,8 +346,8 @@ class Seq2Seq(SourceToTarget):
     def prompt(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    def empty_target(self) -> list[int]:
-        return [self.text_tokenizer.eos_token_id]
+    def empty_target(self) -> dict[str, Any]:
+        return {"target": [self.text_tokenizer.eos_token_id], "split": 0}
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with each text's ROUGE-L, or else its chrF, and what it lacks to a perfect score as the error."""

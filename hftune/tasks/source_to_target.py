@@ -59,8 +59,8 @@ class SourceToTarget(TextTask):
 
         return to_ids(texts, self.text_tokenizer, self.max_source_length)
 
-    def empty_target(self) -> list[int]:
-        """Return the tokens of a target without words."""
+    def empty_target(self) -> dict[str, Any]:
+        """Return what a sample has besides its source and index, with a target without words."""
         raise NotImplementedError
 
     def prompt(self, batch: Batch) -> dict[str, Tensor]:
@@ -104,9 +104,13 @@ class SourceToTarget(TextTask):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate texts. Return rows of the target in the data, generated, and source (its beginning)."""
-        rows = self._rows["eval"][batch["index"].tolist()]
+        rows = self._rows[self.split_of(batch)][batch["index"].tolist()]
         columns = zip(rows[self._target], self._generate(outputs, model, batch), rows[self._source], strict=True)
         return [{self.target_name: target, "generated": text, "source": source[:60]} for target, text, source in columns]
+
+    def split_of(self, batch: Batch) -> str:
+        """Return the split that a batch of an evaluation comes from."""
+        return "eval"
 
     def _generate(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[str]:
         """Generate texts, going on from what the model returned for ``evaluation_inputs``, whose cache this uses up."""
@@ -119,7 +123,7 @@ class SourceToTarget(TextTask):
         return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def example_inputs(self) -> list[str]:
-        return self._rows["eval"][:2][self._source]
+        return self._rows.get("eval", self._rows["train"])[:2][self._source]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return a row for each text, whose ``generated`` is its target."""
@@ -127,7 +131,7 @@ class SourceToTarget(TextTask):
 
         check_inputs(inputs)
         sources, _ = self.source_ids(inputs)
-        batch = self.collate([{"source": ids, self.target_name: self.empty_target(), "index": 0} for ids in sources])
+        batch = self.collate([{**self.empty_target(), "source": ids, "index": 0} for ids in sources])
         batch = {name: value.to(model.device) for name, value in batch.items()}
         outputs = model(**self.evaluation_inputs(batch))
         return [{"generated": text} for text in self._generate(outputs, model, batch)]

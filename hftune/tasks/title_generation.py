@@ -67,12 +67,12 @@ class TitleGeneration(SourceToTarget):
     sample_fields = ("source", "title", "generated")
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems, vocabulary_problems
+        from hftune.data.files import model_folder_problems, vocabulary_problems
 
         minimum = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
         minimum |= {"max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files),
+            *self._split_problems(optional=()),
             *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
             *vocabulary_problems(self.vocabulary, self.model),
             *bound_problems(self, minimum),
@@ -255,8 +255,8 @@ class TitleGeneration(SourceToTarget):
             return {"input_ids": batch["source"], "attention_mask": batch["source_mask"]}
         return _joined(batch, start, start == start)
 
-    def empty_target(self) -> list[int]:
-        return [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]
+    def empty_target(self) -> dict[str, Any]:
+        return {"title": [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]}
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with each title's ROUGE-L on characters, and what it lacks to 1 as the error."""
