@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftune.tasks.text import TextTask, count_labels, token_loss
+from hftune.tasks.text import SHOWN, TextTask, count_labels, token_loss
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +40,8 @@ class SourceToTarget(TextTask):
 
     target_name: ClassVar[str] = "target"
     """Name of a target in samples and in the rows of an evaluation."""
+    source_shown: ClassVar[int] = SHOWN
+    """Characters of a source in the rows of an evaluation."""
     text_keys = ("source_column", "target_column")
     length_keys = ("max_source_length", "max_target_length")
 
@@ -106,7 +108,10 @@ class SourceToTarget(TextTask):
         """Generate texts. Return rows of the target in the data, generated, and source (its beginning)."""
         rows = self._rows[self.split_of(batch)][batch["index"].tolist()]
         columns = zip(rows[self._target], self._generate(outputs, model, batch), rows[self._source], strict=True)
-        return [{self.target_name: target, "generated": text, "source": source[:60]} for target, text, source in columns]
+        return [
+            {self.target_name: target, "generated": text, "source": source[: self.source_shown]}
+            for target, text, source in columns
+        ]
 
     def split_of(self, batch: Batch) -> str:
         """Return the split that a batch of an evaluation comes from."""

@@ -59,6 +59,7 @@ class TitleGeneration(SourceToTarget):
     """Maximum length of a title in tokens, for references and generated titles."""
 
     target_name = "title"
+    source_shown = 60
     libraries = (*SourceToTarget.libraries, "hftune.models.bigbird")
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
