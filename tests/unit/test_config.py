@@ -753,21 +753,21 @@ def test_a_recipe_without_a_task_type_is_refused(write, text):
         (
             "SequenceClasification",
             "task.type=SequenceClasification cannot be imported: module 'hftune.tasks' has no attribute "
-            "'SequenceClasification'. Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
+            "'SequenceClasification'. Shipped: ImageClassification, ImageRestoration, LanguageModeling, Seq2Seq, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
         ),
         (
             "no_such_module.Thing",
             "task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. "
-            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
+            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, Seq2Seq, SequenceClassification, TitleGeneration.",
         ),
         (
             "own_tasks.Nothing",
             "task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. "
-            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
+            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, Seq2Seq, SequenceClassification, TitleGeneration.",
         ),
         (
             ".Thing",
-            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
+            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, ImageRestoration, LanguageModeling, Seq2Seq, SequenceClassification, TitleGeneration.",
         ),
         ("own_tasks.NoTask", "task.type=own_tasks.NoTask is not a subclass of hftune.Task."),
         ("own_tasks.NoDataclass", "task.type=own_tasks.NoDataclass must be a dataclass: write @dataclass above the class."),
