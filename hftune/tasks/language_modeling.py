@@ -18,8 +18,8 @@ from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
