@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     import numpy as np
+    import torch
     from torch import Tensor, nn
 
     Batch = dict[str, Tensor]
@@ -112,6 +113,17 @@ class Task(ABC):
             {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
         ]
+
+    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer | None:
+        """Return an optimizer of your own for the model's trainable parameters; None, the default: ``train.optimizer``.
+
+        It is built on the CPU, before the model is moved and wrapped. The learning rates of its groups are their peaks: the
+        schedule scales them alike.
+
+        Args:
+            config: the recipe's ``train`` section, a TrainConfig.
+        """
+        return None
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return a positive integer length per sample, such as its tokens, or None if all samples cost the same."""
