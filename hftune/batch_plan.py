@@ -35,9 +35,10 @@ class MicroBatch:
 class BatchPlan:
     """A pure function of (number of samples, lengths and sizes, seed, epoch, batch sizes).
 
-    Every epoch is a new seeded shuffle, cut into global batches of exactly ``batch_size`` samples; the last one has the
-    remainder. Inside a global batch the samples are sorted by length, longest first, and cut into micro-batches of
-    at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded tokens, as few and as even as possible.
+    Every epoch is a new seeded shuffle of all samples (of a mixture, of those that it takes), cut into global batches of
+    exactly ``batch_size`` samples; the last one has the remainder. Inside a global batch the samples are sorted by length,
+    longest first, and cut into micro-batches of at most ``micro_batch_size`` samples and at most ``micro_batch_tokens`` padded
+    tokens, as few and as even as possible.
     Sorting inside the batch saves padding without changing what a batch contains, hence without biasing the gradient.
 
     A packed plan is for models that compute no padding: samples of any length are dealt to micro-batches of equal work, as few
@@ -59,6 +60,10 @@ class BatchPlan:
             whose number divides it have equally many. None: any number.
         width: of the model's hidden states, if it has attention: a row of t tokens costs t + t^2 / (6 width), the ratio of
             floating point operations in transformer layers with feed-forward blocks of 4 x width. None: it costs t.
+        mixture: number of samples and weight of each data set that the samples come from, in their order. A data set of n
+            samples and weight w is gone through again and again, each time in a new order, and an epoch takes the next w x n
+            samples (rounded, at least one): with weight 0.5 each sample every other epoch, with 2 twice in each. None: an epoch
+            has each sample once.
 
     Raises:
         ConfigError: ``micro_batch_tokens`` without lengths, or fewer than a single sample has.
@@ -76,8 +81,11 @@ class BatchPlan:
     packed: bool = False
     parts: int | None = None
     width: int | None = None
+    mixture: Sequence[Sequence[Any]] | None = None
 
     def __post_init__(self):
+        if self.mixture is not None and sum(count for count, _ in self.mixture) != self.num_samples:
+            raise ValueError(f"{self.mixture} do not add up to {self.num_samples} samples.")
         if self.lengths is not None and len(self.lengths) != self.num_samples:
             raise ValueError(f"{len(self.lengths)} lengths for {self.num_samples} samples.")
         if self.micro_batch_tokens is None:
@@ -131,24 +139,47 @@ class BatchPlan:
         return np.array([*dict.fromkeys([int(order_N[0]), *largest_K, *order_N[:count].tolist()])][:count])
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples in one epoch, each counted as often as it is used."""
+        return self.num_samples if self.mixture is None else sum(self.drawn_per_epoch)
+
+    @property
+    def drawn_per_epoch(self) -> list[int]:
+        """Samples in one epoch from each data set of the mixture."""
+        return [max(1, int(weight * count + 0.5)) for count, weight in self.mixture or ()]
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps in one epoch."""
-        return -(-self.num_samples // self.batch_size)
+        return -(-self.samples_per_epoch // self.batch_size)
 
     def epoch(self, epoch: int) -> EpochPlan:
         """Lay out one epoch (0-based): O(N log B) time, 4 bytes a sample."""
-        order_N = np.arange(self.num_samples, dtype=np.int32 if self.num_samples < 2**31 else np.int64)
+        order_N = self._samples(epoch)
         if self.shuffle:
             # RandomState, not Generator: its stream is frozen for good (NEP 19), and a run may be resumed under a
             # newer numpy. The pair seeds Mersenne Twister's init_by_array, so epochs and seeds never overlap.
             np.random.RandomState([self.seed % 2**32, epoch]).shuffle(order_N)
         return EpochPlan(self, self._sort_batches(order_N))
 
+    def _samples(self, epoch: int) -> np.ndarray:
+        """Return the samples of an epoch, ascending: with weights of 1, those without a mixture."""
+        kind = np.int32 if self.num_samples < 2**31 else np.int64
+        if self.mixture is None:
+            return np.arange(self.num_samples, dtype=kind)
+        drawn, start = [], 0
+        for index, ((count, _), each) in enumerate(zip(self.mixture, self.drawn_per_epoch, strict=True)):
+            # Three numbers seed the passes and two the shuffle of an epoch, so that they never overlap.
+            seed = [self.seed % 2**32, index]
+            drawn.append(start + np.sort(samples_in_passes(count, epoch * each, (epoch + 1) * each, seed)).astype(kind))
+            start += count
+        return np.concatenate(drawn)
+
     def _sort_batches(self, order_N: np.ndarray) -> np.ndarray:
         """Sort every global batch by length, longest first; equal lengths by sample number."""
         if self.lengths is None:
             return order_N
-        whole = self.num_samples // self.batch_size * self.batch_size
+        whole = len(order_N) // self.batch_size * self.batch_size
         rest = self._sorted(order_N[None, whole:])
         if whole:
             head_SB = order_N[:whole].reshape(-1, self.batch_size)
@@ -163,6 +194,16 @@ class BatchPlan:
         keys_SB = (-self.lengths[samples_SB].astype(np.int64)) << 32 | samples_SB
         keys_SB.sort(axis=1)
         return keys_SB & 0xFFFFFFFF
+
+
+def samples_in_passes(num_samples: int, first: int, last: int, seed: Sequence[int]) -> np.ndarray:
+    """Return places ``first`` up to ``last`` of endless passes over the samples, each a new permutation of all of them."""
+    pieces = []
+    for number in range(first // num_samples, -(-last // num_samples)):
+        order_N = np.random.RandomState([*seed, number]).permutation(num_samples)
+        begin = number * num_samples
+        pieces.append(order_N[max(0, first - begin) : last - begin])
+    return np.concatenate(pieces)
 
 
 class EpochPlan(Sequence):
@@ -186,23 +227,27 @@ class EpochPlan(Sequence):
 
         So the all-reduce of the gradient, which begins with the last backward pass, hides behind the longest one.
         """
-        plan, lengths_B = self.plan, self.plan.lengths[samples_B].astype(np.int64)
-        costs, total = plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
-        max_rows, max_tokens = plan.micro_batch_size or len(samples_B), plan.micro_batch_tokens or total
-        least = max(-(-len(samples_B) // max_rows), -(-total // max_tokens))
+        plan, lengths_B = self.plan, self.plan.lengths[samples_B].astype(np.int64)  # longest first
+        lengths, costs, total = lengths_B.tolist(), plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
+        max_rows, max_tokens = plan.micro_batch_size or len(lengths), plan.micro_batch_tokens or total
+
+        def most_items(longest: int) -> int:
+            return min(max_rows, PADDED_TO_REAL * max_tokens // lengths[longest])
+
+        least = max(-(-len(lengths) // max_rows), -(-total // max_tokens))
         while True:
-            count = plan.num_parts(least, len(samples_B))
-            bins = balance(costs, count, lambda longest: min(max_rows, PADDED_TO_REAL * max_tokens // int(lengths_B[longest])))
-            if count == len(samples_B) or all(_fits(lengths_B[places], max_rows, max_tokens) for places in bins):
+            count = plan.num_parts(least, len(lengths))
+            bins = balance(costs, count, most_items)
+            tokens = [sum([lengths[place] for place in places]) for places in bins]
+            fits = all(len(places) <= most_items(places[0]) for places in bins) and max(tokens) <= max_tokens
+            if fits or count == len(lengths):
                 break
             least = max(count + 1, count * 9 // 8)
-        loads = [sum(costs[place] for place in places) for places in bins]
-        micro_batches = []
-        for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number))):
-            places = bins[number]
-            real = lengths_B[places]
-            micro_batches.append(MicroBatch(index, samples_B[places], int(real.max()), int(real.sum()), loads[number]))
-        return micro_batches
+        loads = [sum([costs[place] for place in places]) for places in bins]
+        return [
+            MicroBatch(index, samples_B[bins[number]], lengths[bins[number][0]], tokens[number], loads[number])
+            for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number)))
+        ]
 
     def _cut(self, samples_B: np.ndarray) -> list[MicroBatch]:
         """Cut samples, longest first, into micro-batches of little padding."""
@@ -228,12 +273,6 @@ class EpochPlan(Sequence):
 
 PADDED_TO_REAL = 4
 """Most padded tokens of a packed micro-batch per token of ``micro_batch_tokens``: embeddings and heads still see padding."""
-
-
-def _fits(lengths_B: np.ndarray, max_rows: int, max_tokens: int) -> bool:
-    """Say whether a packed micro-batch keeps the bounds."""
-    padded = len(lengths_B) * int(lengths_B.max())
-    return len(lengths_B) <= max_rows and int(lengths_B.sum()) <= max_tokens and padded <= PADDED_TO_REAL * max_tokens
 
 
 def even_cuts(
@@ -337,12 +376,20 @@ def balance(costs: Sequence[int], num_bins: int, max_items: Callable[[int], int]
     Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969).
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0, 0, index) for index in range(num_bins)]
-    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        load, count, index = heapq.heappop(loads) if loads else (0, 0, 0)
+    room = [len(costs)] * num_bins
+    loads = [(0, 0, index) for index in range(num_bins)]  # a heap of the bins that are not full
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        if not loads:  # too few bins
+            bins[0].append(item)
+            continue
+        load, count, index = loads[0]
         bins[index].append(item)
-        if max_items is None or count + 1 < max_items(bins[index][0]):
-            heapq.heappush(loads, (load + costs[item], count + 1, index))
+        if count == 0 and max_items is not None:
+            room[index] = max_items(item)
+        if count + 1 < room[index]:
+            heapq.heapreplace(loads, (load + costs[item], count + 1, index))
+        else:
+            heapq.heappop(loads)
     return [sorted(items) for items in bins]
 
 

@@ -41,7 +41,7 @@ class Parts:
     """What is built from a recipe, before the processes have joined."""
 
     datasets: Mapping[str, Any]
-    """"train", "eval" and, if the recipe has one, "test"."""
+    """"train"; "eval" unless the recipe never evaluates; and, if the recipe has one, "test"."""
     plan: BatchPlan
     model: nn.Module
     """On the CPU, with the same weights on every process."""
@@ -105,10 +105,13 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
 
     with one_at_a_time([type(task).__qualname__, asdict(task)], say_waiting):
         datasets = task.datasets()
-    for split in ("train", "eval", *({"test"} & datasets.keys())):
+    if recipe.eval.is_off:
+        datasets = {split: rows for split, rows in datasets.items() if split != "eval"}
+    for split in ("train", *(() if recipe.eval.is_off else ("eval",)), *({"test"} & datasets.keys())):
         if split not in datasets or len(datasets[split]) == 0:
-            raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.")
-    if recipe.eval.batch_tokens is not None and task.lengths(datasets["eval"]) is None:
+            without = " eval.every=never trains without evaluation." if split == "eval" else ""
+            raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.{without}")
+    if recipe.eval.batch_tokens is not None and "eval" in datasets and task.lengths(datasets["eval"]) is None:
         raise ConfigError(
             "eval.batch_tokens needs a task whose samples have lengths; this task's have none. Set eval.batch_size instead."
         )
@@ -141,6 +144,7 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
         sizes=recipe.task.sizes(dataset),
         padded_length=recipe.task.padded_length,
         seed=recipe.seed,
+        mixture=recipe.task.mixture(dataset),
     )
 
 
@@ -275,7 +279,7 @@ def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Modu
 def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: int) -> None:
     """Refuse full batches that are cut into too few micro-batches for the schedule, or raise ConfigError."""
     needed, found = config.fill_up(1), len(plan.epoch(0)[0])
-    if plan.num_samples >= plan.batch_size and found < needed * num_replicas:
+    if plan.samples_per_epoch >= plan.batch_size and found < needed * num_replicas:
         pipelines = f" for each of {num_replicas} pipelines" if num_replicas > 1 else ""
         raise ConfigError(
             f"parallel.schedule={config.schedule} with parallel.pipeline_stages={config.pipeline_stages} needs at least "

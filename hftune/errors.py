@@ -70,6 +70,8 @@ def type_problem(hint: Any, value: Any, default: Any = None) -> str:
     if get_origin(hint) is Literal:
         return f"is not one of {', '.join(get_args(hint))}.{did_you_mean(value, get_args(hint))}"
     parts = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+    if choices := next((part for part in parts if get_origin(part) is Literal), None):
+        return f"is not one of {', '.join(get_args(choices))}, null.{did_you_mean(value, get_args(choices))}"
     if isinstance(default, tuple):
         default = f"[{','.join(map(str, default))}]"
     example = f", such as {default}" if isinstance(default, (int, float, str)) and hint is not bool else ""

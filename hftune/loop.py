@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
-from hftune.checkpoints.output_dir import SAMPLE_IMAGES
+from hftune.checkpoints.output_dir import OUT_OF_FOLD, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
 from hftune.data.augmentation import augmented
@@ -255,11 +255,24 @@ def evaluate_and_keep(run: Run) -> None:
                 rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)
                 show_evaluation(run, evaluation, rows)
                 write_rows(output_dir / "predictions.jsonl", rows, run.strategy.progress.tick)
+                if state.best_step == state.step:  # also when it is evaluated again after an interruption
+                    write_fold(run, rows)
                 run.reporter.write(output_dir, run.console.line)
 
         run.strategy.progress.stage(f"saving after step {state.step}")
         run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
+
+
+def write_fold(run: Run, rows: list[dict[str, Any]]) -> None:
+    """Write the predictions of the best model with the numbers of their rows, for `hftune folds`, if there are folds.
+
+    Args:
+        rows: of all samples, as ``Task.describe`` returns them.
+    """
+    if (numbers := run.recipe.task.fold_rows) is not None:
+        numbered = [{"row": number, **row} for number, row in zip(numbers, rows, strict=True)]
+        write_rows(Path(run.recipe.output_dir) / OUT_OF_FOLD, numbered, run.strategy.progress.tick)
 
 
 def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:

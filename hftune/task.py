@@ -30,7 +30,7 @@ RENAMED = {
 RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
 """New names of Task's class attributes, likewise."""
 
-INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "image_column", "mask_column")
+INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "anchor_column", "image_column", "mask_column")
 """Fields of tasks that name a column of their inputs, not of their labels."""
 DERIVED = "task.json"
 """File beside the weights with the attributes that ``datasets`` set on the task."""
@@ -52,6 +52,10 @@ class Task(ABC):
     """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
     labels: ClassVar[Sequence[str] | None] = None
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
+    evaluates = True
+    """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
+    fold_rows: ClassVar[Sequence[int] | None] = None
+    """Where the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
     libraries: ClassVar[Sequence[str]] = ()
@@ -83,7 +87,8 @@ class Task(ABC):
     def datasets(self) -> Mapping[str, Any]:
         """Return ``{"train": dataset, "eval": dataset}``; each data set has a length and is indexed by integers.
 
-        If there is a third split, "test", the best model is evaluated on it once, after the last step.
+        With ``evaluates`` false, "eval" may be missing. If there is a third split, "test", the best model is evaluated on it
+        once, after the last step.
         Called on every process. The first time, the processes of a machine take turns, so that all of them use the cache that
         the first fills; once that has worked, they all call it at once.
 
@@ -114,6 +119,13 @@ class Task(ABC):
             {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
         ]
+
+    def mixture(self, dataset: Any) -> Sequence[tuple[int, float]] | None:
+        """Return number of samples and weight of each data set that the training data consist of, in their order.
+
+        None, the default: an epoch has each sample once. See ``BatchPlan.mixture`` for what a weight means.
+        """
+        return None
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return a positive integer length per sample, such as its tokens, or None if all samples cost the same."""
@@ -177,8 +189,11 @@ class Task(ABC):
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         """Return the SUM of the item losses, a float32 scalar. The training loop divides by the items of the global batch."""
 
-    def num_items(self, target: Tensor) -> int:
-        """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels."""
+    def num_items(self, target: Tensor) -> float:
+        """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels.
+
+        Where items have weights in the loss, their sum.
+        """
         return len(target)
 
     @property
@@ -248,7 +263,7 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(directory / "model.safetensors"))
-        names = {item.name for item in fields(self)}
+        names = {item.name for item in fields(self)} | {"evaluates"}
         cached = {name for kind in type(self).__mro__ for name, item in vars(kind).items() if isinstance(item, cached_property)}
         derived = {name: value for name, value in vars(self).items() if name not in names | cached and _survives_json(value)}
         if derived:

@@ -37,12 +37,12 @@ from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import Compilations
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.task import ask
-from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, short
+from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note
 from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
 from hftune.tracking.profiler import StepProfiler, unreachable_steps
-from hftune.tracking.summary import PRECISIONS, best_and_last, describe_times, print_start, print_summary
+from hftune.tracking.summary import PRECISIONS, best_and_last, describe_best, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
 
 
@@ -129,7 +129,7 @@ def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> Tra
     limit = "train.epochs" if recipe.train.max_steps is None else "train.max_steps or train.epochs, whichever ends it"
     if strategy.is_main:
         print(
-            f"{recipe.output_dir} is finished: {result.steps} steps, {result.best['metric']} {short(result.best['value'])}. "
+            f"{recipe.output_dir} is finished: {result.steps} steps, {describe_best(result.best)}. "
             f"Nothing was trained. To train longer, raise {limit}; to start over, set resume=never or a different output_dir.",
             flush=True,
         )
@@ -244,7 +244,7 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     if run.recipe.train.compile:
         run.console.line(note(str(Compilations.since(began))))
     if strategy.is_main:
-        outcome = f"{result.steps} steps, {result.best['metric']} {short(result.best['value'])} at step {result.best['step']}."
+        outcome = f"{result.steps} steps, {describe_best(result.best)}."
         # Once everything is saved: an upload may take hours, or fail.
         output.before_release(lambda: run.tracker.close(outcome))
         say_result(run, result)
@@ -258,7 +258,7 @@ def say_result(run: Run, result: TrainResult) -> None:
     evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
     rows = {
         "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
-        "model": f"{result.model_dir} (the last one: model_last)",
+        "model": f"{result.model_dir} ({'the last one' if run.recipe.eval.is_off else 'the last one: model_last'})",
         "report": str(report) if report.is_file() else f"none, see above; {log_file} has all numbers",
     }
     print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, rows)
@@ -294,12 +294,17 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     recipe, strategy = run.recipe, run.strategy
     strategy.progress.stage("saving the last model")
     model = strategy.unwrap()
-    strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last"))
+    best: dict[str, Any] = {"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step}
+    if recipe.eval.is_off:
+        best = {"step": run.state.step}
+        strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best))
+    else:
+        strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last"))
     test = test_best(run, output) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,
         test=test,
-        best={"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step},
+        best=best,
         commits=run.provenance.commits,
         steps=run.state.step,
         seconds=round(run.seconds(), 3),

@@ -24,6 +24,8 @@ from hftune.strategies.base import Strategy
 
 SAMPLE_IMAGES = "samples"
 """Subfolder with images of some samples, written after each evaluation."""
+OUT_OF_FOLD = "out_of_fold.jsonl"
+"""Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
 PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
@@ -39,7 +41,7 @@ class TrainResult:
     test: dict[str, Any] = field(default_factory=dict)
     """Metrics of the best model on the test split; empty if the task has none."""
     best: dict[str, Any]
-    """metric, value and step of the model in model_dir."""
+    """metric, value and step of the model in model_dir; of a run that never evaluates, only the step, the last one."""
     commits: dict[str, str] = field(default_factory=dict)
     """Of what was loaded from the Hub, by the key that names the repository, such as task.model."""
     steps: int
@@ -49,7 +51,7 @@ class TrainResult:
     versions: dict[str, str]
     output_dir: Path
     model_dir: Path
-    """The best model by ``eval.metric``; the last one is in model_last beside it."""
+    """The best model by ``eval.metric``; the last one is in model_last beside it. The last one, if the run never evaluates."""
 
     @classmethod
     def read(cls, output_dir: Path) -> TrainResult:
@@ -169,7 +171,7 @@ class OutputDir:
         """
         restore_export(self.path / "model")
         about = read_about(self.path / "model")
-        if not about or about["metric"] != self.recipe.eval.metric:
+        if about.get("metric") != self.recipe.eval.metric:
             return None
         best = about["step"], about["value"]
         if best == (state.best_step, state.best):
@@ -213,7 +215,7 @@ def start_folder(path: Path) -> None:
         "tensorboard",  # it would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", "report.html", *HISTORY):
+    for name in ("result.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 
@@ -256,7 +258,8 @@ def check_digests(path: str, before: Mapping[str, str], now: Mapping[str, str]) 
             f"{path} was written by an older hftune, which recorded too little about its data to tell whether they are the "
             "same. Finish it with that version, or start over with resume=never."
         )
-    if different := [name for name, digest in before.items() if now.get(name) != digest]:
+    # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
+    if different := [name for name, digest in before.items() if now.get(name, digest) != digest]:
         raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
 
 

@@ -38,7 +38,7 @@ def open_run(directory: str | Path, trust_code: bool = False, with_trackers: boo
     if not (run / "recipe.yaml").is_file():
         raise ConfigError(f"{directory} holds no recipe.yaml, nor does the folder above. Name the output folder of a run.")
     if not readable(folder).is_dir():
-        raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it.")
+        raise ConfigError(f"{directory} holds no model yet: the first evaluation of its run writes it, or its end.")
     overrides = [] if with_trackers else ["replace=[track]"]
     recipe = Recipe.load(run / "recipe.yaml", *overrides, trust_code=trust_code)
     if not is_run and not any(path.is_file() for path in readable(folder).iterdir()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from hftune.errors import ConfigError
 
 if TYPE_CHECKING:
     from hftune.commands.evaluate import Score
+    from hftune.config import Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +53,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def with_evaluation(recipe: Recipe) -> Recipe:
+    """Return the recipe of a run that never evaluates as one that does, or raise ConfigError if it names no data for it."""
+    files = getattr(recipe.task, "data_files", None)
+    if files and "eval" not in files:
+        raise ConfigError(
+            "This run has no evaluation data (eval.every=never). Name some: task.data_files.eval=..., or --split test."
+        )
+    return replace(recipe, eval=replace(recipe.eval, every="epoch"))
+
+
 def track(result: Score) -> None:
     """Record the evaluation at the trackers, if they were asked for: the metrics are printed by now, whatever happens here."""
     from hftune.tracking.console import warning
@@ -72,6 +84,8 @@ def check_and_evaluate(options: argparse.Namespace) -> Score:
         # Trackers are not used, and may name environment variables of the other machine.
         words = [*words, "replace=[track]"]
     recipe = Recipe.from_argv(words, options.trust_code)
+    if options.split == "eval" and recipe.eval.is_off:
+        recipe = with_evaluation(recipe)
     recipe.validate()
     model = model_of(given, recipe.output_dir)
     if options.checkpoint is None:

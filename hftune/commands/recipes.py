@@ -1,12 +1,37 @@
-"""``hftune recipes``: list the shipped recipes."""
+"""``hftune recipes``: list the shipped recipes by problem, with the columns that each wants."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import yaml
 
 from hftune.config.shipped_files import recipe_names, recipe_path
-from hftune.tracking.console import table
+from hftune.tracking.console import printed_width
+
+INDENT = 2
+"""Spaces before a recipe, and more for each recipe that it builds on."""
+NARROW = 60
+"""Columns of a terminal in which a recipe's text goes below its name."""
+OWN_DATA = """
+A recipe at the left margin is for data of your own; one below it is the same problem on given data.
+  hftune train recipe=text_classification task.data_files.train=my.csv task.eval_share=0.1
+  hftune show recipe=text_classification      all its keys and values
+"""
+
+
+class Listed(NamedTuple):
+    """What is said of a recipe."""
+
+    purpose: str
+    columns: str | None
+    """Of the data that it wants; None if it has its own."""
+    base: str | None
+    """The recipe that it builds on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +39,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each recipe with the first sentence of its file."""
-    print(table({name: purpose(recipe_path(name).read_text(encoding="utf-8")) for name in recipe_names()}))
+    """Print each recipe with the first sentence of its file, below the recipe that it builds on."""
+    listed = {name: read(recipe_path(name).read_text(encoding="utf-8")) for name in recipe_names()}
+    print(listing(listed, printed_width()))
+    print(OWN_DATA.rstrip())
     return 0
 
 
+def read(text: str) -> Listed:
+    """Return what a recipe file says of itself."""
+    columns = re.search(r"^# Columns: (.*)$", text, flags=re.MULTILINE)
+    return Listed(purpose(text), columns[1] if columns else None, yaml.safe_load(text).get("base"))
+
+
 def purpose(text: str) -> str:
-    """Return the first comment of a recipe file, after the line that names its schema to editors."""
-    return re.search(r"^# (?!yaml-language-server)(.*)$", text, flags=re.MULTILINE)[1]
+    """Return the first sentence of a recipe file's comment, after the line that names its schema to editors."""
+    lines = re.findall(r"^# (?!yaml-language-server)(.*)$", text, flags=re.MULTILINE)
+    end = next((number for number, line in enumerate(lines) if line.endswith((".", ":"))), 0)
+    return " ".join(lines[: end + 1])
+
+
+def listing(listed: Mapping[str, Listed], width: int | None) -> str:
+    """Format recipes: those that build on none at the left, the others indented below their base.
+
+    Args:
+        width: of the terminal, which texts are wrapped to. None: they are not wrapped.
+    """
+    entries = [*_below(listed, None)]
+    left = max(INDENT * depth + len(name) for name, depth in entries) + 2
+    is_narrow = width is not None and width - left < NARROW
+    lines: list[str] = []
+    for name, depth in entries:
+        about = listed[name]
+        texts = [about.purpose] + ([f"Columns: {about.columns}"] if about.columns and not depth else [])
+        start = INDENT * (depth + 2) if is_narrow else left
+        wrapped = [line for text in texts for line in _wrap(text, width, start)]
+        head = " " * INDENT * depth + name
+        if not depth and lines:
+            lines.append("")
+        lines += [head] if is_narrow else [f"{head:<{left}}{wrapped.pop(0)}"]
+        lines += [" " * start + line for line in wrapped]
+    return "\n".join(lines)
+
+
+def _below(listed: Mapping[str, Listed], base: str | None, depth: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield the recipes that build on one, each with its depth and before those that build on it; first the recipe's demo."""
+    names = [name for name, about in listed.items() if about.base == base]
+    for name in sorted(names, key=lambda name: (name != f"{base}_demo", name)):
+        yield name, depth
+        yield from _below(listed, name, depth + 1)
+
+
+def _wrap(text: str, width: int | None, start: int) -> list[str]:
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, width - start, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)

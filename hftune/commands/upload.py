@@ -129,6 +129,8 @@ def link_or_copy(source: str, target: str) -> None:
 def best_of(folder: Path) -> str:
     """Say which model of a run is its best."""
     best = read_about(folder / "model")
+    if "metric" not in best:  # a run that never evaluates
+        return f"the last one, after step {best['step']}"
     return f"{best['metric']} {short(best['value'])} after step {best['step']}"
 
 

@@ -76,6 +76,11 @@ class Recipe(RunConfig):
     source: Source = field(default_factory=Source, repr=False, compare=False)
     """Where the values come from. Not part of the recipe: neither compared nor written."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.task.evaluates == self.eval.is_off:
+            self.task.evaluates = not self.eval.is_off
+
     @classmethod
     def load(cls, source: str | Path, *overrides: str, trust_code: bool = True) -> Recipe:
         """Read a shipped recipe by name or any by path, then apply ``section.key=value`` overrides.
@@ -165,7 +170,7 @@ class Recipe(RunConfig):
                 (plain[section] if section else plain)[name] = copy.deepcopy(written)
         plain["task"] = {"type": type_name(type(self.task)), **plain["task"]}
         return {
-            key: {key_of(name): item for name, item in value.items()} if key in SECTIONS else value
+            key: {key_of(name): item for name, item in value.items()} if key in ("task", *SECTIONS) else value
             for key, value in plain.items()
         }
 
@@ -469,6 +474,9 @@ def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
         value = getattr(task, name, None)
         if isinstance(value, str) and not is_own(value) and (name != "dataset" or ":" in value):
             yield f"task.{name}", value
+    for entry in getattr(task, "datasets_", None) or ():
+        if ":" in (value := str(entry.get("dataset", ""))) and not is_own(value):
+            yield "task.datasets", value
 
 
 def code_of_sections(train: TrainConfig, eval_: EvalConfig, track: TrackConfig) -> list[tuple[str, str]]:

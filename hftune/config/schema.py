@@ -39,7 +39,7 @@ SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
     "train.schedule": (SCHEDULES, DOTTED),
     "train.micro_batch_size": (("auto",), None),
     "train.micro_batch_tokens": (("auto",), None),
-    "eval.every": (("epoch",), r"^[1-9]\d* epochs?$"),
+    "eval.every": (("epoch", "never"), r"^[1-9]\d* epochs?$"),
     "parallel.schedule": (PIPELINE_SCHEDULES, None),
     "track.with": (TRACKERS, DOTTED),
     "track.upload": (UPLOADS, None),
@@ -169,6 +169,8 @@ def _value(hint: Any, suggested: tuple[Sequence[str], str | None] | None = None)
         return _either([{"type": ["array"], "items": _value(args[0], suggested), **size}, _text("")])
     if origin is dict:  # null empties the one of the base
         return {"type": ["object", "null", "string"], "pattern": REFERENCE}
+    if hint is Any:  # which the task checks
+        return {}
     if hint is str:
         return _choice(*suggested) if suggested else ANY_TEXT
     kind, text = PLAIN[hint]

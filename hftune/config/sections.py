@@ -258,7 +258,8 @@ class EvalConfig(Section):
     """When and how to evaluate. The results do not depend on batch_size and batch_tokens."""
 
     every: Union[int, str] = "epoch"  # noqa: UP007 - OmegaConf reads this spelling
-    """Steps between two evaluations, or "epoch", or "2 epochs". The last step is always followed by one."""
+    """Steps between two evaluations, or "epoch", or "2 epochs". The last step is always followed by one. never: no evaluation,
+    and no evaluation data are needed; the last model is the model. A test split is scored in any case."""
     batch_size: int = 32
     """Maximum number of samples in one forward pass of the evaluation, on each process."""
     batch_tokens: int | None = None
@@ -283,18 +284,25 @@ class EvalConfig(Section):
             yield f"eval.show_samples={self.show_samples} must not be negative."
         if isinstance(self.every, int) and self.every < 1:
             yield f"eval.every={self.every} must be at least 1."
-        if isinstance(self.every, str) and not re.fullmatch(r"epoch|[1-9]\d* epochs?", self.every):
-            yield f"eval.every={self.every!r} is neither a number of steps nor 'epoch' nor, say, '2 epochs'."
+        if isinstance(self.every, str) and not re.fullmatch(r"never|epoch|[1-9]\d* epochs?", self.every):
+            yield f"eval.every={self.every!r} is neither a number of steps nor 'epoch' nor, say, '2 epochs', nor 'never'."
         if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
             yield f"eval.metrics={format_value(self.metrics)} names {repeated[0]} twice."
 
     @property
+    def is_off(self) -> bool:
+        """Whether there is no evaluation."""
+        return self.every == "never"
+
+    @property
     def every_epochs(self) -> int | None:
         """Epochs between two evaluations if ``every`` is given in epochs, else None."""
-        return None if isinstance(self.every, int) else int(self.every.split()[0].replace("epoch", "1"))
+        return None if isinstance(self.every, int) or self.is_off else int(self.every.split()[0].replace("epoch", "1"))
 
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
         """Say whether an evaluation follows optimizer step ``step`` (from 1) of a run of ``num_steps``."""
+        if self.is_off:
+            return False
         interval = self.every if isinstance(self.every, int) else self.every_epochs * steps_per_epoch
         return step == num_steps or step % interval == 0
 

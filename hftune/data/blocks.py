@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import datasets
@@ -10,7 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hftune.data.cache import cached_arrays, mapped
-from hftune.data.text import subsample_indices, tokenizer_key
+from hftune.data.splits import subsample_indices
+from hftune.data.text import tokenizer_key
 from hftune.data.texts import flat_arrays
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
@@ -29,7 +32,7 @@ class Blocks(Sequence):
     def __init__(self, stream: np.ndarray, block_length: int, count: int | None = None):
         self.stream, self.block_length = stream, block_length
         self.total = -(-(len(stream) - 1) // block_length)
-        self.indices = subsample_indices(self.total, count, seed=42)
+        self.indices = subsample_indices(self.total, count)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -48,6 +51,36 @@ class Blocks(Sequence):
         """Number of labels in each block, int32."""
         starts = self.indices * self.block_length
         return np.minimum(self.block_length, len(self.stream) - 1 - starts).astype(np.int32)
+
+
+class JoinedBlocks(Sequence):
+    """The blocks of several streams, one stream after the other. No block has tokens of two."""
+
+    def __init__(self, parts: Sequence[Blocks]):
+        self.parts = parts
+        self._ends = [*accumulate(map(len, parts))]
+        self.total = sum(part.total for part in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:  # type: ignore[override]  # no slices
+        place = bisect_right(self._ends, index)
+        return self.parts[place][index - [0, *self._ends][place]]
+
+    def contents(self) -> dict[str, np.ndarray]:
+        """Return the content to hash; see hftune.data.digest."""
+        return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
+
+    @property
+    def stream(self) -> np.ndarray:
+        """All tokens."""
+        return np.concatenate([part.stream for part in self.parts])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of labels in each block, int32."""
+        return np.concatenate([part.lengths for part in self.parts])
 
 
 def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:

@@ -14,6 +14,8 @@ TEXTS = ("text", "sentence", "review", "content", "document", "article")
 """Usual names of a column of texts."""
 LABELS = ("label", "labels", "target", "class", "category")
 """Usual names of a column of labels or of target values."""
+IMAGES = ("image", "img", "picture", "photo")
+"""Usual names of a column of images."""
 
 
 def choose(
@@ -69,6 +71,11 @@ def is_label(kind: Any) -> bool:
     """Return whether it may hold classes: texts, whole numbers, or named classes."""
     dtype = str(getattr(kind, "dtype", None))
     return is_text(kind) or hasattr(kind, "names") or dtype.removeprefix("u").startswith("int")
+
+
+def is_image(kind: Any) -> bool:
+    """Return whether it holds images."""
+    return type(kind).__name__ == "Image"
 
 
 def is_list(kind: Any, of: Callable[[Any], bool] = lambda kind: True) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hftune.data import idx
 from hftune.data.hub import commit_of, name_problems
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, did_you_mean
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """Formats of ``task.data_files``, named as the builders of datasets."""
@@ -39,8 +39,93 @@ def check_corpus(files: Sequence[str]) -> None:
             raise ConfigError(f"{file} has none of the known suffixes: {', '.join(FORMAT_OF)}. Convert or rename it.")
 
 
+NO_EVAL_DATA = "hold out a share of the training rows (task.eval_share=0.1), or train without evaluation (eval.every=never)"
+"""What else to do than to name evaluation data."""
+
+
+def held_out_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``task.eval_share`` and ``task.eval_fold``, and what contradicts them, one sentence each."""
+    share, fold = task.eval_share, task.eval_fold
+    if share is not None and not 0 < share < 1:
+        yield f"task.eval_share={share} must be between 0 and 1: it is the share of the training rows to evaluate on."
+    if fold is not None and not (len(fold) == 2 and 0 <= fold[0] < fold[1] and fold[1] >= 2):
+        yield f"task.eval_fold={fold} must be the number of a fold, from 0, and the number of folds, such as [0, 5]."
+    key = held_out_key(task)
+    if key is None:
+        return
+    if share is not None and fold is not None:
+        yield f"task.eval_share={share} and task.eval_fold={fold} both hold out training rows. Set one of them to null."
+    if not task.evaluates:
+        yield f"{key} holds out training rows, but eval.every=never evaluates on none. Set {key.partition('=')[0]}=null."
+    elif "eval" in (task.data_files or {}):
+        yield (
+            f"{key} takes the evaluation rows from the training data, but task.data_files.eval={task.data_files['eval']} names "
+            "others. Leave one of them out."
+        )
+
+
+def held_out_key(task: Any) -> str | None:
+    """Return the key by which a task holds out training rows, with its value; None if it holds out none."""
+    for name in ("eval_fold", "eval_share"):
+        if (value := getattr(task, name, None)) is not None:
+            return f"task.{name}={value}"
+    return None
+
+
+MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight")
+"""Keys of an entry of ``task.datasets``."""
+
+
+def mixture_name(entry: Mapping[str, Any], index: int) -> str:
+    """Return what to call a data set of ``task.datasets`` in messages."""
+    files = entry.get("data_files")
+    named = Path(files).name if isinstance(files, str) else ", ".join(Path(file).name for file in files or ())
+    return named or str(entry.get("dataset") or f"task.datasets[{index}]")
+
+
+def mixture_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``task.datasets``, and of the files of the other splits, one sentence each."""
+    files = dict(task.data_files or {})
+    if task.dataset is not None:
+        yield f"task.dataset={task.dataset} and task.datasets both name training data. Set task.dataset=null."
+    if "train" in files:
+        yield "task.data_files.train and task.datasets both name training data. Make the files an entry of task.datasets."
+    if task.evaluates and "eval" not in files and held_out_key(task) is None:
+        yield f"task.datasets names training data only. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
+    # The others need no files of the train split; they have these.
+    others = {split: paths for split, paths in files.items() if split != "train"}
+    yield from (text for text in data_file_problems(None, {"train": [], **others}, needs_eval=False) if others)
+    if not task.datasets_:
+        yield "task.datasets is empty. List the data sets: [{data_files: a.jsonl}, {data_files: b.jsonl, weight: 0.5}]"
+    for index, entry in enumerate(task.datasets_):
+        yield from _entry_problems(entry, f"task.datasets[{index}]")
+
+
+def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
+    for name in entry:
+        if name not in MIXTURE_KEYS:
+            yield f"{key}.{name} is not a key. Keys: {', '.join(MIXTURE_KEYS)}.{did_you_mean(str(name), MIXTURE_KEYS)}"
+    dataset, files = entry.get("dataset"), entry.get("data_files")
+    if dataset is None and files is None:
+        yield f"{key} names no data: give it data_files or dataset."
+    elif isinstance(files, Mapping):
+        yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
+    else:
+        for text in data_file_problems(dataset, None if files is None else {"train": files}, needs_eval=False):
+            yield text.replace("task.dataset", f"{key}.dataset").replace("task.data_files.train", f"{key}.data_files")
+    weight = entry.get("weight", 1)
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e6:
+        yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."
+    columns = entry.get("columns") or {}
+    if not isinstance(columns, Mapping) or not all(isinstance(name, str) for pair in columns.items() for name in pair):
+        yield f"{key}.columns={columns} must say the name of each column there, such as {{text: review, label: stars}}."
+
+
 def data_file_problems(
-    dataset: str | None, data_files: Mapping[str, Any] | None, optional: tuple[str, ...] = ()
+    dataset: str | None,
+    data_files: Mapping[str, Any] | None,
+    optional: tuple[str, ...] = ("test",),
+    needs_eval: bool = True,
 ) -> Iterator[str]:
     """Yield the problems of ``task.dataset`` and ``task.data_files``, one sentence each.
 
@@ -48,6 +133,7 @@ def data_file_problems(
 
     Args:
         optional: splits that may be given besides "train" and "eval".
+        needs_eval: whether there must be files of the eval split: not if training rows are held out, or none evaluated on.
     """
     if not data_files:
         if dataset is None:
@@ -59,9 +145,10 @@ def data_file_problems(
         elif is_repository(dataset):
             yield from name_problems("task.dataset", dataset, "dataset", (*FILE_FORMATS, *FOLDER_FORMATS))
         return
-    for split in ("train", "eval"):
-        if split not in data_files:
-            yield f"task.data_files.{split} is missing. Name the files of the {split} split: task.data_files.{split}=..."
+    if "train" not in data_files:
+        yield "task.data_files.train is missing. Name the files of the train split: task.data_files.train=..."
+    if needs_eval and "eval" not in data_files:
+        yield f"task.data_files.eval is missing. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
     for split in data_files:
         if split not in (known := ("train", "eval", *optional)):
             yield f"task.data_files.{split} is not a key of a recipe. Keys of task.data_files: {', '.join(known)}."

@@ -6,23 +6,25 @@ Shape suffixes: N images, H and W height and width, C channels (1 grey, 3 red, g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
 import PIL
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
+from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
 from hftune.data.labels import read_labels
-from hftune.data.text import check_column, load_split, row_numbers, subsample, subsample_indices
+from hftune.data.splits import Part
+from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -34,9 +36,24 @@ CHUNK = 1000
 """Number of images that are decoded together: few enough to also hold their encoded form in memory."""
 
 
+class Form(Protocol):
+    """How images of all kinds become arrays."""
+
+    @property
+    def key(self) -> Any:
+        """All that the arrays depend on besides the images; it can be hashed."""
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """Height, width and channels of every array; None if they differ in size."""
+
+    def pixels(self, image: Image.Image, name: str) -> np.ndarray:
+        """Return an image as (H, W, C) uint8, or raise DataError with a message that begins with ``name``."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Size and channels of the images that a model is given."""
+    """Size and channels of the images that a network is given."""
 
     size: int
     """Height and width in pixels."""
@@ -44,6 +61,49 @@ class Layout:
     """1 (grey) or 3 (red, green, blue)."""
     resize: bool
     """Whether to scale and crop images of other sizes instead of refusing them."""
+
+    @property
+    def key(self) -> Layout:
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.size, self.size, self.num_channels
+
+    def pixels(self, image: Image.Image, name: str) -> np.ndarray:
+        return to_pixels(image, name, self)
+
+
+@dataclass(frozen=True)
+class Uncropped:
+    """Whole images, from which random crops are cut: scaled down if they are large, each with its own aspect."""
+
+    side: int
+    """Maximum of the shorter side in pixels."""
+    num_channels: int
+    """1 (grey) or 3 (red, green, blue)."""
+
+    shape = None
+
+    @property
+    def key(self) -> Uncropped:
+        return self
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of an image that has these in its file."""
+        factor = min(1.0, self.side / min(width, height))
+        return max(1, round(width * factor)), max(1, round(height * factor))
+
+    def pixels(self, image: Image.Image, name: str) -> np.ndarray:
+        image = checked(image, name)
+        image = (image if image.mode == "L" else image.convert("RGB")).resize(
+            self.size_of(*image.size), Image.Resampling.BICUBIC
+        )
+        return channels(image, name, self.num_channels)
+
+
+SPARE = 8 / 7
+"""Shorter side of Uncropped images, by the size of the crops: 256 pixels for 224, as is usual."""
 
 
 @dataclass
@@ -65,10 +125,36 @@ class Images:
 
 
 @dataclass
+class SeveralSizes:
+    """Images of several sizes in a memory-mapped file. A sample has an image (H, W, C) uint8 and a label."""
+
+    pixels: np.ndarray
+    """All bytes of all images, one image after the other, uint8."""
+    shapes_N3: np.ndarray
+    """Height, width and channels of each image."""
+    labels: Sequence[Any]
+
+    def __post_init__(self):
+        self._ends_N = self.shapes_N3.prod(axis=1, dtype=np.int64).cumsum()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        shape = self.shapes_N3[index].tolist()
+        end = int(self._ends_N[index])
+        return {"image": self.pixels[end - math.prod(shape) : end].reshape(shape), "label": self.labels[index]}
+
+    def contents(self) -> dict[str, Any]:
+        """Return the content to hash; see hftune.data.digest."""
+        return {"pixels": self.pixels, "shapes": self.shapes_N3, "labels": self.labels}
+
+
+@dataclass
 class Source:
     """The images of a split, with the labels of the data."""
 
-    images: Images
+    images: Images | SeveralSizes
     """Their labels are names if the data set has names, else numbers."""
     label_names: list[str] | None
     """Class names, if the data set itself has them."""
@@ -76,27 +162,37 @@ class Source:
     """Index of each image in the whole split."""
     total: int
     """Number of images in the whole split."""
+    encoded: Sequence[Mapping[str, Any]] | None = None
+    """Content or path of each image, as ``datasets.Image(decode=False)`` has it; None for idx files."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Columns of images and labels, by their keys."""
+    all_columns: Sequence[str] = ()
 
 
-def load_idx(folder: str, split: str, count: int | None, layout: Layout) -> Source:
-    """Load ``count`` images (None: all) of a split of idx files.
+def load_idx(folder: str, split: str, part: Part, form: Form) -> Source:
+    """Load a part of the images of a split of idx files.
 
     Raises:
         DataError: a file is broken, images and labels differ in number, or the images have the wrong size.
     """
     path = Path(folder).expanduser()
     images_NHW, labels_N = idx.read_split(path, split)
-    total, rows_N = len(labels_N), subsample_indices(len(labels_N), count, seed=42)
+    total, rows_N = len(labels_N), part.indices(len(labels_N), labels_N.tolist())
     images_NHW, labels = images_NHW[rows_N], labels_N[rows_N].tolist()
-    if images_NHW.shape[1:] == (layout.size, layout.size) and layout.num_channels == 1:
-        pixels_NHWC = images_NHW[..., None]
-    else:
-        file = idx.find(path, split, "images")
-        pixels = [
-            to_pixels(Image.fromarray(image), f"{file}: image {row}", layout)
-            for row, image in zip(rows_N, images_NHW, strict=True)
-        ]
-        pixels_NHWC = np.stack(pixels)
+    if (*images_NHW.shape[1:], 1) == form.shape:
+        return Source(Images(images_NHW[..., None], labels), None, rows_N.tolist(), total)
+    file = idx.find(path, split, "images")
+
+    def converted(index: int) -> np.ndarray:
+        return form.pixels(Image.fromarray(images_NHW[index]), f"{file}: image {rows_N[index]}")
+
+    def chunks() -> Iterator[np.ndarray]:
+        for start in range(0, len(labels), CHUNK):
+            yield np.stack([converted(index) for index in range(start, min(start + CHUNK, len(labels)))])
+
+    shape = (len(labels), *converted(0).shape)  # the same for all, whatever the form: idx images have one size
+    key = ["idx pixels", images_NHW, form.key, PIL.__version__]
+    pixels_NHWC = cached_arrays(key, lambda: {"pixels": Stream(np.uint8, shape, chunks())})["pixels"]
     return Source(Images(pixels_NHWC, labels), None, rows_N.tolist(), total)
 
 
@@ -106,71 +202,131 @@ def load_rows(
     data_files: Mapping[str, Any] | None,
     source_split: str,
     split: str,
-    count: int | None,
-    columns: Mapping[str, str],
-    layout: Layout,
+    part: Part,
+    columns: Mapping[str, str | None],
+    form: Form,
     commit: str | None = None,
 ) -> Source:
-    """Load ``count`` images (None: all) of a data set that ``datasets`` reads, or of a function that returns rows.
+    """Load a part of the images of a data set that ``datasets`` reads, or of a function that returns rows.
 
     Args:
-        columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}.
+        columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}. None: the
+            only one that there is.
         commit: of a data set on the Hub.
 
     Raises:
         DataError: the data cannot be used; the message names split, column and row.
     """
-    rows = subsample(load_split(dataset, source_split, data_files, split, data_dir, INSTEAD, commit=commit), count, seed=42)
-    for key, column in columns.items():
-        check_column(rows, key, column, split)
-    image_column, label_column = columns.values()
+    source = "train" if part.held_out is not None else split
+    rows = load_split(dataset, source_split, data_files, source, data_dir, INSTEAD, commit=commit)
+    image_column, label_column = _columns(rows, split, columns)
+    rows = take(rows, part, label_column)
     numbers = row_numbers(rows, range(len(rows)))
     labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
     names = getattr(rows.features[label_column], "names", None)
-    pixels_NHWC = decode(rows, image_column, split, layout)
-    return Source(Images(pixels_NHWC, labels), names and list(names), numbers, rows.data.num_rows)
+    raw = rows.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
+    encoded = _Encoded(raw, image_column, split)
+    images = encoded.several_sizes(form, labels) if isinstance(form, Uncropped) else Images(encoded.decode(form), labels)
+    chosen = dict(zip(columns, (image_column, label_column), strict=True))
+    return Source(images, names and list(names), numbers, rows.data.num_rows, raw[image_column], chosen, rows.column_names)
 
 
-def decode(rows: datasets.Dataset, column: str, split: str, layout: Layout) -> np.ndarray:
-    """Decode a column of images once per machine, into a memory-mapped file: (N, H, W, C) uint8.
-
-    Raises:
-        DataError: an image cannot be read or does not fit the layout; the message names the first one.
-    """
-    if not isinstance(kind := rows.features[column], datasets.Image):
-        raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
-    raw = rows.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-
-    def chunks() -> Iterator[np.ndarray]:
-        with ThreadPoolExecutor(idle_cores(len(raw))) as threads:  # Pillow releases Python's lock while it decodes
-            for start in range(0, len(raw), CHUNK):
-                stored = raw[start : start + CHUNK][column]
-                indices = range(start, start + len(stored))
-                yield np.stack([*threads.map(partial(_decode, rows=raw, split=split, layout=layout), stored, indices)])
-
-    shape = (len(raw), layout.size, layout.size, layout.num_channels)
-    key = ["pixels", raw._fingerprint, column, layout, PIL.__version__]
-    return cached_arrays(key, lambda: {"pixels": Stream(np.uint8, shape, chunks())})["pixels"]
+def _columns(rows: datasets.Dataset, split: str, columns: Mapping[str, str | None]) -> tuple[str, str]:
+    """Return the columns of images and labels: those that are given, or the only ones that there are."""
+    for key, column in columns.items():
+        if column is not None:
+            check_column(rows, key, column, split)
+    (image_key, given_image), (label_key, given_label) = columns.items()
+    image_column = choose(image_key, given_image, rows, is_image, IMAGES, taken=[given_label] if given_label else [])
+    if not isinstance(kind := rows.features[image_column], datasets.Image):
+        raise DataError(f"Column {image_column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
+    return image_column, choose(label_key, given_label, rows, is_label, LABELS, taken=[image_column])
 
 
-def _decode(stored: Mapping[str, Any] | None, index: int, rows: datasets.Dataset, split: str, layout: Layout) -> np.ndarray:
-    name = f"Row {row_numbers(rows, [index])[0]} of the {split} split"
-    if stored is None:
-        raise DataError(f"{name} has no image. Remove such rows.")
-    if stored["bytes"] is not None:
-        return to_pixels(open_image(BytesIO(stored["bytes"]), name), name, layout)
-    name += f" ({stored['path']})"
-    return to_pixels(open_image(stored["path"], name), name, layout)
+@dataclass
+class _Encoded:
+    """A column of encoded images, which are decoded once per machine, into memory-mapped files."""
+
+    rows: datasets.Dataset
+    column: str
+    split: str
+
+    def decode(self, form: Form) -> np.ndarray:
+        """Return the images as (N, H, W, C) uint8.
+
+        Raises:
+            DataError: an image cannot be read or does not fit the form; the message names the first one.
+        """
+        pixels = partial(self._pixels, form)
+        chunks = (np.stack(chunk) for chunk in self._chunks(pixels))
+        key = ["pixels", self.rows._fingerprint, self.column, form.key, PIL.__version__]
+        return cached_arrays(key, lambda: {"pixels": Stream(np.uint8, (len(self.rows), *form.shape), chunks)})["pixels"]
+
+    def several_sizes(self, form: Uncropped, labels: Sequence[Any]) -> SeveralSizes:
+        """Return the images with a size for each. Raise DataError as ``decode`` does."""
+
+        def make() -> dict[str, Any]:
+            shapes_N3 = np.array([shape for chunk in self._chunks(partial(self._shape, form)) for shape in chunk], np.int32)
+            checked = zip(self._chunks(partial(self._pixels, form)), _slices(shapes_N3), strict=True)
+            chunks = (_joined(arrays, shapes) for arrays, shapes in checked)
+            return {
+                "shapes": shapes_N3,
+                "pixels": Stream(np.uint8, (int(shapes_N3.prod(axis=1, dtype=np.int64).sum()),), chunks),
+            }
+
+        found = cached_arrays(["uncropped", self.rows._fingerprint, self.column, form.key, PIL.__version__], make)
+        return SeveralSizes(found["pixels"], found["shapes"], labels)
+
+    def _chunks(self, function: Callable[[Mapping[str, Any] | None, int], Any]) -> Iterator[list[Any]]:
+        """Yield what a function makes of each image, CHUNK images at a time."""
+        with ThreadPoolExecutor(
+            idle_cores(len(self.rows), rows_each=100)
+        ) as threads:  # Pillow releases Python's lock to decode
+            for start in range(0, len(self.rows), CHUNK):
+                stored = self.rows[start : start + CHUNK][self.column]
+                yield [*threads.map(function, stored, range(start, start + len(stored)))]
+
+    def _pixels(self, form: Form, stored: Mapping[str, Any] | None, index: int) -> np.ndarray:
+        return form.pixels(*self._open(stored, index))
+
+    def _shape(self, form: Uncropped, stored: Mapping[str, Any] | None, index: int) -> tuple[int, int, int]:
+        image = self._open(stored, index, decode=False)[0]
+        with image:
+            if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:  # turned, which not all formats do on opening
+                image = self._open(stored, index)[0]
+            width, height = form.size_of(*image.size)
+        return height, width, form.num_channels
+
+    def _open(self, stored: Mapping[str, Any] | None, index: int, decode: bool = True) -> tuple[Image.Image, str]:
+        """Return an image and its name for messages."""
+        name = f"Row {row_numbers(self.rows, [index])[0]} of the {self.split} split"
+        if stored is None:
+            raise DataError(f"{name} has no image. Remove such rows.")
+        if stored["bytes"] is not None:
+            return open_image(BytesIO(stored["bytes"]), name, decode), name
+        name += f" ({stored['path']})"
+        return open_image(stored["path"], name, decode), name
 
 
-def read_input(value: Any, index: int, layout: Layout) -> np.ndarray:
+def _slices(shapes_N3: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(shapes_N3), CHUNK):
+        yield shapes_N3[start : start + CHUNK]
+
+
+def _joined(arrays: Sequence[np.ndarray], shapes_N3: np.ndarray) -> np.ndarray:
+    """Return the bytes of all arrays, whose shapes were read from the files' headers."""
+    if [array.shape for array in arrays] != [tuple(shape) for shape in shapes_N3.tolist()]:
+        raise RuntimeError("An image has a different size than the header of its file says.")
+    return np.concatenate([array.reshape(-1) for array in arrays])
+
+
+def read_input(value: Any, index: int, form: Form) -> np.ndarray:
     """Return the pixels (H, W, C) of a model's input: a path, a Pillow image, or an array (H, W) or (H, W, 3).
 
     Raises:
-        DataError: it is none of these, cannot be read, or does not fit the layout.
+        DataError: it is none of these, cannot be read, or does not fit the form.
     """
-    image, name = read_image(value, f"Input {index}")
-    return to_pixels(image, name, layout)
+    return form.pixels(*read_image(value, f"Input {index}"))
 
 
 def read_image(value: Any, name: str) -> tuple[Image.Image, str]:
@@ -212,10 +368,7 @@ def to_pixels(image: Image.Image, name: str, layout: Layout) -> np.ndarray:
 
     Grey images are converted to colour if the layout has 3 channels; coloured images are refused if it has 1.
     """
-    if image.mode.startswith(("I", "F")):
-        raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
-    if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
-        raise DataError(f"{name} has transparent parts. Flatten it onto a background.")
+    image = checked(image, name)
     if image.size != (layout.size, layout.size):
         if not layout.resize:
             width, height = image.size
@@ -224,10 +377,24 @@ def to_pixels(image: Image.Image, name: str, layout: Layout) -> np.ndarray:
                 "task.resize=true, which scales the shorter side and crops the longer one."
             )
         image = ImageOps.fit(image if image.mode == "L" else image.convert("RGB"), (layout.size, layout.size))
-    if image.mode == "L" and layout.num_channels == 1:
+    return channels(image, name, layout.num_channels)
+
+
+def checked(image: Image.Image, name: str) -> Image.Image:
+    """Return the image. Raise DataError if it is deeper than 8 bits or transparent, which a conversion would spoil."""
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
+    if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
+        raise DataError(f"{name} has transparent parts. Flatten it onto a background.")
+    return image
+
+
+def channels(image: Image.Image, name: str, num_channels: int) -> np.ndarray:
+    """Return an image as (H, W, C) uint8. Raise DataError if it is coloured, but should have one channel."""
+    if image.mode == "L" and num_channels == 1:
         return np.asarray(image)[..., None]
     pixels_HWC = np.asarray(image.convert("RGB"))
-    if layout.num_channels == 3:
+    if num_channels == 3:
         return pixels_HWC
     if (pixels_HWC != pixels_HWC[..., :1]).any():
         raise DataError(f"{name} is in colour, but task.mean has one number, for grey. Give task.mean and task.std three.")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hftune.errors import DataError
 
@@ -30,18 +33,22 @@ def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callabl
     if not is_known and not dtype.startswith(("float", "double")):
         raise DataError(f"Column {column!r} of the {split} split holds {dtype}, not whole numbers or names.")
     labels = list(rows[column])
-    if missing := [index for index, label in enumerate(labels) if label is None or label == ""]:
-        more = f", and {len(missing) - 1} more rows have none" if len(missing) > 1 else ""
-        raise DataError(
-            f"Row {row_of(missing[0])} of the {split} split has no label in column {column!r}{more}. "
-            "Fill it in, or remove the row."
-        )
+    _refuse_missing(labels, column, split, row_of)
     if not is_known:  # only now, because whole numbers with missing ones among them are floats, too
         raise DataError(f"Column {column!r} of the {split} split holds {dtype}, not whole numbers or names.")
     names = getattr(kind, "names", None)
     if not names:
         return labels
     return [names[label] if 0 <= label < len(names) else label for label in labels]  # -1 stands for a missing label
+
+
+def _refuse_missing(labels: Sequence[Any], column: str, split: str, row_of: Callable[[int], int]) -> None:
+    if missing := [index for index, label in enumerate(labels) if label is None or label == ""]:
+        more = f", and {len(missing) - 1} more rows have none" if len(missing) > 1 else ""
+        raise DataError(
+            f"Row {row_of(missing[0])} of the {split} split has no label in column {column!r}{more}. "
+            "Fill it in, or remove the row."
+        )
 
 
 def class_names(labels: Sequence[Any], split: str, row_of: Callable[[int], int], ordinal: bool = False) -> list[str]:
@@ -134,3 +141,106 @@ def class_numbers(
             "Correct the row, or set task.label_names; null uses the names of the data."
         )
     return translated
+
+
+def read_label_lists(
+    rows: datasets.Dataset, column: str, split: str, row_of: Callable[[int], int]
+) -> tuple[list[Any], list[int]]:
+    """Return the labels of all rows of a column of lists, as ``read_labels`` does, and the index of the row of each.
+
+    Raises:
+        DataError: a row has no list, or lists no label or the same one twice.
+    """
+    inner = getattr(kind := rows.features[column], "feature", None)
+    if inner is None:
+        raise DataError(
+            f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not lists of labels. Name a column "
+            "of 0 and 1 for each label in task.label_columns, or set task.problem_type=single_label_classification."
+        )
+    names, labels, indices = getattr(inner, "names", None), [], []
+    for index, listed in enumerate(rows[column]):
+        where = f"Row {row_of(index)} of the {split} split"
+        if listed is None:
+            raise DataError(f"{where} has no list in column {column!r}. An empty list means that it has none of the labels.")
+        if any(label is None or label == "" for label in listed):
+            raise DataError(f"{where} lists a label without a name in column {column!r}. Fill it in, or remove it.")
+        if len(set(listed)) < len(listed):
+            raise DataError(
+                f"{where} lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name "
+                "or number; or name a column of 0 and 1 for each label in task.label_columns."
+            )
+        labels += [names[label] if names and 0 <= label < len(names) else label for label in listed]
+        indices += [index] * len(listed)
+    return labels, indices
+
+
+def flags_of(numbers: Iterable[int], indices: Iterable[int], num_rows: int, num_labels: int) -> np.ndarray:
+    """Return a row of 0 and 1 for each row, (N, K) float32: 1 for the labels that it lists."""
+    flags_NK = np.zeros((num_rows, num_labels), np.float32)
+    flags_NK[list(indices), list(numbers)] = 1
+    return flags_NK
+
+
+def read_flags(rows: datasets.Dataset, columns: Sequence[str], split: str, row_of: Callable[[int], int]) -> np.ndarray:
+    """Return columns of 0 and 1, or of true and false, as (N, K) float32.
+
+    Raises:
+        DataError: a value is neither.
+    """
+    flags_NK = np.empty((len(rows), len(columns)), np.float32)
+    for number, column in enumerate(columns):
+        values = list(rows[column])
+        if wrong := [index for index, value in enumerate(values) if isinstance(value, str) or value not in (0, 1)]:
+            raise DataError(
+                f"Row {row_of(wrong[0])} of the {split} split has {values[wrong[0]]!r} in column {column!r}, which is neither "
+                "0 nor 1. Each column of task.label_columns says whether a text has that label."
+            )
+        flags_NK[:, number] = values
+    return flags_NK
+
+
+def read_targets(rows: datasets.Dataset, column: str, split: str, row_of: Callable[[int], int]) -> np.ndarray:
+    """Return the numbers of a column, (N,) float32.
+
+    Raises:
+        DataError: a value is missing or not a number; the message names the first such row.
+    """
+    values = list(rows[column])
+    _refuse_missing(values, column, split, row_of)
+    numbers = [_number(value) for value in values]
+    if wrong := [index for index, number in enumerate(numbers) if not math.isfinite(number)]:
+        raise DataError(
+            f"Row {row_of(wrong[0])} of the {split} split has {values[wrong[0]]!r} in column {column!r}, which is not a "
+            "number. Correct it, or set task.problem_type if these are classes."
+        )
+    return np.array(numbers, np.float32)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def check_learnt(numbers: Mapping[str, Sequence[int]], names: Sequence[str], rows: Mapping[str, Sequence[int]]) -> None:
+    """Check that each class of the other splits is also in the train split.
+
+    Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
+
+    Args:
+        numbers: class numbers of each split.
+        rows: the rows in the data of each split, for messages.
+
+    Raises:
+        DataError: a class has no training samples.
+    """
+    learnt = set(numbers["train"])
+    for split, own in numbers.items():
+        unknown = [index for index, number in enumerate(own) if number not in learnt]
+        if unknown:
+            raise DataError(
+                f"Row {rows[split][unknown[0]]} of the {split} split has the label {names[own[unknown[0]]]!r}, which no image "
+                "of the train split has. Add training images of it, or remove it; or list the classes to learn in "
+                "task.label_names."
+            )

@@ -37,6 +37,29 @@ def ignored_splits(task: Any) -> list[str]:
     return [f"No effect: {', '.join(ineffective)}. The splits come from {source}."] if ineffective else []
 
 
+def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
+    """Return a notice of the training rows that are evaluated on instead; ``total``: of the training data."""
+    if task.eval_fold is not None:
+        fold, num_folds = task.eval_fold
+        return [f"task.eval_fold={task.eval_fold}: evaluated on fold {fold} of {num_folds} (from 0), trained on the others."]
+    if task.eval_share is None:
+        return []
+    return [
+        f"task.eval_share={task.eval_share}: a share of the {total:,} {what} of the train split is evaluated on instead, the "
+        "same in every run."
+    ]
+
+
+def mixed(mixture: Any, sizes: Sequence[int], what: str = "rows") -> list[str]:
+    """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``sizes``: the rows or blocks of each."""
+    drawn = [max(1, int(weight * size + 0.5)) for size, weight in zip(sizes, mixture.weights, strict=True)]
+    parts = [
+        f"{count:,} from {name} ({size:,} {what} x {weight:g}, {count / sum(drawn):.0%})"
+        for count, name, size, weight in zip(drawn, mixture.names, sizes, mixture.weights, strict=True)
+    ]
+    return [f"task.datasets: an epoch takes {' and '.join(parts)}."]
+
+
 def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[str]:
     """Return a notice for each split that uses a subset only; ``counts``: samples used, and samples available."""
     return [
@@ -47,7 +70,7 @@ def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[
 
 
 def num_rows(rows: datasets.Dataset) -> tuple[int, int]:
-    """Return how many rows ``subsample`` kept of a data set, and how many there were."""
+    """Return how many rows ``take`` kept of a data set, and how many there were."""
     return len(rows), rows.data.num_rows
 
 
@@ -61,10 +84,26 @@ def shared(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[st
     ]
 
 
-def shared_texts(rows: Mapping[str, datasets.Dataset], column: str) -> dict[str, tuple[int, int]]:
-    """Count the rows of each split but "train" whose text is in "train", too. Holds the texts of the other splits in memory."""
+def shared_texts(rows: Mapping[str, datasets.Dataset], column: str, *others: str) -> dict[str, tuple[int, int]]:
+    """Count the rows of each split but "train" whose text, or texts in several columns, are in a row of "train", too.
+
+    Holds the texts of the other splits in memory, or a hash of each row of "train".
+    """
     train = rows["train"]
-    return {split: (_count_shared(train, other, column), len(other)) for split, other in rows.items() if split != "train"}
+    if not others:
+        count = {split: _count_shared(train, other, column) for split, other in rows.items() if split != "train"}
+    else:
+        seen = set(_hashes(train, [column, *others]))
+        count = {
+            split: sum(map(seen.__contains__, _hashes(other, [column, *others])))
+            for split, other in rows.items()
+            if split != "train"
+        }
+    return {split: (number, len(rows[split])) for split, number in count.items()}
+
+
+def _hashes(rows: datasets.Dataset, columns: Sequence[str]) -> Iterator[int]:
+    return map(hash, zip(*(rows[column] for column in columns), strict=True))
 
 
 def _count_shared(train: datasets.Dataset, rows: datasets.Dataset, column: str) -> int:

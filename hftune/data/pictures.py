@@ -24,7 +24,8 @@ from PIL import ExifTags, Image
 from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
 from hftune.data.images import open_image, read_image
-from hftune.data.text import check_column, load_split, row_numbers, subsample
+from hftune.data.splits import Part
+from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -97,12 +98,12 @@ def load_pictures(
     data_files: Mapping[str, Any] | None,
     source_split: str,
     split: str,
-    count: int | None,
+    part: Part | None,
     columns: Mapping[str, str | None],
     least: int | None,
     commit: str | None = None,
 ) -> Pictures:
-    """Load and check ``count`` images (None: all) of a split, "train" or "eval".
+    """Load and check the images of a split, "train" or "eval"; ``part``: which ones, None for all.
 
     Args:
         columns: columns of image, mask and target, or None if the data have none. In a folder, these are subfolders.
@@ -116,7 +117,8 @@ def load_pictures(
     if dataset == "imagefolder" and not data_files:
         rows = _from_folder(Path(data_dir).expanduser() / source_split, f"task.data_dir={data_dir}", columns)
     else:
-        rows = load_split(dataset, source_split, data_files, split, instead=INSTEAD, commit=commit)
+        source = "train" if part is not None and part.held_out is not None else split
+        rows = load_split(dataset, source_split, data_files, source, instead=INSTEAD, commit=commit)
         for name, column in columns.items():
             check_column(rows, f"task.{name}_column", column, split)
             if not isinstance(kind := rows.features[column], datasets.Image):
@@ -124,7 +126,7 @@ def load_pictures(
         rows = rows.select_columns([*columns.values()]).rename_columns({column: name for name, column in columns.items()})
         for name in columns:
             rows = rows.cast_column(name, datasets.Image(decode=False))
-    return _checked(subsample(rows, count, seed=42), split, least)
+    return _checked(take(rows, part), split, least)
 
 
 def _from_folder(folder: Path, source: str, columns: Mapping[str, str]) -> datasets.Dataset:

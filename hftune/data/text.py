@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
-from hftune.data.files import FILE_FORMATS, file_format
+from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, file_format
 from hftune.data.hub import failure, fetch
+from hftune.data.labels import read_labels
+from hftune.data.splits import Part
 from hftune.data.texts import column_of
 from hftune.errors import DataError, did_you_mean
 
@@ -58,7 +61,8 @@ def load_split(
     elif ":" in dataset:
         rows = _from_function(dataset, split)
     elif commit is not None:
-        rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
+        with _explaining_eval_split(split):
+            rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
     elif data_dir:
         folder = str(Path(data_dir).expanduser())
         rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
@@ -73,33 +77,85 @@ def load_splits(
     dataset: str,
     data_files: Mapping[str, Any] | None,
     source_splits: Mapping[str, str],
-    counts: Mapping[str, int | None],
+    parts: Mapping[str, Part],
     columns: Mapping[str, str],
     texts: Sequence[str],
     config: str | None = None,
     data_dir: str | None = None,
     commit: str | None = None,
     may_be_empty: bool = False,
+    stratify_by: Callable[[datasets.Dataset], str | None] = lambda rows: None,
+    mixed: Sequence[datasets.Dataset] | None = None,
 ) -> dict[str, datasets.Dataset]:
     """Load, subsample and check the splits of a text data set.
 
     Args:
-        source_splits, counts: of "train", "eval" and, optionally, "test"; see ``load_split`` and ``subsample``.
+        source_splits, parts: of "train" and, optionally, "eval" and "test"; see ``load_split`` and ``take``.
         columns: required columns, by the key that names them: {"task.text_column": "text"}.
         texts: those of ``columns`` that must hold texts; empty texts are refused unless ``may_be_empty``.
+        mixed: the rows of each data set of the train split, if it consists of several; all have the same features.
+        stratify_by: returns the column of the labels of the training rows, to hold out rows of each class.
 
     Raises:
         DataError: the data cannot be used; the message names split, column and row.
     """
-    loaded = {}
+    sources: dict[str, datasets.Dataset] = {}
     for split, source_split in source_splits.items():
-        rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
-        rows = loaded[split] = subsample(rows, counts[split], seed=42)
+        if split == "eval" and parts[split].held_out is not None:
+            sources[split] = sources["train"]
+            continue
+        if mixed is not None and split == "train":
+            rows = datasets.concatenate_datasets(list(mixed))
+        else:
+            rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
+        sources[split] = rows
         for key, column in columns.items():
             check_column(rows, key, column, split)
+    label_column = stratify_by(sources["train"]) if any(part.held_out for part in parts.values()) else None
+    sizes = None if mixed is None else [*map(len, mixed)]
+    loaded = {
+        split: take(rows, parts[split], label_column, sizes if rows is sources["train"] else None)
+        for split, rows in sources.items()
+    }
+    for split, rows in loaded.items():
         for column in texts:
             check_texts(rows, column, split, may_be_empty)
     return loaded
+
+
+def take(
+    rows: datasets.Dataset, part: Part | None, label_column: str | None = None, sizes: Sequence[int] | None = None
+) -> datasets.Dataset:
+    """Return the rows that a split uses, in their original order; all of them if ``part`` is None.
+
+    Args:
+        label_column: column of the labels, to hold out rows of each class.
+        sizes: rows of each data set, if there are several.
+
+    Raises:
+        DataError: see ``split_off``; or the column does not hold labels.
+    """
+    if part is None:
+        return rows
+
+    def row_of(index: int) -> int:
+        return row_numbers(rows, [index])[0]
+
+    by_class = part.held_out is not None and label_column is not None
+    labels = read_labels(rows, label_column, "train", row_of) if by_class else None
+    indices = part.indices(len(rows), labels, row_of, sizes)
+    return rows if len(indices) == len(rows) else rows.select(indices)
+
+
+@contextmanager
+def _explaining_eval_split(split: str) -> Iterator[None]:
+    """If the evaluation split does not exist, say what else can be done."""
+    try:
+        yield
+    except DataError as error:
+        if split != "eval" or "nknown split" not in str(error):
+            raise
+        raise DataError(f"{error} Set task.eval_split to one of them, {NO_EVAL_DATA}.") from error
 
 
 def _of(data_files: Mapping[str, Any] | None, split: str) -> str:
@@ -193,18 +249,6 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
         raise DataError(f"{source} cannot be loaded: {error} Name files: {instead}.") from error
     except ValueError as error:  # as datasets reports an unknown split or configuration
         raise DataError(f"{source} cannot be loaded: {error}") from error
-
-
-def subsample(rows: datasets.Dataset, count: int | None, seed: int) -> datasets.Dataset:
-    """Return a random subset of ``count`` rows in their original order; all rows if there are no more or ``count`` is None."""
-    return rows if count is None or count >= len(rows) else rows.select(subsample_indices(len(rows), count, seed))
-
-
-def subsample_indices(num_rows: int, count: int | None, seed: int) -> np.ndarray:
-    """Return the indices of the rows that ``subsample`` keeps: those of ``dataset.shuffle(seed).select(range(count))``."""
-    if count is None or count >= num_rows:
-        return np.arange(num_rows)
-    return np.sort(np.random.default_rng(seed).permutation(num_rows)[:count])  # as datasets (5.0) shuffles; a test compares
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
@@ -303,6 +347,24 @@ def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[
         uncut = iter(tokenizer(full, **settings)["input_ids"])
         cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
     return ids, cut
+
+
+def pair_ids(
+    texts: Sequence[str], others: Sequence[str], tokenizer: Any, max_length: int, token_types: bool
+) -> dict[str, list]:
+    """Tokenize pairs of texts together, the longer one truncated first.
+
+    Returns:
+        input_ids; cut (whether tokens are missing); and, if asked for, token_type_ids, which tell the two texts apart.
+    """
+    settings = {"return_attention_mask": False, "return_token_type_ids": token_types, "verbose": False}
+    encoded = tokenizer(list(texts), list(others), truncation=True, max_length=max_length, **settings)
+    cut = [len(row) == max_length for row in encoded["input_ids"]]
+    if full := [index for index, is_full in enumerate(cut) if is_full]:
+        uncut = tokenizer([texts[index] for index in full], [others[index] for index in full], **settings)["input_ids"]
+        for index, ids in zip(full, uncut, strict=True):
+            cut[index] = len(ids) > max_length
+    return {**encoded, "cut": cut}
 
 
 def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:

@@ -219,7 +219,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         recipe.recipe,
         num_processes,
         num_machines,
-        count_data(batches, len(datasets["eval"]), found),
+        count_data(batches, len(datasets.get("eval", ())), found),
         Steps(num_steps, batches.num_steps, num_steps / batches.num_steps, batches.batch_size),
         found.work,
         learning_rates(recipe, num_steps, batches.num_steps),

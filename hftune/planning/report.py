@@ -27,8 +27,10 @@ def plan_text(plan: Plan) -> str:
         "data": data(plan),
         "steps": steps(plan),
         "learning rate": learning_rate(plan),
-        "evaluation": [f"after {listed(plan.evaluations)}"],
-        "checkpoint": [f"after {listed(plan.checkpoints)}, and after each new best evaluation"],
+        "evaluation": [f"after {listed(plan.evaluations)}" if plan.evaluations else "never"],
+        "checkpoint": [
+            f"after {listed(plan.checkpoints)}" + (", and after each new best evaluation" if plan.evaluations else "")
+        ],
         "model": model(plan),
         "pipeline": pipeline(plan.pipeline) if plan.pipeline else [],
         "memory": memory(plan) if plan.memory else [],
@@ -45,7 +47,8 @@ def plan_text(plan: Plan) -> str:
 def data(plan: Plan) -> Iterator[str]:
     """Samples and tokens."""
     found = plan.data
-    yield f"{found.train_samples:,} samples to train on, {found.eval_samples:,} to evaluate on"
+    evaluated = f"{found.eval_samples:,} to evaluate on" if plan.evaluations else "none to evaluate on"
+    yield f"{found.train_samples:,} samples to train on, {evaluated}"
     if found.tokens is not None:
         padding = (
             "computed without padding" if plan.work.packed else f"{found.padding_share:.1%} of what is computed is padding"

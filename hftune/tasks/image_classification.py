@@ -1,4 +1,4 @@
-"""Image classification, such as MNIST's digits, with a small convolutional network or one of your own.
+"""Image classification with a pretrained model, a small convolutional network, or a network of your own.
 
 torch, datasets and Pillow are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
@@ -6,7 +6,8 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,87 +20,201 @@ from hftune.tasks.validation import bound_problems
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from hftune.data.images import Images, Layout, Source
+    from hftune.data.images import Form, Images, SeveralSizes, Source
+    from hftune.models.image_processor import Preparation
     from hftune.task import Batch
 
 SMALLEST_IMAGE = 16
 """Pixels per side that ConvNet needs. Defined here because that module imports torch."""
-MAXIMUM = {"shift": None, "rotate": 180}
+MNIST_SIZE, MNIST_MEAN, MNIST_STD = 28, (0.1307,), (0.3081,)
+"""What networks are given where the recipe does not say."""
+MAXIMUM = {"crop": 1, "flip": 1, "rand_augment": 10, "color": 1, "shift": None, "rotate": 180, "erase": 1}
 """Largest values of the keys of ``augmentation``. None: the image size."""
+TOP = 5
+"""Classes among which the true one counts as found in ``top5_accuracy``."""
+MANY_CLASSES = 10
+"""More classes than these have a ``top5_accuracy``."""
 
 
 @dataclass
 class ImageClassification(ImageTask):
     """Classify images. The loss is cross-entropy; an item is an image."""
 
+    model: str | None = None
+    """Model name on the Hub (owner/name) or local folder: any image classifier of transformers, or the backbone of one, which
+    gets a new head. null: a new model built from model_config, or a network."""
+    model_revision: str | None = None
+    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config to override; if model is null, the whole config of a new one, such as
+    {model_type: vit, ...}."""
     network: str | None = None
     """Import path of your own network class, package.module.Class. It is called with normalized images (N, C, H, W), float32,
-    and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout."""
+    and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout, if there is no model either."""
     network_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own network, such as {num_classes: 10}."""
-    dataset: str = "ylecun/mnist"
+    dataset: str = "imagefolder"
     """Data set name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with
     data_files; or module:function that returns rows."""
     data_dir: str | None = None
-    """Folder with the files of imagefolder or idx."""
+    """Folder with the files of imagefolder (train/CLASS/*.jpg, test/CLASS/*.jpg) or idx."""
     width: int = 1
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
     dropout: float = 0.5
     """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
-    label_column: str = "label"
-    """Column of the labels: class numbers from 0, or class names."""
+    image_column: str | None = None
+    """Column of the images. null: the only one of images."""
+    label_column: str | None = None
+    """Column of the labels: class numbers from 0, or class names. null: the only one that could be it."""
     label_names: list[str] | None = None
     """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
     its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
-    image_size: int = 28
-    """Height and width of the images in pixels, at least 16."""
+    image_size: int | None = None
+    """Height and width of the images in pixels, at least 16. null: that of the model's image processor; 28 for networks."""
     resize: bool = False
-    """Whether to scale the shorter side of images to image_size and crop the longer. false: other sizes are refused."""
-    mean: list[float] = field(default_factory=lambda: [0.1307])
-    """Mean of the pixel values, in [0, 1]: one number for grey images, three (red, green, blue) for colour."""
-    std: list[float] = field(default_factory=lambda: [0.3081])
+    """Whether to scale the shorter side of images to image_size and crop the longer. false: other sizes are refused. For
+    networks; models have their image processor, which takes images of any size."""
+    mean: list[float] | None = None
+    """Mean of the pixel values, in [0, 1]: one number for grey images, three (red, green, blue) for colour. null: that of the
+    model's image processor; MNIST's for networks."""
+    std: list[float] | None = None
     """Standard deviation of the pixel values, with as many numbers as mean. Inputs are (pixel - mean) / std."""
     augmentation: dict[str, Any] | None = None
-    """Largest random shift (pixels) and rotate (degrees) of training images, varied in each epoch. null: no augmentation."""
+    """Random changes of training images, different in each epoch, in this order; 0 leaves one out. crop: smallest share of the
+    image that a crop with a random aspect shows, such as 0.08. flip: probability of flipping left to right. rand_augment:
+    magnitude of two random operations on colours or geometry, 0 to 10. color: largest relative change of brightness, contrast
+    and saturation. shift (pixels) and rotate (degrees): largest movement. erase: probability of painting over a random box."""
+    mixup: float = 0.0
+    """Parameter of the Beta distribution of mixup, such as 0.2: each training image is averaged with another one, and so are
+    their labels. 0: no mixup. With cutmix as well, each image gets one of the two."""
+    cutmix: float = 0.0
+    """Parameter of the Beta distribution of cutmix, such as 1.0: a box of each training image is replaced by that of another
+    one, and the labels are averaged by area. 0: no cutmix."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
 
-    metric_directions = {"accuracy": "max"}
+    metric_directions = {"accuracy": "max", "macro_f1": "max", "top5_accuracy": "max"}
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, image_folder_problems
+        from hftune.data.files import model_folder_problems
 
-        splits = {"task.train_split": self.train_split, "task.eval_split": self.eval_split}
         minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files),
-            *image_folder_problems(self.dataset, self.data_dir, splits),
+            *self._split_problems(folders=("train_split", "eval_split")),
+            *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
             *self._network_problems(),
             *self._value_problems(),
+            *self._augmentation_problems(),
         ]
 
+    @property
+    def _is_of_transformers(self) -> bool:
+        """Whether the model is one of transformers, pretrained or new, rather than a network."""
+        return self.model is not None or bool(self.model_config)
+
+    def _network_problems(self) -> Iterator[str]:
+        yield from super()._network_problems()
+        if not self._is_of_transformers:
+            return
+        name = f"task.model={self.model}" if self.model is not None else "task.model_config"
+        if self.network is not None:
+            yield f"task.network={self.network} and {name} exclude each other. Set one of them to null."
+        defaults = {item.name: item.default for item in fields(self)}
+        for key in ("width", "dropout"):
+            if (value := getattr(self, key)) != defaults[key]:
+                yield f"task.{key}={value} is for hftune's ConvNet, but {name} is set. Leave it out, or use task.model_config."
+        if self.mean is not None and len(self.mean) == 1:
+            yield f"task.mean={self.mean} is for grey images, but {name} is given RGB. Give three numbers, or null."
+
     def _value_problems(self) -> Iterator[str]:
-        if not 0 <= self.dropout < 1:
-            yield f"task.dropout={self.dropout} must be in [0, 1)."
-        if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean):
-            yield f"task.mean={self.mean} and task.std={self.std} must both hold one number (grey) or three (red, green, blue)."
-        if not all(std > 0 for std in self.std):
-            yield f"task.std={self.std} must be above 0."
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                yield f"task.{name}={value} must be in [0, 1)."
+        for name in ("mixup", "cutmix"):
+            if (value := getattr(self, name)) < 0:
+                yield f"task.{name}={value} must be at least 0."
+        mean, std = self.mean, self.std
+        if (mean is None) != (std is None) or (mean is not None and (len(mean) not in (1, 3) or len(std or ()) != len(mean))):
+            yield f"task.mean={mean} and task.std={std} must both hold one number (grey) or three (red, green, blue)."
+        if not all(value > 0 for value in std or ()):
+            yield f"task.std={std} must be above 0."
+
+    def _augmentation_problems(self) -> Iterator[str]:
         for name, value in (self.augmentation or {}).items():
             if name not in MAXIMUM:
                 hint = did_you_mean(name, MAXIMUM)
                 yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MAXIMUM)}.{hint}"
                 continue
-            maximum = MAXIMUM[name] or self.image_size
+            maximum = MAXIMUM[name] or self.image_size or MNIST_SIZE
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= maximum:
                 yield f"task.augmentation.{name}={format_value(value)} must be a number from 0 to {maximum}."
 
+    @cached_property
+    def model_commit(self) -> str | None:
+        """Commit of the model that is loaded from the Hub; None for folders, new models and networks."""
+        from hftune.data.files import model_commit
+
+        return model_commit(self.model, self.model_revision)
+
+    def commits(self) -> dict[str, str]:
+        from hftune.data.hub import known
+
+        return {**known({"task.model": self.model_commit}), **super().commits()}
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        """The config of the model, as it is before it gets the classes of the data.
+
+        Raises:
+            ConfigError: it is not an image classifier.
+        """
+        from hftune.models.image_processor import check_classifies_images
+        from hftune.models.pretrained import load_config
+
+        config = load_config(self.model, self.model_config, self.model_commit)
+        check_classifies_images(config, self._model_name)
+        if self.model is None and self.image_size is not None and isinstance(getattr(config, "image_size", None), int):
+            config.image_size = self.image_size
+        return config
+
     @property
-    def layout(self) -> Layout:
-        """Size and number of channels of the images that the model is given."""
+    def _model_name(self) -> str:
+        """The key and value that name the model, for messages."""
+        return f"task.model={self.model}" if self.model is not None else "task.model_config"
+
+    @cached_property
+    def _preparation(self) -> Preparation:
+        """How the image processor of the model prepares images."""
+        from hftune.models.image_processor import DEFAULT_SIZE, Preparation, load_image_processor, new_image_processor
+
+        config = self._config
+        if self.model is not None:
+            processor = load_image_processor(self.model, self.model_commit, self.image_size, self.mean, self.std)
+        else:
+            own = getattr(config, "image_size", None)
+            side = self.image_size or (own if isinstance(own, int) else DEFAULT_SIZE)
+            processor = new_image_processor(side, self.mean, self.std)
+        return Preparation(processor, self._model_name)
+
+    @cached_property
+    def _form(self) -> Form:
+        """Form of the images that the model is given."""
         from hftune.data.images import Layout
 
-        return Layout(self.image_size, len(self.mean), self.resize)
+        if self._is_of_transformers:
+            return self._preparation
+        return Layout(self.image_size or MNIST_SIZE, len(self._mean), self.resize)
+
+    @property
+    def _mean(self) -> Sequence[float]:
+        return self._preparation.mean if self._is_of_transformers else self.mean or MNIST_MEAN
+
+    @property
+    def _std(self) -> Sequence[float]:
+        return self._preparation.std if self._is_of_transformers else self.std or MNIST_STD
 
     @property
     def _instead_of_hub(self) -> str:
@@ -109,20 +224,37 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
-        return {
-            "train": self._source("train", self.train_split, self.max_train_samples),
-            "eval": self._source("eval", self.eval_split, self.max_eval_samples),
-        }
+        splits, columns = self._source_splits, {"task.image_column": self.image_column, "task.label_column": self.label_column}
+        train = self._source("train", splits["train"], self._training_form, columns)
+        columns = {**columns, **train.columns}
+        others = {split: self._source(split, splits[split], self._form, columns) for split in splits if split != "train"}
+        return {"train": train, **others}
 
-    def _source(self, split: str, source_split: str, count: int | None) -> Source:
+    @property
+    def _training_form(self) -> Form:
+        """Form of the training images before augmentation: uncropped, if crops are cut from images of several sizes."""
+        from hftune.data.images import SPARE, Uncropped
+
+        if not (self.augmentation or {}).get("crop") or not (self._is_of_transformers or self.resize):
+            return self._form
+        height, width, num_channels = self._form.shape
+        return Uncropped(round(SPARE * min(height, width)), num_channels)
+
+    def _source(self, split: str, source_split: str, form: Form, columns: Mapping[str, str | None]) -> Source:
         from hftune.data.images import load_idx, load_rows
+        from hftune.data.splits import Part
 
+        part = Part.of(self, split, self._counts)
         if self.dataset == "idx":
-            return load_idx(self.data_dir, source_split, count, self.layout)
-        columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
+            return load_idx(self.data_dir, source_split, part, form)
         return load_rows(
-            self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, self.layout, self.dataset_commit
+            self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, form, self.dataset_commit
         )
+
+    @property
+    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+        """Image in the data of each sample of the eval split, if that is a fold."""
+        return list(self._sources["eval"].rows) if self.eval_fold else None
 
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
@@ -134,31 +266,51 @@ class ImageClassification(ImageTask):
         train = self._sources["train"]
         return list(train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__))
 
-    def datasets(self) -> dict[str, Images]:
+    def datasets(self) -> dict[str, Images | SeveralSizes]:
         """Return both splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
-        from hftune.data.images import Images
-        from hftune.data.labels import class_numbers
+        return dict(self._images)
 
-        data_names = self._sources["train"].label_names
-        return {
-            split: Images(
-                source.images.pixels_NHWC,
-                class_numbers(source.images.labels, self.labels, data_names, split, row_of=source.rows.__getitem__),
-            )
+    @cached_property
+    def _images(self) -> dict[str, Images | SeveralSizes]:
+        from hftune.data.labels import check_learnt, class_numbers
+
+        train = self._sources["train"]
+        numbers = {
+            split: class_numbers(source.images.labels, self.labels, train.label_names, split, row_of=source.rows.__getitem__)
             for split, source in self._sources.items()
         }
+        if not self.label_names and len(train.rows) == train.total:
+            check_learnt(numbers, self.labels, {split: source.rows for split, source in self._sources.items()})
+        return {split: replace(source.images, labels=numbers[split]) for split, source in self._sources.items()}
 
     def build_model(self) -> nn.Module:
         from hftune.models.convnet import ConvNet
         from hftune.models.custom import Classifier, build_network
 
+        if self._is_of_transformers:
+            return self._build_classifier()
         if self.network is not None:
             return Classifier(build_network(self.network, self.network_args), len(self.labels))
         return ConvNet(**self._network(len(self.labels)))
 
+    def _build_classifier(self) -> PreTrainedModel:
+        """Load the model with a head for the classes, or build a new one."""
+        from transformers import AutoModelForImageClassification
+
+        from hftune.models.image_processor import check_takes
+        from hftune.models.pretrained import load_model
+
+        names = dict(enumerate(self.labels))
+        config = deepcopy(self._config)
+        config.id2label, config.label2id = names, {name: number for number, name in names.items()}
+        model = load_model(AutoModelForImageClassification, self.model, config, self.model_commit)
+        check_takes(model, self._preparation, self._model_name)
+        return model
+
     def _network(self, num_classes: int) -> dict[str, Any]:
         """Return what defines the network: the arguments of ConvNet, or path and arguments of your own network."""
-        sizes = {"image_size": self.image_size, "in_channels": len(self.mean)}
+        height, _, num_channels = self._form.shape
+        sizes = {"image_size": height, "in_channels": num_channels}
         if self.network is not None:
             return {**self._own_network(), **sizes, "num_classes": num_classes}
         return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
@@ -166,50 +318,163 @@ class ImageClassification(ImageTask):
     def class_counts(self, dataset: Images) -> dict[str, int]:
         return count_classes(dataset.labels, self.labels)
 
-    def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
+    def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
         from hftune.data import notices
 
-        messages = notices.ignored_splits(self)
-        messages += notices.left_out(
-            {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}, "images"
-        )
-        pixels = {split: images.pixels_NHWC for split, images in datasets.items()}
+        totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
+        messages = [*notices.ignored_splits(self), *notices.held_out(self, totals["train"][1], "images")]
+        messages += [*self._column_notices(), *notices.left_out(self._kept(totals), "images")]
+        if self._is_of_transformers:
+            return [*messages, *self._model_notices(), *self._shared_files()]
+        pixels = {split: getattr(images, "pixels_NHWC", None) for split, images in datasets.items()}
+        if any(arrays is None for arrays in pixels.values()):
+            return [*messages, *self._shared_files()]
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
             return messages
         return [*messages, *notices.shared(notices.shared_arrays(pixels), "images")]
 
+    def _column_notices(self) -> list[str]:
+        from hftune.data.columns import chosen
+
+        train = self._sources["train"]
+        if self.dataset == "imagefolder":  # whose columns have the same names in all folders
+            return []
+        given = {"task.image_column": self.image_column, "task.label_column": self.label_column}
+        columns = train.columns.items()
+        return [line for key, column in columns for line in chosen(key, given[key], column, train.all_columns)]
+
+    def _shared_files(self) -> list[str]:
+        from hftune.data import notices
+
+        files = {split: source.encoded for split, source in self._sources.items()}
+        return [] if None in files.values() else notices.shared(notices.shared_files(files), "images")
+
+    def _model_notices(self) -> Iterator[str]:
+        """Say how images are prepared, and where the head comes from."""
+        from hftune.data.images import Uncropped
+
+        height, width, _ = self._form.shape
+        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self._mean, self._std))
+        where = "as its image processor prepares them" if self.model is not None else "scaled without keeping their aspect"
+        yield f"{self._model_name}: images are RGB, {height} x {width} pixels, {where}; mean {mean}; standard deviation {std}."
+        if isinstance(form := self._training_form, Uncropped):
+            yield f"Training crops are cut from whole images with at most {form.side} pixels on the shorter side."
+        if self.model is None:
+            return
+        theirs = [self._config.id2label[number] for number in range(self._config.num_labels)]
+        if theirs == self.labels:
+            yield f"{self._model_name} has the same classes: its head is kept, if it has one."
+        elif len(theirs) == len(self.labels):
+            names = ", ".join(theirs[:3])
+            yield f"{self._model_name} has as many classes, but other names ({names}, ...): its head is kept, if it has one."
+        else:
+            yield f"{self._model_name} gets a new head, for {len(self.labels)} classes instead of {len(theirs)}."
+
     @property
     def augments(self) -> bool:
-        return bool(self.augmentation)
+        return any((self.augmentation or {}).values()) or self._mixes
+
+    @property
+    def _mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
 
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
-        """Rotate the image by up to ``rotate`` degrees and shift it by up to ``shift`` pixels, in either direction."""
-        from hftune.data.images import move
+        """Change the image at random, and mix it with another one if the recipe asks for that.
 
-        angle, right, down = rng.uniform(-1, 1, size=3).tolist()
-        rotate, shift = self.augmentation.get("rotate", 0), self.augmentation.get("shift", 0)
-        return {**example, "image": move(example["image"], angle * rotate, right * shift, down * shift)}
+        The other image is any of the training split, drawn and changed with the same ``rng``. So an image and what it is mixed
+        with depend on seed, epoch and sample only: not on the batch, which processes would have to share.
+        """
+        example = {**example, "image": self._varied(example["image"], rng)}
+        if not self._mixes:
+            return example
+        from hftune.data.image_augmentation import cutmix, mixup
+
+        training = self._images["train"]
+        other = training[rng.randint(len(training))]
+        pixels_HWC, other_HWC = example["image"], self._varied(other["image"], rng)
+        is_mixup = rng.rand() < 0.5 if self.mixup and self.cutmix else self.mixup > 0
+        alpha = self.mixup if is_mixup else self.cutmix
+        share = float(rng.beta(alpha, alpha))
+        if is_mixup:
+            mixed_HWC = mixup(pixels_HWC, other_HWC, share)
+        else:
+            mixed_HWC, share = cutmix(pixels_HWC, other_HWC, share, rng)
+        return {**example, "image": mixed_HWC, "other_label": other["label"], "share": share}
+
+    def _varied(self, pixels_HWC: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+        from PIL import Image
+
+        from hftune.data.image_augmentation import vary
+
+        resample = self._preparation.resample if self._is_of_transformers else int(Image.Resampling.BILINEAR)
+        fill = [round(255 * value) for value in self._mean]
+        return vary(pixels_HWC, self.augmentation or {}, self._form.shape[:2], resample, fill, rng)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Stack and normalize: image (N, C, H, W) float32, labels (N,) int64."""
+        """Stack and normalize: pixel_values, or image for networks, (N, C, H, W) float32.
+
+        labels are (N,) int64; for mixed images, shares of the classes (N, K) float32.
+        """
         import numpy as np
         import torch
 
-        pixels_NHWC = torch.from_numpy(np.stack([example["image"] for example in examples]))
+        pixels_NHWC = torch.from_numpy(np.stack([self._whole(example["image"]) for example in examples]))
         # A copy, although grey images already have this layout: with unusual strides, DDP would warn about the gradients.
         pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
-        labels_N = torch.tensor([example["label"] for example in examples])
-        return {"image": (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": labels_N}
+        if self._is_bgr:
+            pixels_NCHW = pixels_NCHW.flip(1)
+        mean_C11, std_C11 = self._normalization()
+        return {self._input: (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": self._targets(examples)}
 
-    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+    def _whole(self, pixels_HWC: np.ndarray) -> np.ndarray:
+        """Return an image that ``augment`` should crop, but did not see, at the model's size."""
+        from hftune.data.image_augmentation import to_image
+
+        return pixels_HWC if pixels_HWC.shape == self._form.shape else self._form.pixels(to_image(pixels_HWC), "An image")
+
+    @property
+    def _input(self) -> str:
+        """Name of the model's argument."""
+        return "pixel_values" if self._is_of_transformers else "image"
+
+    @property
+    def _is_bgr(self) -> bool:
+        return self._is_of_transformers and self._preparation.is_bgr
+
+    def _normalization(self) -> Iterator[Tensor]:
+        """Yield mean and std, (C, 1, 1) float32."""
+        import torch
+
+        return (torch.tensor(values)[:, None, None] for values in (self._mean, self._std))
+
+    def _targets(self, examples: list[dict[str, Any]]) -> Tensor:
+        import torch
+        from torch.nn.functional import one_hot
+
+        labels_N = torch.tensor([example["label"] for example in examples])
+        if "share" not in examples[0]:
+            return labels_N
+        share_N1 = torch.tensor([[example["share"]] for example in examples])
+        other_N = torch.tensor([example["other_label"] for example in examples])
+        one_NK, other_NK = (one_hot(values_N, len(self.labels)) for values_N in (labels_N, other_N))
+        return share_N1 * one_NK + (1 - share_N1) * other_NK
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        return cross_entropy(outputs.float(), target, reduction="sum")
+        return cross_entropy(logits(outputs).float(), target, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers), and the probabilities of both."""
-        return evaluation_rows(outputs, batch["labels"])
+    def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """Return rows of label and prediction (class numbers), and the probabilities of both.
+
+        With many classes also ``rank``: how many classes are more probable than the true one.
+        """
+        logits_NK, labels_N = logits(outputs), batch["labels"]
+        rows = evaluation_rows(logits_NK, labels_N)
+        if logits_NK.shape[-1] <= MANY_CLASSES:
+            return rows
+        rank_N = (logits_NK > logits_NK.gather(-1, labels_N[:, None])).sum(-1)
+        return [{**row, "rank": rank} for row, rank in zip(rows, rank_N.tolist(), strict=True)]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return named(rows, self.labels)
@@ -219,38 +484,70 @@ class ImageClassification(ImageTask):
 
     def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the images as the model is given them, in three channels."""
-        import torch
-
-        mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
-        pixels_NCHW = batch["image"][list(indices)].float().cpu() * std_C11 + mean_C11
+        mean_C11, std_C11 = self._normalization()
+        pixels_NCHW = batch[self._input][list(indices)].float().cpu() * std_C11 + mean_C11
+        if self._is_bgr:
+            pixels_NCHW = pixels_NCHW.flip(1)
         pixels_N3HW = pixels_NCHW.expand(-1, 3, -1, -1)
         return list((pixels_N3HW.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy())
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics.classification import Accuracy, ConfusionMatrix
+        from statistics import fmean
+
+        from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1
 
         pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
-        return {**Accuracy().compute(**pairs), **ConfusionMatrix().compute(**pairs, num_labels=len(self.labels))}
+        count = len(self.labels)
+        return {
+            **Accuracy().compute(**pairs),
+            **MacroF1().compute(**pairs, num_labels=count),
+            **({"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}),
+            **ConfusionMatrix().compute(**pairs, num_labels=count),
+        }
 
     def save(self, model: nn.Module, directory: Path) -> None:
-        """Write model.safetensors, and config.json with all that is needed to build the network and to prepare its inputs."""
+        """Write a model of transformers and its image processor for ``from_pretrained``.
+
+        Of a network: model.safetensors, and config.json with all that is needed to build it and to prepare its inputs.
+        """
+        if self._is_of_transformers:
+            model.save_pretrained(directory)
+            self._preparation.processor.save_pretrained(directory)
+            return
         super().save(model, directory)
         network = self._network(len(self.labels))
-        self._save_config({"model": network, "label_names": self.labels, "mean": self.mean, "std": self.std}, directory)
+        inputs = {"mean": list(self._mean), "std": list(self._std)}
+        self._save_config({"model": network, "label_names": self.labels, **inputs}, directory)
 
     def load(self, directory: Path) -> nn.Module:
-        """Load the network and the class names that ``save`` wrote.
+        """Load the model and the class names that ``save`` wrote.
 
         Raises:
             ConfigError: the recipe has a different network.
         """
+        if self._is_of_transformers:
+            return self._load_classifier(directory)
         config = self._saved_config(directory)
         check_same_network(config["model"], self._network(len(config["label_names"])), directory)
         self.label_names = config["label_names"]
         return super().load(directory)
 
+    def _load_classifier(self, directory: Path) -> PreTrainedModel:
+        from transformers import AutoModelForImageClassification
+
+        from hftune.models.image_processor import Preparation, load_image_processor
+        from hftune.models.pretrained import load_config, load_model
+
+        config = load_config(str(directory), {})
+        self.label_names = [config.id2label[number] for number in range(config.num_labels)]
+        self._preparation = Preparation(load_image_processor(str(directory), None, None, None, None), str(directory))
+        return load_model(AutoModelForImageClassification, str(directory), config)
+
     def example_inputs(self) -> list[np.ndarray]:
-        pixels_NHWC = self._sources["eval"].images.pixels_NHWC[:2]
+        import numpy as np
+
+        images = self._images.get("eval", self._images["train"])
+        pixels_NHWC = np.stack([images[index]["image"] for index in range(min(2, len(images)))])
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
     def predict(self, model: nn.Module, inputs: list, probabilities: bool = False) -> list[dict[str, Any]]:
@@ -260,7 +557,12 @@ class ImageClassification(ImageTask):
         """
         from hftune.data.images import read_input
 
-        images = [read_input(value, index, self.layout) for index, value in enumerate(inputs)]
+        images = [read_input(value, index, self._form) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
-        outputs = model(batch["image"].to(next(model.parameters()).device))
-        return answers(outputs, self.labels, probabilities)
+        outputs = model(batch[self._input].to(next(model.parameters()).device))
+        return answers(logits(outputs), self.labels, probabilities)
+
+
+def logits(outputs: Any) -> Tensor:
+    """Return the logits (N, K) of a network, which returns them, or of a model of transformers."""
+    return getattr(outputs, "logits", outputs)

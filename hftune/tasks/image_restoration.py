@@ -61,12 +61,9 @@ class ImageRestoration(ImageTask):
     }
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, image_folder_problems
-
         minimum = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files),
-            *image_folder_problems(self.dataset, self.data_dir, {}),
+            *self._split_problems(),
             *bound_problems(self, minimum),
             *self._network_problems(),
             *self._value_problems(),
@@ -92,19 +89,17 @@ class ImageRestoration(ImageTask):
 
     def datasets(self) -> dict[str, Pictures]:
         """Return both splits; see ``Pictures`` for a sample."""
-        from hftune.data.pictures import load_pictures
+        return {split: self._pictures(split, source_split) for split, source_split in self._source_splits.items()}
 
+    def _pictures(self, split: str, source_split: str) -> Pictures:
+        from hftune.data.pictures import load_pictures
+        from hftune.data.splits import Part
+
+        part, least = Part.of(self, split, self._counts), self.crop if split == "train" else None
         columns = {"image": self.image_column, "mask": self.mask_column, "target": self.target_column}
-        sources = {
-            "train": (self.train_split, self.max_train_samples, self.crop),
-            "eval": (self.eval_split, self.max_eval_samples, None),
-        }
-        return {
-            split: load_pictures(
-                *(self.dataset, self.data_dir, self.data_files, source_split, split, count, columns, least, self.dataset_commit)
-            )
-            for split, (source_split, count, least) in sources.items()
-        }
+        return load_pictures(
+            *(self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, least, self.dataset_commit)
+        )
 
     def build_model(self) -> AnySize:
         from hftune.models.custom import build_network
@@ -228,7 +223,9 @@ class ImageRestoration(ImageTask):
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         messages = [f"Training on {crops}; evaluation on whole images{padded}."]
         messages += notices.ignored_splits(self)
-        messages += notices.left_out({split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}, "images")
+        totals = {split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}
+        messages += notices.held_out(self, totals["train"][1], "images")
+        messages += notices.left_out(self._kept(totals), "images")
         files = {split: pictures.rows["image"][:] for split, pictures in datasets.items()}
         messages += notices.shared(notices.shared_files(files), "images")
         if shares := {split: fmean(pictures.marked.tolist()) for split, pictures in datasets.items() if len(pictures.marked)}:

@@ -6,7 +6,7 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,18 @@ class ImageTask(Task):
     data_dir: str | None = None
     """Folder with the images of imagefolder."""
     data_files: dict[str, Any] | None = None
-    """Your own files: data_files.train and data_files.eval, each a path, a glob or a list of them. Used instead of dataset."""
+    """Your own files: data_files.train and data_files.eval, each a path, a glob or a list of them. Used instead of dataset.
+    Without eval, set eval_share, or eval.every=never."""
     train_split: str = "train"
     """Split of the data set to train on."""
     eval_split: str = "test"
     """Split of the data set to evaluate on."""
+    eval_share: float | None = None
+    """Share of the training images to hold out and evaluate on, such as 0.1, if there are no evaluation data: random ones, the
+    same in every run, of each class its share. null: the evaluation data are files, folders or a split of their own."""
+    eval_fold: list[int] | None = None
+    """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
+    max_train_samples are then the images of all folds together. `hftune folds` sets it."""
     image_column: str = "image"
     """Column of the images."""
     max_train_samples: int | None = None
@@ -63,6 +70,38 @@ class ImageTask(Task):
         from hftune.data.hub import known
 
         return known({"task.dataset": self.dataset_commit})
+
+    def _split_problems(self, folders: Iterable[str] = ()) -> Iterator[str]:
+        """Yield what is wrong with the keys that say where the images come from, and which of them are evaluated on.
+
+        Args:
+            folders: keys of splits that a folder of idx files must have.
+        """
+        from hftune.data.files import data_file_problems, held_out_key, held_out_problems, image_folder_problems
+
+        needs_eval = self.evaluates and held_out_key(self) is None
+        yield from held_out_problems(self)
+        yield from data_file_problems(self.dataset, self.data_files, optional=(), needs_eval=needs_eval)
+        splits = {f"task.{name}": getattr(self, name) for name in folders if needs_eval or name != "eval_split"}
+        if self.data_dir is not None or not self.data_files:
+            yield from image_folder_problems(self.dataset, self.data_dir, splits)
+
+    @property
+    def _source_splits(self) -> dict[str, str]:
+        """Names of the splits in the data set, by split; that of the training images for those that are held out of them."""
+        from hftune.data.files import held_out_key
+
+        source = self.eval_split if held_out_key(self) is None else self.train_split
+        return {"train": self.train_split, **({"eval": source} if self.evaluates else {})}
+
+    @property
+    def _counts(self) -> dict[str, int | None]:
+        """Number of images to use, by split; None for all."""
+        return {"train": self.max_train_samples, "eval": self.max_eval_samples}
+
+    def _kept(self, totals: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Return those of ``totals``, the images used and all images of each split, that a limit applies to."""
+        return {} if self.eval_fold else {split: totals[split] for split in totals if self._counts[split] is not None}
 
     def _network_problems(self) -> Iterator[str]:
         if self.network_args and self.network is None:

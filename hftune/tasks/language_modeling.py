@@ -6,7 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -18,12 +18,12 @@ from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hftune.data.blocks import Blocks
+    from hftune.data.blocks import Blocks, JoinedBlocks
     from hftune.task import Batch
 
 TRAINED = ("words", "basic_english")
@@ -40,9 +40,6 @@ class LanguageModeling(TextTask):
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override; if model is null, the whole config, with its model_type (transformer_lm, gpt2,
     llama, ...)."""
-    data_files: dict[str, Any] | None = None
-    """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
-    them. Used instead of dataset."""
     test_split: str | None = "test"
     """Split of the data set on the Hub on which the best model is evaluated once, after training. null: none."""
     max_train_samples: int | None = None
@@ -56,7 +53,7 @@ class LanguageModeling(TextTask):
     space) or basic_english (lower-cased, punctuation split off). null: the tokenizer of the model."""
     tokenizer_revision: str | None = None
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
-    vocab_size: int | None = None  # type: ignore[assignment]  # not every tokenizer is trained
+    vocab_size: int | None = None
     """Maximum vocabulary size of words and basic_english; rarer words become <unk>. null: all words."""
     text_column: str = "text"
     """Column of the texts. Empty texts are kept as empty lines."""
@@ -65,20 +62,30 @@ class LanguageModeling(TextTask):
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
+    texts_run_on = True
+    fold_rows = None  # the samples are blocks
     auto_class = "AutoModelForCausalLM"
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
     sample_fields = ("text", "perplexity")
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems
+        from hftune.data.files import model_folder_problems
 
         minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files, optional=("test",)),
+            *self._split_problems(),
+            *self._mixture_problems(),
             *model_folder_problems(self.model, self.model_config, example="gpt2"),
             *self._tokenizer_problems(),
             *bound_problems(self, minimum),
+        ]
+
+    def _mixture_problems(self) -> list[str]:
+        if not self.datasets_ or self.max_train_samples is None:
+            return []
+        return [
+            f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights instead."
         ]
 
     def _tokenizer_problems(self) -> list[str]:
@@ -106,8 +113,8 @@ class LanguageModeling(TextTask):
     @property
     def _source_splits(self) -> dict[str, str]:
         """Names of the splits in the data set, by split; test may be missing."""
-        has_test = "test" in self.data_files if self.data_files else self.test_split is not None
-        return {"train": self.train_split, "eval": self.eval_split, **({"test": self.test_split or ""} if has_test else {})}
+        splits = super()._source_splits
+        return splits if self.data_files or self.test_split is None else {**splits, "test": self.test_split}
 
     @property
     def _counts(self) -> dict[str, int | None]:
@@ -127,7 +134,7 @@ class LanguageModeling(TextTask):
         return super().commits() | known({"task.tokenizer": self.tokenizer_commit})
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         return self._load_rows({"task.text_column": self.text_column}, texts=[self.text_column], may_be_empty=True)
 
     @cached_property
@@ -146,17 +153,28 @@ class LanguageModeling(TextTask):
             return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
         return load_tokenizer(self.model, commit=self.model_commit)
 
-    def datasets(self) -> dict[str, Blocks]:
+    def datasets(self) -> dict[str, Blocks | JoinedBlocks]:
         """Return the splits as blocks of input_ids and labels, int64."""
+        from hftune.data.blocks import JoinedBlocks
+
+        if self._mixed is None:
+            return {split: self._blocks(rows, split) for split, rows in self._rows.items()}
+        parts = zip(self._mixed.parts(self._rows["train"]), self._mixed.names, strict=True)
+        train = JoinedBlocks([self._blocks(rows, "train", f"train ({name})") for rows, name in parts])
+        return {"train": train, **{split: self._blocks(rows, split) for split, rows in self._rows.items() if split != "train"}}
+
+    def _blocks(self, rows: Dataset, split: str, name: str | None = None) -> Blocks:
         from hftune.data.blocks import Blocks, check_stream, token_stream
 
         counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}
-        blocks = {}
-        for split, rows in self._rows.items():
-            stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
-            check_stream(stream, self.block_length, split)
-            blocks[split] = Blocks(stream, self.block_length, counts[split])
-        return blocks
+        stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
+        check_stream(stream, self.block_length, name or split)
+        return Blocks(stream, self.block_length, counts[split])
+
+    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
+        if self._mixed is None:
+            return None
+        return [(len(part), weight) for part, weight in zip(dataset.parts, self._mixed.weights, strict=True)]
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one, and set its generation config."""
@@ -190,7 +208,9 @@ class LanguageModeling(TextTask):
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
 
-        messages = notices.ignored_splits(self)
+        messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self._rows["train"])[1])]
+        if self._mixed is not None:
+            messages += notices.mixed(self._mixed, [*map(len, datasets["train"].parts)], "blocks")
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         return [*messages, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
@@ -206,7 +226,7 @@ class LanguageModeling(TextTask):
     def lengths(self, dataset: Blocks) -> np.ndarray:
         return dataset.lengths
 
-    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Pad on the right: input_ids and labels (N, T) int64, labels NO_LABEL on padding.
 
         There is no attention mask: no token sees later ones, and without a mask attention uses its fastest kernel.
@@ -256,7 +276,7 @@ class LanguageModeling(TextTask):
         return model
 
     def example_inputs(self) -> list[str]:
-        texts = (text.strip() for text in self._rows["eval"][self.text_column])
+        texts = (text.strip() for text in self._rows.get("eval", self._rows["train"])[self.text_column])
         return [" ".join(text.split()[:8]) for text in texts if len(text.split()) > 8][:2]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:

@@ -1,165 +1,404 @@
-"""Text classification, such as Yelp's stars, topics or sentiment, with AutoModelForSequenceClassification.
+"""Text classification and regression with AutoModelForSequenceClassification: of texts such as reviews, or pairs of texts.
 
 torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
+from hftune.errors import DataError, did_you_mean, format_value
+from hftune.tasks.classification import count_classes
+from hftune.tasks.problems import PROBLEMS, MultiLabel, Problem, Regression, SingleLabel
 from hftune.tasks.text import TextTask, beginning
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from hftune.task import Batch, Direction
+
+BALANCED = "balanced"
+"""Value of ``class_weights``."""
 
 
 @dataclass
 class SequenceClassification(TextTask):
-    """Classify texts. The loss is cross-entropy; an item is a text."""
+    """Classify texts or pairs of texts, or predict a number. The loss is cross-entropy, and an item is a text. With several
+    labels per text: binary cross-entropy, and a label of a text. For numbers: the squared error, and a text."""
 
     model: str | None = "google-bert/bert-base-cased"
     """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
     trained on the texts."""
     eval_split: str = "test"
     """Split of the data set on the Hub to evaluate on."""
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
+    """What is predicted, in transformers' terms: one class of each text, any number of labels, or a number. null: by the label
+    column, which holds classes, lists or decimal numbers."""
     text_column: str | None = None
     """Column of the texts. null: text, or another usual name, or the only column of texts."""
+    text_columns: list[str] | None = None
+    """Columns of the two texts of a pair, such as [premise, hypothesis], instead of text_column."""
     label_column: str | None = None
-    """Column of the labels: class numbers from 0, or class names. null: label, or another usual name, or the only column that
-    may hold labels."""
+    """Column of the labels: class numbers from 0, or class names; lists of them if texts can have several; or numbers to
+    predict. null: label, or another usual name, or the only column that may hold them."""
+    label_columns: list[str] | None = None
+    """Columns of 0 and 1, one for each label that texts can have, instead of label_column."""
     label_names: list[str] | None = None
     """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
     its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
     ordinal: bool = False
     """Whether the classes are grades, such as stars, and label_names lists them from lowest to highest. Adds the metric mae,
     the mean distance between true and predicted grade."""
+    class_weights: Any = None
+    """Weight of each class in the loss: balanced, so that all classes count the same in total, or a mapping such as {spam: 5},
+    where classes that are not named have 1. A text counts as many items as the weight of its class. With several labels per
+    text, the weight of the texts that have a label. null: 1."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread over all classes, from 0 to below 1."""
+    focal_gamma: float = 0.0
+    """Exponent of the focal loss: each cross-entropy is multiplied by (1 - p) ** focal_gamma, where p is the probability of the
+    true answer, so that what is easy counts less. 2 is usual; 0 is cross-entropy."""
     max_length: int = 512
-    """Maximum length of a text in tokens; longer texts are truncated at the end."""
+    """Maximum length of a text, or of a pair together, in tokens; longer texts are truncated at the end."""
 
     auto_class = "AutoModelForSequenceClassification"
 
     @property
-    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on ordinal
-        return {"accuracy": "max", "macro_f1": "max", **({"mae": "min"} if self.ordinal else {})}
+    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on the kind
+        if self.problem_type is None:  # any kind, which only the data tell
+            return {name: direction for kind in PROBLEMS.values() for name, direction in kind.directions.items()}
+        grades: dict[str, Direction] = {"mae": "min"} if self.ordinal else {}
+        return {**PROBLEMS[self.problem_type].directions, **grades}
+
+    def validate(self) -> list[str]:
+        return [*super().validate(), *self._column_problems(), *self._loss_problems()]
+
+    def _column_problems(self) -> Iterator[str]:
+        if self.text_columns is not None:
+            if len(self.text_columns) != 2:
+                yield f"task.text_columns={self.text_columns} must be the two columns of a pair, such as [premise, hypothesis]."
+            if self.text_column is not None:
+                yield f"task.text_column={self.text_column} and task.text_columns are both set. Set one of them to null."
+        if self.label_columns is not None:
+            if len(self.label_columns) < 2:
+                yield f"task.label_columns={self.label_columns} must be at least two columns of 0 and 1."
+            for key in ("label_column", "label_names"):
+                if (value := getattr(self, key)) is not None:
+                    yield f"task.{key}={format_value(value)} has no place beside task.label_columns. Set it to null."
+            if self.problem_type not in (None, "multi_label_classification"):
+                yield f"task.label_columns is for problem_type=multi_label_classification, not for {self.problem_type}."
+
+    def _loss_problems(self) -> Iterator[str]:
+        kind, weights = self.problem_type, self.class_weights
+        if isinstance(weights, Mapping):
+            for name, weight in weights.items():
+                if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+                    yield f"task.class_weights.{name}={format_value(weight)} must be a number above 0."
+        elif weights not in (None, BALANCED):
+            yield (
+                f"task.class_weights={format_value(weights)} is neither balanced nor a mapping from class names to weights, "
+                "such as {spam: 5}."
+            )
+        if not 0 <= self.label_smoothing < 1:
+            yield f"task.label_smoothing={self.label_smoothing} must be at least 0 and below 1."
+        if not 0 <= self.focal_gamma < float("inf"):
+            yield f"task.focal_gamma={self.focal_gamma} must not be negative."
+        if self.label_smoothing and self.focal_gamma:
+            yield "task.label_smoothing and task.focal_gamma contradict each other. Set one of them to 0."
+        if kind is not None and kind != "single_label_classification":
+            yield from self._needless(kind)
+
+    def _needless(self, kind: str) -> Iterator[str]:
+        """Yield keys that are set and have no effect with this kind."""
+        if self.ordinal:
+            yield f"task.ordinal=true is for classes, not for task.problem_type={kind}. Set it to false."
+        if self.label_smoothing:
+            yield f"task.label_smoothing={self.label_smoothing} is for classes, not for task.problem_type={kind}. Set it to 0."
+        if kind == "regression":
+            for key in ("class_weights", "focal_gamma", "label_names"):
+                if value := getattr(self, key):
+                    yield f"task.{key}={format_value(value)} is for classes, not for task.problem_type={kind}. Leave it out."
 
     def columns(self, rows: Dataset) -> dict[str, str]:
-        from hftune.data.columns import LABELS, TEXTS, choose, is_label, is_text
+        from hftune.data.columns import LABELS, TEXTS, choose, is_text
 
-        text = choose("task.text_column", self.text_column, rows, is_text, TEXTS)
-        label = choose("task.label_column", self.label_column, rows, is_label, LABELS, taken=[text])
-        return {"text_column": text, "label_column": label}
+        if self.text_columns is None:
+            texts = {"text_column": choose("task.text_column", self.text_column, rows, is_text, TEXTS)}
+        else:
+            texts = {f"text_columns[{index}]": column for index, column in enumerate(self.text_columns)}
+        if self.label_columns is not None:
+            return texts | {f"label_columns[{index}]": column for index, column in enumerate(self.label_columns)}
+        taken = [*texts.values()]
+        label = choose("task.label_column", self.label_column, rows, self._may_hold_labels, LABELS, taken)
+        return {**texts, "label_column": label}
 
-    @cached_property
-    def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
-        """Class names in the order of the class numbers."""
-        from hftune.data.cache import cached_value
-        from hftune.data.labels import class_names
+    def stratify_by(self, rows: Dataset) -> str | None:
+        from hftune.data.columns import is_label
 
-        if names := self.label_names or self._data_label_names:
-            return list(names)
+        column = self.columns(rows).get("label_column")
+        has_classes = self.problem_type in (None, "single_label_classification")
+        return column if column is not None and has_classes and is_label(rows.features[column]) else None
 
-        def find() -> list[str]:
-            return class_names(self._raw_labels("train"), "train", self._row_of("train"), self.ordinal)
+    def _may_hold_labels(self, kind: Any) -> bool:
+        from hftune.data.columns import is_label, is_list, is_number
 
-        return cached_value(["class names", self._rows["train"]._fingerprint, self._label, self.ordinal], find)
+        return {
+            "single_label_classification": is_label(kind),
+            "multi_label_classification": is_list(kind, is_label),
+            "regression": is_number(kind),
+            None: is_label(kind) or is_number(kind) or is_list(kind, is_label),
+        }[self.problem_type]
 
     @property
-    def _data_label_names(self) -> list[str] | None:
-        return getattr(self._rows["train"].features[self._label], "names", None)
-
-    def _raw_labels(self, split: str) -> list[Any]:
-        from hftune.data.labels import read_labels
-
-        return read_labels(self._rows[split], self._label, split, self._row_of(split))
+    def _text_columns(self) -> list[str]:
+        return [column for key, column in self._columns.items() if key.startswith("text_column")]
 
     @property
     def _label(self) -> str:
         """Column of the labels."""
         return self._columns["label_column"]
 
-    def _row_of(self, split: str) -> Callable[[int], int]:
-        from hftune.data.text import row_numbers
+    @cached_property
+    def kind(self) -> str:
+        """What is predicted: ``problem_type``, or what the labels look like."""
+        from hftune.data.columns import is_label, is_list
 
-        return lambda index: row_numbers(self._rows[split], [index])[0]
+        if self.problem_type is not None:
+            return self.problem_type
+        feature = None if self.label_columns else self._rows["train"].features[self._label]
+        if feature is None or is_list(feature):
+            kind = "multi_label_classification"
+        else:
+            kind = "single_label_classification" if is_label(feature) else "regression"
+        if kind != "single_label_classification" and (problems := [*self._needless(kind)]):
+            raise DataError(" ".join(problems))
+        return kind
+
+    @cached_property
+    def labels(self) -> list[str] | None:  # type: ignore[override]  # known only with the data
+        """Class names in the order of the class numbers; None for regression."""
+        from hftune.data.cache import cached_value
+        from hftune.data.labels import class_names
+
+        if self.kind == "regression":
+            return None
+        if names := self.label_names or self.label_columns or self._data_label_names:
+            return list(names)
+
+        def find() -> list[str]:
+            labels, indices = self._raw_labels("train")
+            return class_names(labels, "train", lambda place: self._row_of("train")(indices[place]), self.ordinal)
+
+        return cached_value(["class names", self._rows["train"]._fingerprint, self._label, self.kind, self.ordinal], find)
+
+    @property
+    def _data_label_names(self) -> list[str] | None:
+        if self.label_columns:
+            return None
+        feature = self._rows["train"].features[self._label]
+        return getattr(getattr(feature, "feature", feature), "names", None)
+
+    def _raw_labels(self, split: str) -> tuple[list[Any], list[int]]:
+        """Return the labels as they are in the data, those of lists one after the other, and the index of the row of each."""
+        from hftune.data.labels import read_label_lists, read_labels
+
+        rows, row_of = self._rows[split], self._row_of(split)
+        if self.kind == "multi_label_classification":
+            return read_label_lists(rows, self._label, split, row_of)
+        labels = read_labels(rows, self._label, split, row_of)
+        return labels, list(range(len(labels)))
+
+    def _row_of(self, split: str) -> Callable[[int], Any]:
+        return self.row_of(split)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        from hftune.data.text import to_ids
+        texts = [rows[column] for column in self._text_columns]
+        return self._tokens(texts, None if len(texts) == 1 else self._config)
 
-        ids, cut = to_ids(rows[self._columns["text_column"]], self.text_tokenizer, self.max_length)
-        return {"input_ids": ids, "cut": cut}
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        from hftune.models.pretrained import load_config
+
+        return load_config(self.model, self.model_config, self.model_commit)
+
+    def _tokens(self, texts: Sequence[Sequence[str]], config: PreTrainedConfig | None) -> dict[str, list]:
+        """Tokenize texts, or pairs of texts for a model with this config."""
+        from hftune.data.text import pair_ids, to_ids
+
+        tokenizer = self.text_tokenizer
+        first, *others = texts
+        if not others:
+            ids, cut = to_ids(first, tokenizer, self.max_length)
+            return {"input_ids": ids, "cut": cut}
+        # Not every model whose tokenizer knows token types has embeddings for them.
+        has_types = "token_type_ids" in tokenizer.model_input_names and (getattr(config, "type_vocab_size", 0) or 0) > 1
+        return pair_ids(first, others[0], tokenizer, self.max_length, has_types)
 
     def targets(self, split: str) -> dict[str, np.ndarray]:
-        """Return the class numbers, label (N,) int64."""
+        """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
         import numpy as np
 
-        from hftune.data.labels import class_numbers
+        from hftune.data.labels import class_numbers, flags_of, read_flags, read_targets
 
-        numbers = class_numbers(self._raw_labels(split), self.labels, self._data_label_names, split, self._row_of(split))
-        return {"label": np.array(numbers, np.int64)}
+        rows, row_of = self._rows[split], self._row_of(split)
+        if self.kind == "regression":
+            return {"label": read_targets(rows, self._label, split, row_of)}
+        if self.label_columns:
+            return {"label": read_flags(rows, self.label_columns, split, row_of)}
+        labels, indices = self._raw_labels(split)
+        names = self.labels or []
+        numbers = class_numbers(labels, names, self._data_label_names, split, lambda place: row_of(indices[place]))
+        if self.kind == "single_label_classification":
+            return {"label": np.array(numbers, np.int64)}
+        return {"label": flags_of(numbers, indices, len(rows), len(names))}
 
     def encoded_by(self) -> Any:
-        return [self.max_length, self.labels, self._data_label_names]
+        return [self.max_length, self.kind, self.labels, self._data_label_names]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
+        """Return the number of texts of each class, or with each label."""
         from hftune.data.texts import column_of
 
-        return count_classes(column_of(dataset, "label"), self.labels)
+        labels = column_of(dataset, "label")
+        if self.labels is None:
+            return {}
+        if labels.ndim == 1:
+            return count_classes(labels, self.labels)
+        return dict(zip(self.labels, labels.sum(0).astype(int).tolist(), strict=True))
+
+    @cached_property
+    def _problem(self) -> Problem:
+        labels, weights = self.labels or [], self._weights
+        if self.kind == "single_label_classification":
+            return SingleLabel(labels, weights, self.label_smoothing, self.focal_gamma, self.ordinal)
+        return MultiLabel(labels, weights, self.focal_gamma) if self.kind == "multi_label_classification" else Regression()
+
+    @cached_property
+    def _weights(self) -> list[float] | None:
+        """Weights of the classes, in their order.
+
+        Raises:
+            DataError: a weight is for a class that does not exist, or no training text has a class.
+        """
+        labels = self.labels
+        if not self.class_weights or labels is None:
+            return None
+        if self.class_weights != BALANCED:
+            if unknown := [name for name in self.class_weights if str(name) not in labels]:
+                raise DataError(
+                    f"task.class_weights.{unknown[0]} names no class. Classes: {', '.join(labels[:10])}."
+                    f"{did_you_mean(unknown[0], labels)}"
+                )
+            given = {str(name): float(weight) for name, weight in self.class_weights.items()}
+            return [given.get(name, 1.0) for name in labels]
+        train = self.datasets()["train"]
+        counts = self.class_counts(train)
+        if absent := [name for name, count in counts.items() if count == 0]:
+            raise DataError(
+                f"task.class_weights=balanced: no text of the train split has the label {absent[0]!r}. Remove it from "
+                "task.label_names, or give the weights as a mapping."
+            )
+        if self.kind == "single_label_classification":
+            return [len(train) / (len(labels) * count) for count in counts.values()]
+        return [(len(train) - count) / count for count in counts.values()]
+
+    def datasets(self) -> Mapping[str, Any]:
+        """Return the tokenized splits, with columns input_ids (tokens), cut (bool) and label; see ``targets``."""
+        return super().datasets()
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         messages = super().notices(datasets, model)
+        if self.problem_type is None:
+            messages.append(f"task.problem_type={self.kind}: {self._evidence}.")
         if self.ordinal and not self.label_names:
-            messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels)}.")
+            messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels or [])}.")
         return messages
 
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
+    @property
+    def _evidence(self) -> str:
+        """What the data say about ``kind``, if the recipe does not."""
+        if self.label_columns is not None:
+            return "there are several label columns"
+        if self.kind == "multi_label_classification":
+            return f"column {self._label!r} holds lists"
+        dtype = str(self._rows["train"].features[self._label].dtype)
+        holds = "texts" if dtype.endswith("string") else "whole numbers" if "int" in dtype else "decimal numbers"
+        return f"column {self._label!r} holds {holds}"
 
-        return cross_entropy(outputs.logits.float(), target, reduction="sum")
+    def config_overrides(self) -> dict[str, Any]:
+        number = {"num_labels": 1} if self.labels is None else {}
+        return {**super().config_overrides(), **number, "problem_type": self.kind}
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return self._problem.loss(outputs.logits, target)
+
+    def num_items(self, target: Tensor) -> float:
+        """Return the number of texts, or the sum of their classes' weights; with several labels per text, of all answers."""
+        return self._problem.num_items(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers), and the probabilities of both."""
-        return evaluation_rows(outputs.logits, batch["labels"])
+        """Return rows of label and prediction, and of probabilities if there are classes."""
+        return self._problem.rows(outputs.logits, batch["labels"])
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows with the beginning of each text, class names, and the error that ``named`` explains."""
-        texts = self._rows["eval"][self._text_columns[0]]
-        return [{"text": beginning(text), **row} for text, row in zip(texts, named(rows, self.labels), strict=True)]
+        """Return the rows with the beginning of each text, class names, and an error that tells how wrong a prediction is."""
+        columns = [self._rows["eval"][column] for column in self._text_columns]
+        described = self._problem.describe(rows)
+        return [
+            {**dict(zip(("text", "text_pair"), map(beginning, texts), strict=False)), **row}
+            for *texts, row in zip(*columns, described, strict=True)
+        ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1, MeanAbsoluteError
-
-        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
-        count = len(self.labels)
-        return {
-            **Accuracy().compute(**pairs),
-            **MacroF1().compute(**pairs, num_labels=count),
-            **(MeanAbsoluteError().compute(**pairs) if self.ordinal else {}),
-            **ConfusionMatrix().compute(**pairs, num_labels=count),
-        }
+        return self._problem.metrics(rows)
 
     def transformers_pipeline(self) -> dict[str, Any]:
-        return {"task": "text-classification", "truncation": True, "max_length": self.max_length}
+        every = {"top_k": None} if self.problem_type == "multi_label_classification" else {}
+        return {"task": "text-classification", "truncation": True, "max_length": self.max_length, **every}
 
-    def example_inputs(self) -> list[str]:
-        return self._rows["eval"][:2][self._text_columns[0]]
+    def example_inputs(self) -> list[Any]:
+        """Return two texts or pairs, as ``predict`` takes them."""
+        rows = self._rows.get("eval", self._rows["train"])[:2]
+        columns = [rows[column] for column in self._text_columns]
+        return list(columns[0]) if len(columns) == 1 else [list(pair) for pair in zip(*columns, strict=True)]
 
-    def predict(self, model: PreTrainedModel, inputs: list[str], probabilities: bool = False) -> list[dict[str, Any]]:
-        """Return the most probable label of each text, by name, and its probability; on demand those of all classes."""
-        from hftune.data.text import check_inputs, to_ids
-        from hftune.data.texts import Ragged
+    def predict(self, model: PreTrainedModel, inputs: list[Any], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return a row for each text or pair: its label and probability; its labels and all probabilities; or its value.
 
-        check_inputs(inputs)
-        ids, _ = to_ids(inputs, self.text_tokenizer, self.max_length)
-        ids_NT, mask_NT = Ragged.of(ids).padded(self.text_tokenizer.pad_token_id)
-        logits_NC = model(input_ids=ids_NT.to(model.device), attention_mask=mask_NT.to(model.device)).logits
-        id2label = model.config.id2label
-        return answers(logits_NC, [id2label[number] for number in range(len(id2label))], probabilities)
+        A pair is a list of two texts, or a text with a tab between them. ``probabilities`` adds those of all classes to a
+        single label.
+        """
+        texts = self._checked(inputs)
+        encoded = self._tokens(texts, model.config)
+        names = [name for name in encoded if name != "cut"]
+        batch = self.collate(
+            [dict(zip(names, row, strict=True)) for row in zip(*(encoded[name] for name in names), strict=True)]
+        )
+        logits = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
+        kind = model.config.problem_type or "single_label_classification"  # exports from before 0.3 have none
+        return PROBLEMS[kind].answers(logits, model.config.id2label, probabilities)
+
+    def _checked(self, inputs: Sequence[Any]) -> list[list[str]]:
+        """Return the texts of all inputs, or the first and the second texts."""
+        from hftune.data.text import check_inputs
+
+        if self.text_columns is None:
+            check_inputs(inputs)
+            return [list(inputs)]
+        pairs = [text.split("\t") if isinstance(text, str) else text for text in inputs]
+        for index, pair in enumerate(pairs):
+            if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+                raise DataError(
+                    f"Input {index} is not a pair of texts, {' and '.join(self.text_columns)}: give a list of two texts, or "
+                    "one text with a tab between them."
+                )
+        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        check_inputs(first)
+        check_inputs(second)
+        return [first, second]

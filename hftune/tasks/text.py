@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.data.files import held_out_key
 from hftune.errors import ConfigError
 from hftune.task import Task
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hftune.data.mixture import Mixture
     from hftune.task import Batch
 
 NO_LABEL = -100
@@ -57,11 +59,22 @@ class TextTask(Task):
     data_dir: str | None = None
     """Folder of the Hub repository to read instead of the whole repository, if its README does not list its files."""
     data_files: dict[str, Any] | None = None
-    """Your own files: data_files.train and data_files.eval, each a path, a glob or a list of them. Used instead of dataset."""
+    """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
+    them. Used instead of dataset. Without eval, set eval_share, or eval.every=never."""
+    datasets_: list[dict[str, Any]] | None = None
+    """Several data sets to train on, instead of dataset and data_files.train: a list of {data_files} or {dataset}, each with a
+    weight (how often an epoch uses each of its rows, such as 0.5 or 3; 1 if it is left out) and, if its columns have other
+    names, columns: {text: review}. See docs/own-data.md."""
     train_split: str = "train"
     """Split of the data set on the Hub to train on."""
     eval_split: str = "validation"
     """Split of the data set on the Hub to evaluate on."""
+    eval_share: float | None = None
+    """Share of the training rows to hold out and evaluate on, such as 0.1, if there are no evaluation data: random rows, the
+    same in every run, of each class its share. null: the evaluation data are files or a split of their own."""
+    eval_fold: list[int] | None = None
+    """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
+    max_train_samples are then the rows of all folds together. `hftune folds` sets it."""
     max_train_samples: int | None = None
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None
@@ -77,14 +90,16 @@ class TextTask(Task):
     """Fields with a maximum number of tokens, which must not exceed the model's positions."""
     padding: ClassVar[Mapping[str, int]] = {"token_type_ids": 0, "labels": NO_LABEL}
     """Columns of one number per token, besides input_ids, each with the value of padding."""
+    texts_run_on: ClassVar[bool] = False
+    """Whether the rows are pieces of a running text, of which consecutive ones are held out, not random ones."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.text", "hftune.data.notices", "hftune.models.pretrained")
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems
+        from hftune.data.files import model_folder_problems
 
         lengths = {key: 3 for key in self.length_keys if hasattr(self, key)}
         return [
-            *data_file_problems(self.dataset, self.data_files),
+            *self._split_problems(),
             *model_folder_problems(self.model, self.model_config),
             *bound_problems(self, {**lengths, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}),
         ]
@@ -95,7 +110,18 @@ class TextTask(Task):
         from hftune.data.files import dataset_commit
         from hftune.data.text import INSTEAD
 
-        return dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, INSTEAD)
+        return None if self.datasets_ else dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, INSTEAD)
+
+    @cached_property
+    def _mixed_commits(self) -> list[str | None]:
+        """Commit of each of ``datasets_`` that is loaded from the Hub; None for the others."""
+        from hftune.data.files import dataset_commit
+        from hftune.data.text import INSTEAD
+
+        return [
+            dataset_commit(str(entry.get("dataset", "")), entry.get("data_files"), entry.get("dataset_revision"), INSTEAD)
+            for entry in self.datasets_ or ()
+        ]
 
     @cached_property
     def model_commit(self) -> str | None:
@@ -107,38 +133,93 @@ class TextTask(Task):
     def commits(self) -> dict[str, str]:
         from hftune.data.hub import known
 
-        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
+        mixed = {f"task.datasets.{index}.dataset": commit for index, commit in enumerate(self._mixed_commits)}
+        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit, **mixed})
 
     @property
     def _source_splits(self) -> dict[str, str]:
         """Names of the splits in the data set, by split; without effect if files or a function provide the splits."""
-        return {"train": self.train_split, "eval": self.eval_split}
+        splits = {"train": self.train_split, **({"eval": self.eval_split} if self.evaluates else {})}
+        return {**splits, "test": ""} if "test" in (self.data_files or {}) else splits
 
     @property
     def _counts(self) -> dict[str, int | None]:
         """Number of rows to use, by split; None for all."""
-        return {"train": self.max_train_samples, "eval": self.max_eval_samples}
+        return {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": None}
 
-    def _load_rows(
-        self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False
-    ) -> dict[str, datasets.Dataset]:
+    def _split_problems(self, optional: tuple[str, ...] = ("test",)) -> Iterator[str]:
+        """Yield what is wrong with the keys that say where the rows come from, and which of them are evaluated on.
+
+        Args:
+            optional: splits besides "train" and "eval" that files may be given for.
+        """
+        from hftune.data.files import data_file_problems, held_out_problems, mixture_problems
+
+        yield from held_out_problems(self)
+        if self.datasets_ is not None:
+            yield from mixture_problems(self)
+            return
+        needs_eval = self.evaluates and held_out_key(self) is None
+        yield from data_file_problems(self.dataset, self.data_files, optional, needs_eval=needs_eval)
+
+    def _load_rows(self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False) -> dict[str, Dataset]:
         """Load the rows of each split; arguments as for ``load_splits``."""
+        from hftune.data.splits import Part
         from hftune.data.text import load_splits
 
+        parts = {split: Part.of(self, split, self._counts, self.texts_run_on) for split in self._source_splits}
         return load_splits(
             self.dataset or "",
             self.data_files,
             source_splits=self._source_splits,
-            counts=self._counts,
+            parts=parts,
             columns=columns,
             texts=texts,
             config=self.dataset_config,
             data_dir=self.data_dir,
             commit=self.dataset_commit,
             may_be_empty=may_be_empty,
+            stratify_by=self.stratify_by,
+            mixed=None if self._mixed is None else self._mixed.sources,
         )
 
-    def columns(self, rows: datasets.Dataset) -> dict[str, str]:
+    @cached_property
+    def _mixed(self) -> Mixture | None:
+        """What ``datasets_`` names."""
+        from hftune.data.mixture import load_mixture
+
+        return load_mixture(self.datasets_, self._mixed_commits.__getitem__) if self.datasets_ else None
+
+    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
+        if self._mixed is None:
+            return None
+        rows = self._rows["train"]
+        if len(dataset) != len(rows):
+            raise ConfigError(
+                f"task.datasets needs a task whose samples are the rows of its data, unlike {type(self).__name__}."
+            )
+        return [*zip(self._mixed.sizes(rows), self._mixed.weights, strict=True)]
+
+    @property
+    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+        """Row in the data of each sample of the eval split, if that is a fold."""
+        from hftune.data.text import row_numbers
+
+        rows = self._rows["eval"] if self.eval_fold else None
+        return None if rows is None else row_numbers(rows, range(len(rows)))
+
+    def row_of(self, split: str) -> Callable[[int], Any]:
+        """Return a function that translates an index of a split to the row of the data, for messages."""
+        from hftune.data.text import row_numbers
+
+        def name(index: int) -> Any:
+            (row,) = row_numbers(self._rows[split], [index])
+            is_mixed = self._mixed is not None and (split == "train" or held_out_key(self) is not None)
+            return self._mixed.row_name(row) if is_mixed and self._mixed else row
+
+        return name
+
+    def columns(self, rows: Dataset) -> dict[str, str]:
         """Return the columns that the task reads, by their fields: by default the values of all fields ``*_column``.
 
         Args:
@@ -150,29 +231,40 @@ class TextTask(Task):
         names = [item.name for item in fields(self) if item.name.endswith("_column")]
         return {name: column for name in names if (column := getattr(self, name)) is not None}
 
+    def stratify_by(self, rows: Dataset) -> str | None:
+        """Return the column of the classes, of each of which ``eval_share`` is held out; None, the default: of any rows.
+
+        Args:
+            rows: the training split.
+        """
+        return None
+
     @cached_property
-    def _loaded(self) -> dict[str, datasets.Dataset]:
+    def _unchecked(self) -> dict[str, Dataset]:
         return self._load_rows({}, [])
 
     @cached_property
     def _columns(self) -> dict[str, str]:
-        return self.columns(self._loaded["train"])
+        return self.columns(self._unchecked["train"])
 
     @property
     def _text_columns(self) -> list[str]:
         return [self._columns[key] for key in self.text_keys if key in self._columns]
 
     @cached_property
-    def _rows(self) -> dict[str, datasets.Dataset]:
+    def _rows(self) -> dict[str, Dataset]:
         """The rows of each split, whose columns have been checked."""
         from hftune.data.text import check_column, check_texts
 
-        for split, rows in self._loaded.items():
+        for name, rows in zip(self._mixed.names, self._mixed.sources, strict=True) if self._mixed else ():
+            for column in self._text_columns:  # so that messages name the data set and its row
+                check_texts(rows, column, f"train ({name})")
+        for split, rows in self._unchecked.items():
             for key, column in self._columns.items():
                 check_column(rows, f"task.{key}", column, split)
             for column in self._text_columns:
                 check_texts(rows, column, split)
-        return self._loaded
+        return self._unchecked
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -283,19 +375,21 @@ class TextTask(Task):
         messages = []
         for key, column in self._columns.items():
             messages += chosen(f"task.{key}", getattr(self, key, column), column, all_columns)
-        messages += self._row_notices(self._rows, *self._text_columns[:1])
+        messages += self._row_notices(self._rows, *self._text_columns)
         lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
         has_flags = "cut" in datasets["train"][0]
         return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
 
-    def _row_notices(self, rows: Mapping[str, datasets.Dataset], text_column: str | None = None) -> list[str]:
-        """Return notices of keys without effect, of rows left out, and of rows whose text is in two splits."""
+    def _row_notices(self, rows: Mapping[str, Dataset], *text_columns: str) -> list[str]:
+        """Return notices of keys without effect, of rows left out, and of rows whose texts are in two splits."""
         from hftune.data import notices
 
         return [
             *notices.ignored_splits(self),
-            *notices.left_out({split: notices.num_rows(split_rows) for split, split_rows in rows.items()}),
-            *(notices.shared(notices.shared_texts(rows, text_column)) if text_column is not None else []),
+            *notices.held_out(self, notices.num_rows(rows["train"])[1]),
+            *(notices.mixed(self._mixed, self._mixed.sizes(rows["train"])) if self._mixed else []),
+            *notices.left_out(self._kept(rows)),
+            *(notices.shared(notices.shared_texts(rows, *text_columns)) if text_columns else []),
         ]
 
     def input_lengths(self, inputs: list) -> list[int] | None:
@@ -305,6 +399,13 @@ class TextTask(Task):
         most = max((getattr(self, key) for key in self.length_keys if hasattr(self, key)), default=None)
         encoded = self.text_tokenizer(inputs, truncation=most is not None, max_length=most, verbose=False)
         return list(map(len, encoded["input_ids"]))
+
+    def _kept(self, rows: Mapping[str, Dataset]) -> dict[str, tuple[int, int]]:
+        """Return, for each split that a limit applies to, the number of rows used and of all rows."""
+        from hftune.data import notices
+
+        limited = {split: split_rows for split, split_rows in rows.items() if self._counts[split] is not None}
+        return {} if self.eval_fold else {split: notices.num_rows(split_rows) for split, split_rows in limited.items()}
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
         """Write model and tokenizer for ``from_pretrained``."""

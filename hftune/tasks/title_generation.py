@@ -67,12 +67,12 @@ class TitleGeneration(TextTask):
     sample_fields = ("source", "title", "generated")
 
     def validate(self) -> list[str]:
-        from hftune.data.files import data_file_problems, model_folder_problems, vocabulary_problems
+        from hftune.data.files import model_folder_problems, vocabulary_problems
 
         minimum = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
         minimum |= {"max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *data_file_problems(self.dataset, self.data_files),
+            *self._split_problems(optional=()),
             *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
             *vocabulary_problems(self.vocabulary, self.model),
             *bound_problems(self, minimum),
@@ -340,7 +340,7 @@ class TitleGeneration(TextTask):
         return model
 
     def example_inputs(self) -> list[str]:
-        return self._rows["eval"][:2][self._source]
+        return self._rows.get("eval", self._rows["train"])[:2][self._source]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return a row for each text, whose ``generated`` is its title."""

@@ -77,7 +77,7 @@ def register(recipe: Recipe, run_id: str, uri: str, source: Source, best: Mappin
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        tags = {key: str(best[key]) for key in ("metric", "value", "step")}
+        tags = {key: str(best[key]) for key in ("metric", "value", "step") if key in best}
         made = client.create_model_version(name, source.uri, run_id, tags=tags, model_id=source.model_id)
         if not _is_worse(tags, _tags_of_best(client, name), recipe.greater_is_better):
             client.set_registered_model_alias(name, BEST, made.version)
@@ -90,7 +90,7 @@ def _tags_of_best(client: mlflow.MlflowClient, name: str) -> Mapping[str, str]:
 
 
 def _is_worse(tags: Mapping[str, str], held: Mapping[str, str], greater_is_better: bool) -> bool:
-    if tags["metric"] != held.get("metric"):
+    if "metric" not in tags or tags["metric"] != held.get("metric"):
         return False
     new, old = float(tags["value"]), float(held["value"])
     return new < old if greater_is_better else new > old

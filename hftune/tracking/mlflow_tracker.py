@@ -291,6 +291,7 @@ class MlflowRun(TrackerBackend):
         best: Mapping[str, Any] = {}
         if self._path("result.json").is_file():  # not of an evaluation
             best = TrainResult.read(self._path("")).best
+        if "metric" in best:
             self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
         self._send()
         self._attempt(self._stop_monitor)
@@ -318,7 +319,10 @@ class MlflowRun(TrackerBackend):
         from hftune.tracking.mlflow_model import log_model, register
 
         sources = {}
-        for name in MODELS[self.recipe.track.upload]:
+        models = [
+            name for name in MODELS[self.recipe.track.upload] if self._path(name).is_dir()
+        ]  # no model_last without "eval"
+        for name in models:
             # A model takes its time, so this is not brief.
             with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"), self._forgiven(is_brief=False):
                 sources[name] = log_model(self.recipe, self.run_id, self.uri, name)

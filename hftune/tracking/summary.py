@@ -67,8 +67,16 @@ def print_summary(evaluations: Mapping[str, Mapping[str, Any]], best: Mapping[st
     Args:
         evaluations: metrics by what to call them, such as "best (step 375)".
     """
-    found = f"{best['metric']} {short(best['value'])} at step {best['step']}"
-    print(metric_table(evaluations), "", table({"best": found, **rows}, printed_width()), sep="\n", flush=True)
+    if evaluations:
+        print(metric_table(evaluations), "", sep="\n")
+    print(table({"best": describe_best(best), **rows}, printed_width()), flush=True)
+
+
+def describe_best(best: Mapping[str, Any]) -> str:
+    """Say which model is the best; ``best``: as result.json has it."""
+    if "metric" not in best:
+        return "not evaluated (eval.every=never)"
+    return f"{best['metric']} {short(best['value'])} at step {best['step']}"
 
 
 def metric_table(evaluations: Mapping[str, Mapping[str, Any]]) -> str:

@@ -26,8 +26,8 @@ def artifacts(recipe: Recipe) -> Iterator[tuple[Any, list[str]]]:
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     best = result["best"]
     about_last = {"step": result["steps"]}
-    about_best = {"step": best["step"], "metric": best["metric"], "value": best["value"]}
-    if upload == "all":
+    about_best = {name: best[name] for name in ("step", "metric", "value") if name in best}
+    if upload == "all" and (folder / "model_last").is_dir():  # otherwise the last one is the best
         yield model_artifact(recipe, folder / "model_last", about_last), ["last", f"step_{about_last['step']}"]
     yield model_artifact(recipe, folder / "model", about_best), ["best", f"step_{about_best['step']}"]
 

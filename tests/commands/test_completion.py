@@ -29,7 +29,7 @@ PARAMETERS = {
     "hftune show recipe=yelp task.w": [],
     "hftune show task.tokenizer_": ["task.tokenizer_revision="],  # of any task
     "hftune show recipe=yelp task.data_fi": ["task.data_files."],
-    "hftune show recipe=yelp eval.metric=": [f"eval.metric={name}" for name in ("loss", "accuracy", "macro_f1")],
+    "hftune show recipe=yelp eval.metric=m": [f"eval.metric={name}" for name in ("macro_f1", "mcc", "micro_f1", "mae")],
     "hftune train --p": ["--processes"],
     "hftune train --help ch": ["checkpoint"],
     "hftune plan --device c": ["cpu", "cuda"],

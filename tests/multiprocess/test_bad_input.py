@@ -102,7 +102,8 @@ def own_lines(err: str) -> list[str]:
         (
             "eval.metric=acuracy",
             "eval.metric='acuracy' is not computed by SequenceClassification. "
-            "It computes: loss, accuracy, macro_f1. Did you mean 'accuracy'?",
+            "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match, rmse, mae, pearson, spearman. "
+            "Did you mean 'accuracy'?",
         ),
         ("train.mixed_precision=fp16", "train.mixed_precision=fp16 needs a GPU, and this runs on CPUs. Use bf16 or no."),
         ("task.max_length=4096", "task.max_length=4096 exceeds the model's 512 positions. Lower it."),

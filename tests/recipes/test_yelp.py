@@ -71,7 +71,7 @@ def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_o
     evaluations = [line for line in lines if "  eval  " in line]
     assert len(evaluations) == 2 and all(line.endswith("  best so far") for line in evaluations)
     assert [line.split()[0] for line in lines[-10:] if line.strip()] == [
-        *("best", "loss", "accuracy", "macro_f1", "mae", "best", "steps", "model", "report"),
+        *("best", "loss", "accuracy", "macro_f1", "mcc", "mae", "best", "steps", "model", "report"),
     ]
     assert f"{run.folder}/model" in said and f"{run.folder}/report.html" in said
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
+from hftune.commands import recipes
 from hftune.commands.evaluate_output import check_output
-from hftune.config.shipped_files import recipe_names
+from hftune.config.shipped_files import recipe_names, recipe_path
 from hftune.distributed.preflight import launch_options
 from hftune.launchers.slurm import time_s
 
@@ -60,7 +61,7 @@ def test_folder_that_holds_no_run(capsys, tmp_path):
     )
     (tmp_path / "recipe.yaml").write_text("base: yelp_demo\n")
     assert refused(capsys, "predict", tmp_path, "--text", "x") == (
-        f"{tmp_path} holds no model yet: the first evaluation of its run writes it."
+        f"{tmp_path} holds no model yet: the first evaluation of its run writes it, or its end."
     )
 
 
@@ -179,10 +180,30 @@ def test_command_that_does_not_exist_names_the_one_that_was_meant(capsys, words,
     assert said == f"{words.split()[0]!r} is not a command. Commands: {COMMANDS}.{hint}"
 
 
-def test_recipes_are_listed_with_their_first_sentence(capsys):
+def test_recipes_are_listed_by_problem_with_their_first_sentence(capsys):
     assert cli.main(["recipes"]) == 0
-    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert [*listed] == recipe_names() and listed["yelp"].startswith("Text classification: ")
+    listed, _, _ = capsys.readouterr().out.partition("\nA recipe at the left margin")
+    names = [words[0] for line in listed.splitlines() if (words := line.split()) and words[0] != "Columns:"]
+    assert sorted(names) == recipe_names()
+    problems = [block.splitlines() for block in listed.split("\n\n")]
+    about = next(lines for lines in problems if lines[0].startswith("language_modeling "))
+    assert about[1].strip().startswith("Columns: text") and about[2].startswith("  language_modeling_demo ")
+    assert about[3].startswith("  wikitext2 ") and about[4].startswith("    wikitext2_demo ")
+    assert all(lines[1].strip().startswith("Columns: ") for lines in problems if not lines[0].startswith(("yelp", "mnist")))
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_list_of_recipes_fits_into_a_terminal(width):
+    listed = {name: recipes.read(recipe_path(name).read_text(encoding="utf-8")) for name in recipe_names()}
+    lines = recipes.listing(listed, width).splitlines()
+    assert max(map(len, lines)) <= width and sum(line.strip().split(" ")[0] in listed for line in lines) >= len(listed)
+
+
+def test_a_recipe_says_all_of_its_first_sentence():
+    said = recipes.read(
+        "# yaml-language-server: x\n# Embeddings: a sentence of\n# two lines.\n# More.\n# Columns: a, b\ntask: {}\n"
+    )
+    assert said == ("Embeddings: a sentence of two lines.", "a, b", None)
 
 
 def test_show_prints_a_recipe_that_loads_and_no_secret(capsys, tmp_path, monkeypatch):

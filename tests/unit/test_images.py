@@ -89,7 +89,7 @@ def test_network_takes_images_of_its_size_in_grey_and_colour(size):
 
 
 def test_smallest_image_is_the_one_that_the_task_accepts():
-    said = ImageClassification(image_size=SMALLEST_IMAGE - 1).validate()
+    said = ImageClassification(dataset="ylecun/mnist", image_size=SMALLEST_IMAGE - 1).validate()
     assert said == [f"task.image_size={SMALLEST_IMAGE - 1} must be at least {SMALLEST_IMAGE}."]
     too_small = SMALLEST_IMAGE - 1
     assert ((too_small - 4) // 2 - 4) // 2 == 0  # nothing would be left of it
@@ -153,14 +153,17 @@ def test_task_that_varies_nothing_gets_its_own_data_set_back():
 @pytest.mark.parametrize(
     ("augmentation", "message"),
     [
-        ({"shft": 2}, "task.augmentation.shft is not a key of a recipe. Keys: shift, rotate. Did you mean 'shift'?"),
+        (
+            {"shft": 2},
+            "task.augmentation.shft is not a key of a recipe. Keys: crop, flip, rand_augment, color, shift, rotate, erase. Did you mean 'shift'?",
+        ),
         ({"shift": -1}, "task.augmentation.shift=-1 must be a number from 0 to 28."),
         ({"shift": 29}, "task.augmentation.shift=29 must be a number from 0 to 28."),
         ({"rotate": "far"}, "task.augmentation.rotate='far' must be a number from 0 to 180."),
     ],
 )
 def test_wrong_augmentation_is_refused(augmentation, message):
-    assert ImageClassification(augmentation=augmentation).validate() == [message]
+    assert problems(augmentation=augmentation) == [message]
 
 
 # Where images come from
@@ -235,7 +238,7 @@ def test_demo_function_and_its_cached_pixels_give_the_digits_as_drawn():
 
 
 def problems(**fields: Any) -> list[str]:
-    return ImageClassification(**fields).validate()
+    return ImageClassification(**{"dataset": "ylecun/mnist", **fields}).validate()
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
@@ -263,10 +266,10 @@ def test_missing_folders_and_files_are_named(tmp_path):
         ({"dropout": 1.0}, "task.dropout=1.0 must be in [0, 1)."),
         ({"width": 0}, "task.width=0 must be at least 1."),
         (
-            {"mean": [0.1, 0.2]},
-            "task.mean=[0.1, 0.2] and task.std=[0.3081] must both hold one number (grey) or three (red, green, blue).",
+            {"mean": [0.1, 0.2], "std": [0.3]},
+            "task.mean=[0.1, 0.2] and task.std=[0.3] must both hold one number (grey) or three (red, green, blue).",
         ),
-        ({"std": [0.0]}, "task.std=[0.0] must be above 0."),
+        ({"mean": [0.1], "std": [0.0]}, "task.std=[0.0] must be above 0."),
     ],
 )
 def test_values_out_of_bounds_are_refused(fields, message):

@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hftune import ConfigError, DataError, Recipe
+from hftune.config.recipe import flat
+from hftune.config.shipped_files import recipe_path
 from hftune.data.blocks import Blocks
 from hftune.data.demo_text import NUM_PARAGRAPHS, TOPICS, paragraphs
 from hftune.data.word_tokenizer import train_words, word_tokenizer
@@ -321,3 +324,18 @@ def test_the_real_files_have_the_known_numbers_of_words():
         "eval": 217645,
         "test": 245568,
     }
+
+
+def test_the_article_recipe_sets_every_key_of_the_one_that_it_builds_on():
+    """So that settings for data of one's own never change the article's."""
+    own, base = (flat(yaml.safe_load(recipe_path(name).read_text())) for name in ("wikitext2", "language_modeling"))
+    assert own.keys() >= base.keys() - {"task.type"} and own["base"] == "language_modeling"
+
+
+def test_the_recipe_for_own_texts_needs_only_a_file(tmp_path):
+    (path := tmp_path / "all.txt").write_text("a line of text\n" * 40)
+    words = (f"task.data_files.train={path}", "task.eval_share=0.1", "task.block_length=8")
+    recipe = Recipe.load("language_modeling_demo", *words)
+    recipe.validate()
+    assert recipe.task.test_split is None and [*recipe.task.datasets()] == ["train", "eval"]
+    assert type(recipe.task.build_model()).__name__ == "GPT2LMHeadModel"

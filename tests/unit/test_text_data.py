@@ -10,6 +10,7 @@ import pytest
 
 from hftune import DataError
 from hftune.data import text
+from hftune.data.splits import Part, subsample_indices
 from hftune.data.texts import Ragged
 from hftune.data.word_tokenizer import word_tokenizer
 from hftune.tasks import SequenceClassification
@@ -51,15 +52,15 @@ def test_rows_may_come_from_a_python_function():
 
 def test_a_drawn_subset_keeps_the_order_and_is_the_same_every_time():
     rows = datasets.Dataset.from_list([{"n": n} for n in range(100)])
-    drawn = text.subsample(rows, 10, seed=42)["n"]
+    drawn = text.take(rows, Part("train", 10))["n"]
     assert list(drawn) == sorted(set(drawn)) and len(drawn) == 10
-    assert list(text.subsample(rows, 10, seed=42)["n"]) == list(drawn) != list(text.subsample(rows, 10, seed=43)["n"])
+    assert list(text.take(rows, Part("eval", 10))["n"]) == list(drawn) != list(subsample_indices(100, 10, seed=43))
 
 
 def test_a_drawn_subset_has_the_rows_that_shuffle_and_select_would_take():
     rows = datasets.Dataset.from_list([{"n": n} for n in range(1000)])
     taken = rows.shuffle(seed=42).select(range(50))["n"]
-    assert list(text.subsample(rows, 50, seed=42)["n"]) == sorted(taken)
+    assert list(text.take(rows, Part("train", 50))["n"]) == sorted(taken)
 
 
 def test_long_texts_are_cut_and_counted_with_their_special_tokens(tmp_path):

@@ -1,0 +1,119 @@
+"""Several data sets with weights: loaded, brought to the same columns and concatenated. Independent of tasks.
+
+How often each row is used in an epoch follows from the weights; see ``BatchPlan.mixture``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import datasets
+import numpy as np
+
+from hftune.data.files import mixture_name
+from hftune.data.text import load_split, row_numbers
+from hftune.errors import DataError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The rows of several data sets, one data set after the other."""
+
+    names: Sequence[str]
+    """What to call each in messages."""
+    weights: Sequence[float]
+    sources: Sequence[datasets.Dataset]
+    """The rows of each."""
+
+    def sizes(self, kept: datasets.Dataset) -> list[int]:
+        """Return how many rows of each data set are among those kept of all rows, which are in the order of the data sets.
+
+        Raises:
+            DataError: no row of a data set is left.
+        """
+        places_N = np.searchsorted(self._ends, row_numbers(kept, range(len(kept))), side="right")
+        sizes = np.bincount(places_N, minlength=len(self.sources)).tolist()
+        if 0 in sizes:
+            name = self.names[sizes.index(0)]
+            raise DataError(f"task.datasets: no row of {name} is left to train on. Use more rows, or leave this data set out.")
+        return sizes
+
+    def parts(self, kept: datasets.Dataset) -> list[datasets.Dataset]:
+        """Return those kept of all rows by data set."""
+        starts = [0, *accumulate(self.sizes(kept))]
+        return [kept.select(range(start, stop)) for start, stop in pairwise(starts)]
+
+    def row_name(self, index: int) -> str:
+        """Return which row of which data set a row of all of them is, for messages."""
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        return f"{index - ([0, *self._ends][place])} of {self.names[place]}"
+
+    @property
+    def _ends(self) -> list[int]:
+        return [*accumulate(map(len, self.sources))]
+
+
+def load_mixture(entries: Sequence[Mapping[str, Any]], commit_of: Callable[[int], str | None]) -> Mixture:
+    """Load the data sets of ``task.datasets``.
+
+    Args:
+        commit_of: returns the commit of a data set on the Hub, by its position; None for the others.
+
+    Raises:
+        DataError: one of them cannot be loaded, lacks a column, or holds something else in a column of the same name.
+    """
+    names = [mixture_name(entry, index) for index, entry in enumerate(entries)]
+    loaded = [
+        _load(entry, index, name, commit_of(index)) for index, (entry, name) in enumerate(zip(entries, names, strict=True))
+    ]
+    common = [column for column in loaded[0].column_names if all(column in rows.column_names for rows in loaded)]
+    if not common:
+        listed = "; ".join(f"{name} has {', '.join(rows.column_names)}" for name, rows in zip(names, loaded, strict=True))
+        raise DataError(f"task.datasets: no column is in all of them: {listed}. Rename them: columns: {{text: review}}.")
+    loaded = _same_features([rows.select_columns(common) for rows in loaded], names)
+    weights = [float(entry.get("weight", 1)) for entry in entries]
+    return Mixture(names, weights, loaded)
+
+
+def _load(entry: Mapping[str, Any], index: int, name: str, commit: str | None) -> datasets.Dataset:
+    files = {"train": entry["data_files"]} if "data_files" in entry else None
+    dataset, config = str(entry.get("dataset", "")), entry.get("dataset_config")
+    rows = load_split(dataset, str(entry.get("split", "train")), files, "train", config=config, commit=commit)
+    renamed = {column: ours for ours, column in (entry.get("columns") or {}).items()}
+    for column, ours in renamed.items():
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            key = f"task.datasets[{index}].columns.{ours}={column}"
+            raise DataError(f"{key} is not a column of {name}. It has: {', '.join(rows.column_names)}.{hint}")
+    rows = rows.remove_columns([ours for ours in renamed.values() if ours in rows.column_names and ours not in renamed])
+    return rows.rename_columns({column: ours for column, ours in renamed.items() if column != ours})
+
+
+def _same_features(loaded: Sequence[datasets.Dataset], names: Sequence[str]) -> list[datasets.Dataset]:
+    """Cast whole numbers and texts of several sizes to one, and refuse columns that hold different things."""
+    first = loaded[0].features
+    for name, rows in zip(names[1:], loaded[1:], strict=True):
+        for column, kind in rows.features.items():
+            if _kind(kind) != _kind(first[column]):
+                raise DataError(
+                    f"Column {column!r} holds {_described(first[column])} in {names[0]}, but {_described(kind)} in {name}. The "
+                    "data sets of task.datasets must agree: convert one of them, or rename its column (columns: ...)."
+                )
+    return [loaded[0], *(rows if rows.features == first else rows.cast(first) for rows in loaded[1:])]
+
+
+def _kind(feature: Any) -> Any:
+    """Return what a feature holds, whatever its number of bits."""
+    dtype = str(getattr(feature, "dtype", ""))
+    if getattr(feature, "names", None):
+        return feature.names
+    return next((kind for kind in ("string", "int", "float") if kind in dtype), str(feature))
+
+
+def _described(feature: Any) -> str:
+    if names := getattr(feature, "names", None):
+        return f"classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+    return str(getattr(feature, "dtype", feature))

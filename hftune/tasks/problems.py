@@ -1,0 +1,214 @@
+"""What differs between the kinds of text classification, by transformers' names: loss, items, evaluation rows and metrics.
+
+torch and scikit-learn are imported inside the methods, so that mistyped recipes are refused without waiting for them.
+Shape suffixes: N texts, K classes or labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hftune.errors import ConfigError
+from hftune.tasks.classification import answers, evaluation_rows, named
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hftune.task import Direction
+
+THRESHOLD = 0.5
+"""Probability from which a text is said to have a label, if it can have several."""
+
+
+@dataclass(frozen=True)
+class SingleLabel:
+    """Each text has one of K classes. The loss is cross-entropy; an item is a text, or, with weights, the weight of its class.
+
+    So a weighted loss is divided by the sum of the weights of the global batch, as torch's CrossEntropyLoss divides by that of
+    its batch.
+    """
+
+    labels: Sequence[str] = ()
+    weights: Sequence[float] | None = None
+    """By class."""
+    label_smoothing: float = 0.0
+    focal_gamma: float = 0.0
+    ordinal: bool = False
+
+    directions: ClassVar[Mapping[str, Direction]] = {"accuracy": "max", "macro_f1": "max", "mcc": "max"}
+
+    def loss(self, logits_NK: Tensor, labels_N: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        logits_NK = logits_NK.float()
+        weights_K = None if self.weights is None else logits_NK.new_tensor(self.weights)
+        if not self.focal_gamma:
+            return cross_entropy(logits_NK, labels_N, weight=weights_K, label_smoothing=self.label_smoothing, reduction="sum")
+        losses_N = cross_entropy(logits_NK, labels_N, reduction="none")
+        losses_N = (1 - (-losses_N).exp()) ** self.focal_gamma * losses_N  # exp(-loss) is the probability of the label
+        return (losses_N if weights_K is None else weights_K[labels_N] * losses_N).sum()
+
+    def num_items(self, labels_N: Tensor) -> float:
+        import torch
+
+        if self.weights is None:
+            return len(labels_N)
+        return float(torch.tensor(self.weights, dtype=torch.float64)[labels_N.cpu()].sum())
+
+    def rows(self, logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
+        """Return rows of label and prediction (class numbers), and the probabilities of both."""
+        return evaluation_rows(logits_NK, labels_N)
+
+    def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return named(rows, self.labels)
+
+    def metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics import classification
+
+        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
+        count = len(self.labels)
+        return {
+            **classification.Accuracy().compute(**pairs),
+            **classification.MacroF1().compute(**pairs, num_labels=count),
+            **classification.MatthewsCorrelation().compute(**pairs),
+            **(classification.MeanAbsoluteError().compute(**pairs) if self.ordinal else {}),
+            **classification.ConfusionMatrix().compute(**pairs, num_labels=count),
+            **classification.PerClass().compute(**pairs, names=self.labels),
+        }
+
+    @staticmethod
+    def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label of each text, by name, and its probability; on demand those of all labels."""
+        return answers(logits_NK, [labels[number] for number in range(len(labels))], probabilities)
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """Each text has any of K labels. The loss is binary cross-entropy; an item is a text's answer to one label."""
+
+    labels: Sequence[str] = ()
+    weights: Sequence[float] | None = None
+    """By label, of the texts that have it: torch's pos_weight."""
+    focal_gamma: float = 0.0
+
+    directions: ClassVar[Mapping[str, Direction]] = {
+        "macro_f1": "max",
+        "micro_f1": "max",
+        "auroc": "max",
+        "exact_match": "max",
+    }
+
+    def loss(self, logits_NK: Tensor, labels_NK: Tensor) -> Tensor:
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        logits_NK, labels_NK = logits_NK.float(), labels_NK.float()
+        weights_K = None if self.weights is None else logits_NK.new_tensor(self.weights)
+        losses_NK = binary_cross_entropy_with_logits(logits_NK, labels_NK, pos_weight=weights_K, reduction="none")
+        if self.focal_gamma:
+            probability_NK = logits_NK.sigmoid()
+            wrong_NK = probability_NK + labels_NK - 2 * probability_NK * labels_NK  # what the true answer did not get
+            losses_NK = wrong_NK**self.focal_gamma * losses_NK
+        return losses_NK.sum()
+
+    def num_items(self, labels_NK: Tensor) -> float:
+        return labels_NK.numel()
+
+    def rows(self, logits_NK: Tensor, labels_NK: Tensor) -> list[dict[str, Any]]:
+        """Return rows of label and prediction (0 or 1 for each label), and the probabilities of all labels."""
+        columns = zip(labels_NK.int().tolist(), logits_NK.float().sigmoid().tolist(), strict=True)
+        return [
+            {"label": label, "prediction": [int(value >= THRESHOLD) for value in probabilities], "probabilities": probabilities}
+            for label, probabilities in columns
+        ]
+
+    def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return names instead of 0 and 1. The error is the largest distance of a probability from the truth."""
+
+        def names(flags: Sequence[int]) -> list[str]:
+            return [name for name, flag in zip(self.labels, flags, strict=True) if flag]
+
+        return [
+            {
+                "label": names(row["label"]),
+                "prediction": names(row["prediction"]),
+                "probabilities": _by_name(self.labels, row["probabilities"]),
+                "error": round(max(abs(a - b) for a, b in zip(row["label"], row["probabilities"], strict=True)), 6),
+            }
+            for row in rows
+        ]
+
+    def metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.classification import multi_label_metrics
+
+        labels, said, probabilities = ([row[name] for row in rows] for name in ("label", "prediction", "probabilities"))
+        return multi_label_metrics(labels, said, probabilities, self.labels)
+
+    @staticmethod
+    def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = True) -> list[dict[str, Any]]:
+        """Return each text's labels, by name, and the probabilities of all labels."""
+        names = [labels[number] for number in range(len(labels))]
+        found = [_by_name(names, row) for row in logits_NK.float().sigmoid().tolist()]
+        return [{"labels": [name for name, value in row.items() if value >= THRESHOLD], "probabilities": row} for row in found]
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Each text has a number. The loss is the squared error; an item is a text."""
+
+    labels: ClassVar[None] = None
+    directions: ClassVar[Mapping[str, Direction]] = {"rmse": "min", "mae": "min", "pearson": "max", "spearman": "max"}
+
+    def loss(self, logits_N1: Tensor, values_N: Tensor) -> Tensor:
+        from torch.nn.functional import mse_loss
+
+        return mse_loss(logits_N1.squeeze(-1).float(), values_N.float(), reduction="sum")
+
+    def num_items(self, values_N: Tensor) -> float:
+        return len(values_N)
+
+    def rows(self, logits_N1: Tensor, values_N: Tensor) -> list[dict[str, Any]]:
+        """Return rows of label and prediction, two numbers."""
+        columns = zip(values_N.tolist(), logits_N1.squeeze(-1).float().tolist(), strict=True)
+        return [{"label": value, "prediction": prediction} for value, prediction in columns]
+
+    def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return rounded numbers, and their distance as the error."""
+        return [
+            {**{name: _rounded(value) for name, value in row.items()}, "error": _rounded(abs(row["label"] - row["prediction"]))}
+            for row in rows
+        ]
+
+    def metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.regression import regression_metrics
+
+        return regression_metrics([row["prediction"] for row in rows], [row["label"] for row in rows])
+
+    @staticmethod
+    def answers(logits_N1: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return each text's number.
+
+        Raises:
+            ConfigError: probabilities are asked for.
+        """
+        if probabilities:
+            raise ConfigError("This model predicts a number, which has no probabilities.")
+        return [{"value": _rounded(value)} for value in logits_N1.squeeze(-1).float().tolist()]
+
+
+Problem = SingleLabel | MultiLabel | Regression
+PROBLEMS: dict[str, type[Problem]] = {
+    "single_label_classification": SingleLabel,
+    "multi_label_classification": MultiLabel,
+    "regression": Regression,
+}
+"""By transformers' names."""
+
+
+def _by_name(names: Sequence[str], probabilities: Sequence[float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in zip(names, probabilities, strict=True)}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

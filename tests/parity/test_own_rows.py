@@ -1,0 +1,93 @@
+"""Rows held out, several data sets with weights, and no evaluation: the same on 1, 2 and 4 processes, and resumed."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hftune import cli
+from hftune.data.demo import reviews
+from hftune.tracking.ledger import audit
+from tests.support.runs import SMALL, train_on
+
+WORLD_SIZES = (1, 2, 4)
+OWN = (*SMALL, "task.dataset=null", "task.max_train_samples=null", "task.max_eval_samples=null", "train.epochs=2")
+
+
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    rows = list(reviews("train", 100))
+    whole, many, few = (
+        write(folder / f"{name}.jsonl", own) for name, own in {"all": rows, "many": rows[:75], "few": rows[75:]}.items()
+    )
+    parts = f"[{{data_files: {many}, weight: 0.5}}, {{data_files: {few}, weight: 2}}]"
+    mixed = (*OWN, f"task.datasets={parts}", "task.eval_share=0.2", "train.micro_batch_size=4")
+    jobs = {
+        "held_out": (*OWN, f"task.data_files.train={whole}", "task.eval_share=0.2", "train.micro_batch_size=4"),
+        "mixed": mixed,
+        "never": (*OWN, f"task.data_files.train={whole}", "eval.every=never", "train.micro_batch_size=4", "train.epochs=1"),
+    }
+    found = {}
+    for size in WORLD_SIZES:
+        again = {"stopped": mixed, "resumed": (*mixed, f"output_dir={folder / f'stopped-on-{size}'}")} if size == 2 else {}
+        found |= {(name, size): run for name, run in train_on(size, jobs | again, folder, stops={"stopped": (5, 0)}).items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["held_out", "mixed", "never"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
+    expected = runs[name, 1].logged("train/loss")
+    assert len(expected) == {"held_out": 12, "mixed": 10, "never": 7}[name]
+    assert runs[name, size].logged("train/loss") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_the_rows_held_out_are_those_that_are_evaluated(runs, size):
+    for name in ("held_out", "mixed"):
+        run = runs[name, size]
+        assert len(run.predictions) == sum(map(sum, run.result["metrics"]["confusion_matrix"])) == 19  # a fifth of each grade
+        assert [row["text"] for row in run.predictions] == [row["text"] for row in runs[name, 1].predictions]
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_the_ledger_proves_the_use_of_each_data_set(runs, size):
+    found = audit(runs["mixed", size].folder)
+    assert (found.problems, found.whole_epochs) == ([], 2)
+    assert [part["weight"] for part in found.mixture] == [0.5, 2.0] and sum(part["rows"] for part in found.mixture) == 81
+    assert found.samples == 2 * sum(part["samples"] for part in found.mixture)
+    assert audit(runs["held_out", size].folder).samples == 162
+
+
+def test_a_mixture_that_was_stopped_ends_bit_equal(runs):
+    one, two = (load_file(runs[name, 2].folder / "model_last" / "model.safetensors") for name in ("resumed", "mixed"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert runs["resumed", 2].logged("train/loss") == runs["mixed", 2].logged("train/loss")
+    found = audit(runs["resumed", 2].folder)
+    first, second = (start["after_step"] for start in found.starts)
+    assert (found.problems, first) == ([], 0) and 5 <= second <= 6
+
+
+def test_without_evaluation_the_last_model_is_the_model(runs):
+    run = runs["never", 2]
+    assert run.result["best"] == {"step": 7} and run.result["metrics"] == {} and run.logged("eval/loss") == []
+    assert sorted(path.name for path in run.folder.iterdir() if path.name.startswith(("model", "predict"))) == ["model"]
+    assert json.loads((run.folder / "model" / "hftune.json").read_text()) == {"step": 7}
+    assert "## Results" not in (run.folder / "model" / "README.md").read_text()
+    assert "This run does not evaluate (eval.every=never)." in (run.folder / "report.html").read_text()
+
+
+def test_evaluating_such_a_run_asks_for_data(runs, capsys):
+    run = runs["never", 1]
+    assert cli.main(["evaluate", str(run.folder)]) == 2
+    assert "This run has no evaluation data (eval.every=never). Name some: task.data_files.eval=..." in capsys.readouterr().err
+    assert cli.main(["evaluate", str(run.folder), f"task.data_files.eval={run.folder.parent / 'few.jsonl'}"]) == 0
+    said = capsys.readouterr().out
+    assert "accuracy" in said and "samples   25" in said

@@ -1,0 +1,79 @@
+"""Several labels, numbers, pairs with weights, and tags keep the promises of a single class, and equal transformers' Trainer."""
+
+import pytest
+import torch
+from transformers import TrainingArguments, set_seed
+
+from hftune import Recipe, train
+from hftune.build import build_model, load_datasets
+from tests.parity.test_trainer import OVERRIDES, PlannedTrainer
+from tests.support.runs import SMALL, Run, train_on
+
+JOBS = {
+    "labels": ("recipe=multi_label_demo", "task.class_weights=balanced", "task.focal_gamma=2"),
+    "numbers": ("recipe=regression_demo",),
+    "pairs": ("recipe=pairs_demo", "task.class_weights={fits: 3}", "task.label_smoothing=0.1"),
+    "tags": ("recipe=token_classification_demo",),
+}
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    jobs = {name: (*words, *SMALL, "train.micro_batch_size=4", "train.epochs=1") for name, words in JOBS.items()}
+    stopped = {
+        f"{name}, stopped": (*words, "checkpoint.every=2", f"output_dir={folder}/{name} again") for name, words in jobs.items()
+    }
+    resumed = {f"{name}, resumed": words for name, words in zip(jobs, stopped.values(), strict=True)}
+    two = train_on(2, {**jobs, **stopped, **resumed}, folder, stops=dict.fromkeys(stopped, (3, 1)))
+    others = {(name, size): run for size in (1, 4) for name, run in train_on(size, jobs, folder).items()}
+    return others | {(name, 2): run for name, run in two.items()}
+
+
+@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_and_metrics_do_not_depend_on_processes_with_dropout(runs, name, size):
+    expected, run = runs[name, 1], runs[name, size]
+    assert len(expected.logged("train/loss")) == STEPS
+    for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert run.logged(metric) == pytest.approx(expected.logged(metric), rel=1e-5)
+    for metric, value in expected.result["metrics"].items():
+        if isinstance(value, float):
+            assert run.result["metrics"][metric] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_resumed_run_ends_with_the_same_bits(runs, name):
+    whole, resumed = runs[name, 2], runs[f"{name}, resumed", 2]
+    assert resumed.logged("train/loss") == whole.logged("train/loss")
+    weights = [(run.folder / "model_last" / "model.safetensors").read_bytes() for run in (whole, resumed)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("name", ["multi_label_demo", "regression_demo", "pairs_demo", "token_classification_demo"])
+def test_twenty_steps_equal_those_of_trainer(tmp_path, name):
+    recipe = Recipe.load(name, *OVERRIDES, f"output_dir={tmp_path}/ours")
+    ours = Run(train(recipe).output_dir).logged("train/loss")
+    dataset = load_datasets(recipe)["train"]
+    set_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "theirs"),
+        learning_rate=recipe.train.lr,
+        weight_decay=recipe.train.weight_decay,
+        warmup_steps=4,
+        lr_scheduler_type="linear",
+        max_grad_norm=recipe.train.clip_norm,
+        max_steps=20,
+        logging_steps=1,
+        optim="adamw_torch_fused",
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = PlannedTrainer(recipe, dataset, model=build_model(recipe), args=arguments, train_dataset=dataset)
+    trainer.train()
+    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(ours) == 20 and torch.tensor(ours).std() > 0.005
+    assert ours == pytest.approx(theirs, rel=1e-5)

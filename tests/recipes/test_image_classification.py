@@ -1,0 +1,140 @@
+"""Any image classifier of transformers: the promises of the house with everything random on, and Trainer's losses without."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, Trainer, TrainingArguments, set_seed
+
+from hftune import Recipe, train
+from hftune.build import build_model, load_datasets, plan_batches
+from hftune.data.demo_shapes import shapes
+from hftune.tracking.ledger import audit
+from tests.support.runs import Run, train_on
+
+VIT = (
+    "task.model_config={model_type: vit, image_size: 32, patch_size: 8, hidden_size: 32, num_hidden_layers: 2, "
+    "num_attention_heads: 2, intermediate_size: 64, hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
+)
+DEMO = "image_classification_demo"
+FEW = (
+    *("task.max_train_samples=100", "task.max_eval_samples=37", "train.epochs=2", "train.lr=1e-3", "train.batch_size=16"),
+    *("train.micro_batch_size=4", "train.log_every=1", "train.warmup_ratio=0", "eval.every=epoch", "eval.batch_size=5"),
+)
+"""100 images in batches of 16: six whole steps and a last one of 4, an epoch."""
+
+
+@pytest.fixture(scope="module")
+def tiny_vit(tmp_path_factory):
+    """The recipe with a ViT, whose config has nothing of the demo's ConvNeXt."""
+    path = tmp_path_factory.mktemp("recipe") / "tiny_vit.yaml"
+    path.write_text(
+        "base: image_classification\n"
+        "task: {model: null, image_size: 32, dataset: 'hftune.data.demo_shapes:shapes'}\n"
+        "train: {num_workers: 0}\n"
+    )
+    return str(path)
+
+
+EVERYTHING = (
+    *(*FEW, VIT, "task.mixup=0.3", "task.cutmix=1.0", "task.label_smoothing=0.1"),
+    "task.augmentation={crop: 0.4, flip: 0.5, rand_augment: 9, color: 0.3, shift: 2, rotate: 10, erase: 0.3}",
+)
+RESNET = (
+    *FEW,
+    "task.model_config={model_type: resnet, embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}",
+    "task.mixup=0.3",
+)
+WORLD_SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_vit):
+    folder = tmp_path_factory.mktemp("runs")
+    jobs = {size: {"all": EVERYTHING, "resnet": RESNET} for size in WORLD_SIZES}
+    stopped = f"output_dir={folder}/stopped"
+    jobs[1] |= {"still": (*EVERYTHING, "task.augmentation=null", "train.max_steps=2"), "part": (*EVERYTHING, stopped)}
+    jobs[1] |= {"resumed": (*EVERYTHING, stopped), "workers": (*EVERYTHING, "train.num_workers=2", "train.max_steps=8")}
+    return {
+        (name, size): run
+        for size, some in jobs.items()
+        for name, run in train_on(size, some, folder, tiny_vit, stops={"part": (5, 0)} if size == 1 else {}).items()
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["all", "resnet"])
+def test_losses_do_not_depend_on_processes_with_everything_random_on(runs, name, size):
+    run, expected = runs[name, size], runs[name, 1]
+    assert len(expected.logged("train/loss")) == 14
+    assert run.logged("train/loss") == pytest.approx(expected.logged("train/loss"), rel=1e-5)
+    assert run.logged("eval/loss") == pytest.approx(expected.logged("eval/loss"), rel=1e-5)
+    assert [row["prediction"] for row in run.predictions] == [row["prediction"] for row in expected.predictions]
+
+
+def test_workers_load_the_same_images_and_augmentation_changes_them(runs):
+    losses = runs["all", 1].logged("train/loss")
+    assert runs["workers", 1].logged("train/loss")[:5] == pytest.approx(losses[:5], rel=1e-6)
+    assert runs["still", 1].logged("train/loss")[0] != pytest.approx(losses[0], rel=1e-4)
+
+
+def test_run_that_was_stopped_in_mid_epoch_ends_bit_equal(runs):
+    resumed, expected = runs["resumed", 1], runs["all", 1]
+    one, two = (load_file(run.folder / "model_last" / "model.safetensors") for run in (resumed, expected))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert resumed.logged("train/loss") == expected.logged("train/loss")
+    assert [start["after_step"] for start in audit(resumed.folder).starts] == [0, 6]
+
+
+class PlannedTrainer(Trainer):
+    """Trainer on the batches of hftune's plan, with images that transformers itself prepares."""
+
+    def __init__(self, recipe, processor, **kwargs):
+        super().__init__(**kwargs)
+        task, rows = recipe.task, list(shapes("train"))
+        names, self.batches = task.labels, []
+        for step in plan_batches(recipe, task.datasets()["train"]).epoch(0):
+            chosen = [rows[task._sources["train"].rows[index]] for micro_batch in step for index in micro_batch.samples]
+            images = processor([row["image"] for row in chosen], return_tensors="pt")
+            labels = torch.tensor([names.index(row["label"]) for row in chosen])
+            self.batches.append({**images, "labels": labels})
+
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.batches, batch_size=None)
+
+
+def test_twenty_steps_equal_those_of_trainer(tmp_path, tiny_vit):
+    overrides = (
+        *(*FEW, VIT, "task.model_config.hidden_dropout_prob=0", "task.model_config.attention_probs_dropout_prob=0"),
+        *("task.augmentation=null", "task.max_train_samples=320", "train.micro_batch_size=16", "train.epochs=1"),
+        *("train.weight_decay=0.1", "eval.every=20"),
+    )
+    recipe = Recipe.load(tiny_vit, *overrides, f"output_dir={tmp_path}/ours")
+    output = train(recipe).output_dir
+    ours = Run(output).logged("train/loss")
+
+    load_datasets(recipe)
+    set_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "theirs"),
+        learning_rate=recipe.train.lr,
+        weight_decay=0.1,
+        max_grad_norm=recipe.train.clip_norm,
+        max_steps=20,
+        logging_steps=1,
+        optim="adamw_torch_fused",
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    processor = AutoImageProcessor.from_pretrained(output / "model", backend="pil")
+    trainer = PlannedTrainer(recipe, processor, model=build_model(recipe), args=arguments)
+    trainer.train()
+    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(ours) == 20 and torch.tensor(ours).std() > 0.01
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_demo_learns_its_shapes(tmp_path):
+    run = train_on(2, {"demo": ()}, tmp_path, DEMO)["demo"]
+    assert run.result["metrics"]["accuracy"] > 0.85 and run.result["metrics"]["macro_f1"] > 0.85

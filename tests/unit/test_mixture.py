@@ -1,0 +1,253 @@
+"""Several data sets with weights: what an epoch takes from each, how that is proven, and what is refused."""
+
+import json
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from hftune import ConfigError, DataError
+from hftune.batch_plan import BatchPlan, format_digest, samples_digest
+from hftune.commands import audit as audit_command
+from hftune.config import Recipe
+from hftune.data import notices
+from hftune.tasks import LanguageModeling, SequenceClassification
+from hftune.tracking.ledger import Ledger, audit
+
+CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def plan(mixture, **fields):
+    return BatchPlan(sum(count for count, _ in mixture), **{"batch_size": 4, "seed": 1, "mixture": mixture, **fields})
+
+
+def samples(batches, epoch):
+    return [sample for step in batches.epoch(epoch) for micro_batch in step for sample in micro_batch.samples.tolist()]
+
+
+def write(path, texts, labels, **names):
+    text, label = names.get("text", "text"), names.get("label", "label")
+    path.write_text("".join(f"{json.dumps({text: one, label: other})}\n" for one, other in zip(texts, labels, strict=True)))
+    return str(path)
+
+
+def task(**fields):
+    return SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, **fields)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files: 20 rows, and 8 with other names of the columns."""
+    first = write(tmp_path / "first.jsonl", [f"first text {n}" for n in range(20)], [n % 2 for n in range(20)])
+    others = {"text": "review", "label": "stars"}
+    second = write(tmp_path / "second.jsonl", [f"second text {n}" for n in range(8)], [n % 2 for n in range(8)], **others)
+    return [
+        {"data_files": first, "weight": 0.5},
+        {"data_files": second, "weight": 2, "columns": {"text": "review", "label": "stars"}},
+    ]
+
+
+def test_an_epoch_takes_of_each_data_set_as_its_weight_says():
+    batches = plan([(20, 0.5), (8, 2), (3, 0.1), (5, 1)])
+    assert batches.samples_per_epoch == 10 + 16 + 1 + 5 and batches.num_steps == 8
+    used = Counter()
+    for epoch in range(6):
+        drawn = samples(batches, epoch)
+        parts = [[sample for sample in drawn if low <= sample < high] for low, high in ((0, 20), (20, 28), (28, 31), (31, 36))]
+        assert [*map(len, parts)] == [10, 16, 1, 5]
+        assert set(Counter(parts[1]).values()) == {2} and set(Counter(parts[3]).values()) == {1}
+        used += Counter(drawn)
+    assert {used[sample] for sample in range(20)} == {3} and {used[sample] for sample in range(28, 31)} == {2}
+
+
+def test_weights_of_one_are_a_concatenation():
+    mixed, plain = plan([(20, 1), (9, 1.0)]), BatchPlan(29, 4, seed=1)
+    assert all(samples(mixed, epoch) == samples(plain, epoch) for epoch in range(3))
+
+
+def test_passes_run_on_across_epochs_in_a_new_order_each():
+    batches = plan([(10, 0.6)])
+    epochs = [sorted(samples(batches, epoch)) for epoch in range(5)]  # three passes over ten samples
+    assert set(Counter(chain.from_iterable(epochs)).values()) == {3} and epochs[0] != epochs[1]
+    assert sorted(samples(plan([(10, 0.6)], seed=2), 0)) != epochs[0]
+
+
+def test_sizes_that_do_not_add_up_are_an_error():
+    with pytest.raises(ValueError, match="do not add up to 30 samples"):
+        BatchPlan(30, 4, mixture=[(20, 1)])
+
+
+def written(folder, batches, steps, swap=False):
+    ledger = Ledger(folder / "ledger.jsonl")
+    ledger.begin(0, batches, 2)
+    for step in range(steps):
+        epoch, place = divmod(step, batches.num_steps)
+        own = np.concatenate([micro_batch.samples for micro_batch in batches.epoch(epoch)[place]])
+        if swap and step == steps - 1:
+            own = own.copy()
+            own[0] = (own[0] + 1) % batches.num_samples
+        ledger.note(step + 1, epoch, place, len(own), format_digest(*samples_digest(own)))
+    ledger.close()
+    return audit(folder)
+
+
+def test_the_ledger_proves_how_often_each_row_was_used(tmp_path, capsys):
+    batches = plan([(20, 0.5), (8, 2)])
+    found = written(tmp_path, batches, 14)
+    assert found.problems == [] and (found.whole_epochs, found.samples) == (2, 52)
+    assert found.mixture == [{"rows": 20, "weight": 0.5, "samples": 10}, {"rows": 8, "weight": 2, "samples": 16}]
+    assert audit_command.run(type("Options", (), {"folder": str(tmp_path)})) == 0
+    said = capsys.readouterr().out
+    assert "  task.datasets[1]: 8 rows x 2 = 16 samples an epoch\n" in said
+    assert "as many of each data set as its weight says, and each of its rows equally often, give or take one." in said
+    assert written(tmp_path, batches, 3, swap=True).problems == ["Step 3 was computed from other samples than its plan says."]
+
+
+def test_a_plan_that_uses_rows_unequally_is_found(tmp_path, monkeypatch):
+    def lopsided(self, epoch):
+        return np.zeros(self.samples_per_epoch, np.int32)
+
+    monkeypatch.setattr(BatchPlan, "_samples", lopsided)
+    problems = written(tmp_path, plan([(20, 0.5), (8, 2)]), 1).problems
+    assert "The plan does not use the samples of data set 0 equally often up to epoch 0." in problems
+    assert "The plan of epoch 0 uses 0 samples of data set 1, not as weight 2 says." in problems
+
+
+def test_data_sets_are_brought_to_the_same_columns(files):
+    loaded = task(datasets_=files, eval_share=0.25)
+    assert loaded.validate() == []
+    data = loaded.datasets()
+    assert {split: len(rows) for split, rows in data.items()} == {
+        "train": 20,
+        "eval": 8,
+    }  # of 14 rows of each class 3.5, rounded
+    sizes = [size for size, _ in loaded.mixture(data["train"])]
+    assert sum(sizes) == 20 and sizes[0] == sum(text.startswith("first") for text in loaded._rows["train"]["text"])
+    assert [weight for _, weight in loaded.mixture(data["train"])] == [0.5, 2.0]
+    (said,) = notices.mixed(loaded._mixed, [20, 8])
+    assert said == (
+        "task.datasets: an epoch takes 10 from first.jsonl (20 rows x 0.5, 38%) and 16 from second.jsonl (8 rows x 2, 62%)."
+    )
+
+
+def test_a_recipe_with_data_sets_is_equal_after_a_round_trip(files, tmp_path):
+    (path := tmp_path / "mixed.yaml").write_text(
+        f"base: yelp_demo\ntask: {{dataset: null, label_names: null, ordinal: false, eval_share: 0.25, datasets: {json.dumps(files)}}}\n"
+    )
+    recipe = Recipe.load(path)
+    recipe.validate()
+    assert recipe.task.datasets_ == files and recipe.to_dict()["task"]["datasets"] == files
+    (again := tmp_path / "again.yaml").write_text(recipe.to_yaml())
+    assert Recipe.load(again) == Recipe.load(path, "recipe=mixed")
+
+
+def test_messages_name_the_data_set_and_its_row(files, tmp_path):
+    files[1]["data_files"] = write(tmp_path / "bad.jsonl", ["a text", " ", "text"], [0, 1, 1], text="review", label="stars")
+    with pytest.raises(DataError, match=r"The train \(bad\.jsonl\) split has an empty text in column 'text' at row 1\. "):
+        task(datasets_=files, eval_share=0.2).datasets()
+    files[1]["data_files"] = write(tmp_path / "odd.jsonl", ["a text", "b", "c"], [0, 1, 7], text="review", label="stars")
+    with pytest.raises(DataError, match=r"Row 2 of odd\.jsonl of the train split has the label 7; "):
+        _never(task(datasets_=files, label_names=["no", "yes"])).datasets()
+
+
+def _never(own):
+    own.evaluates = False
+    return own
+
+
+def test_columns_that_do_not_fit_together_are_refused(files, tmp_path):
+    with pytest.raises(DataError, match=r"task\.datasets: no column is in all of them: first\.jsonl has text, label; second"):
+        _never(task(datasets_=[files[0], {"data_files": files[1]["data_files"]}])).datasets()
+    with pytest.raises(
+        DataError, match=r"task\.datasets\[1\]\.columns\.text=revew is not a column of second.*Did you mean 'review'"
+    ):
+        _never(task(datasets_=[files[0], {**files[1], "columns": {"text": "revew"}}])).datasets()
+    words = write(tmp_path / "words.jsonl", ["a text", "b"], ["good", "bad"])
+    with pytest.raises(
+        DataError, match=r"Column 'label' holds int64 in first\.jsonl, but string in words\.jsonl\. The data sets"
+    ):
+        _never(task(datasets_=[files[0], {"data_files": words}])).datasets()
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (
+            {"weigth": 2},
+            "task.datasets[0].weigth is not a key. Keys: dataset, dataset_config, dataset_revision, data_files, split, ",
+        ),
+        (
+            {"weight": 0},
+            "task.datasets[0].weight=0 must be a number above 0: how often an epoch uses each row, such as 0.5 or 3.",
+        ),
+        ({"columns": {"text": 1}}, "task.datasets[0].columns={'text': 1} must say the name of each column there, such as "),
+        ({"data_files": "nowhere.jsonl"}, "task.datasets[0].data_files=nowhere.jsonl: there is no such file."),
+        (
+            {"data_files": {"train": "f"}},
+            "task.datasets[0].data_files={'train': 'f'} must be a path, a glob or a list of them: ",
+        ),
+        ({"data_files": None}, "task.datasets[0] names no data: give it data_files or dataset."),
+    ],
+)
+def test_a_wrong_entry_is_refused(files, change, problem):
+    (said,) = task(datasets_=[{**files[0], **change}, files[1]], eval_share=0.1).validate()
+    assert said.startswith(problem)
+
+
+def test_data_sets_beside_other_data_are_refused(files):
+    def said(**fields):
+        return " ".join(task(datasets_=files, **fields).validate())
+
+    assert said() == (
+        "task.datasets names training data only. Name evaluation data (task.data_files.eval=...), hold out a share of the training "
+        "rows (task.eval_share=0.1), or train without evaluation (eval.every=never)."
+    )
+    file = files[0]["data_files"]
+    assert said(data_files={"eval": file}) == ""
+    assert said(dataset="own:rows", eval_share=0.1) == (
+        "task.dataset=own:rows and task.datasets both name training data. Set task.dataset=null."
+    )
+    assert "Make the files an entry of task.datasets." in said(data_files={"train": file, "eval": file})
+    assert "there is no such file" in said(data_files={"eval": "nowhere.jsonl"})
+    assert task(datasets_=[], eval_share=0.1).validate()[0].startswith("task.datasets is empty. List the data sets: [{")
+
+
+def test_code_that_a_data_set_names_needs_trust(files, tmp_path):
+    (path := tmp_path / "mixed.yaml").write_text(
+        "base: yelp_demo\ntask: {dataset: null, eval_share: 0.1, datasets: [{dataset: 'own_module:rows'}]}\n"
+    )
+    with pytest.raises(ConfigError, match=r"task\.datasets=own_module:rows .* is not hftune's own code"):
+        Recipe.load(path, trust_code=False)
+
+
+def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_held_out(tmp_path):
+    for name, count in (("first", 40), ("second", 20)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number} line\n" for number in range(count)))
+    entries = [{"data_files": str(tmp_path / "first.txt")}, {"data_files": str(tmp_path / "second.txt"), "weight": 3}]
+    loaded = LanguageModeling(
+        model_config={"model_type": "gpt2"},
+        tokenizer="words",
+        datasets_=entries,
+        eval_share=0.1,
+        block_length=7,
+        test_split=None,
+    )
+    assert loaded.validate() == []
+    held_out = loaded._rows["eval"]["text"]
+    assert held_out == [f"{name} {n} line" for name, ns in (("first", range(36, 40)), ("second", range(18, 20))) for n in ns]
+    train = loaded.datasets()["train"]
+    first, second = loaded.text_tokenizer.convert_tokens_to_ids(["first", "second"])
+    kinds = [{first, second} & {*block["input_ids"].tolist()} for block in train]
+    assert len(train) == len(train.lengths) == 21 + 11 and kinds == [{first}] * 21 + [{second}] * 11
+    assert loaded.mixture(train) == [(21, 1.0), (11, 3.0)]
+    assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
+    limited = LanguageModeling(datasets_=entries, eval_share=0.1, max_train_samples=5, model_config={"model_type": "gpt2"})
+    assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights instead." in limited.validate()
+
+
+def test_a_data_set_of_which_no_row_is_left_is_refused(files, tmp_path):
+    one = {"data_files": write(tmp_path / "one.jsonl", ["a text"], [0])}
+    with pytest.raises(DataError, match=r"task\.datasets: no row of one\.jsonl is left to train on\."):
+        data = _never(own := task(datasets_=[files[0], one], max_train_samples=3)).datasets()
+        own.mixture(data["train"])

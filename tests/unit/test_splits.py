@@ -1,0 +1,204 @@
+"""Rows held out for evaluation: a share of one file, or folds. The same for every process and run, of each class its share."""
+
+import json
+from collections import Counter
+
+import datasets
+import numpy as np
+import pytest
+
+from hftune import ConfigError, DataError
+from hftune.config import Recipe
+from hftune.data import notices
+from hftune.data.splits import Part, split_fold, split_off
+from hftune.data.text import row_numbers, take
+from hftune.tasks import ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration
+
+CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+LABELS = [*"a" * 50, *"b" * 30, *"c" * 17, *"d" * 3]
+
+
+def task(**fields):
+    return SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, **fields)
+
+
+def one_file(tmp_path, labels=LABELS):
+    path = tmp_path / "all.jsonl"
+    rows = [{"text": f"text number {index} of class {label}", "label": label} for index, label in enumerate(labels)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_a_share_of_each_class_is_held_out_and_every_row_is_in_one_part():
+    train, held_out = split_off(100, 0.1, LABELS)
+    assert (
+        sorted([*train, *held_out]) == list(range(100)) and list(train) == sorted(train) and list(held_out) == sorted(held_out)
+    )
+    assert Counter(LABELS[index] for index in held_out) == {"a": 5, "b": 3, "c": 2, "d": 1}  # rounded, at least one
+
+
+def test_the_rows_held_out_are_always_the_same():
+    assert split_off(20, 0.2)[1].tolist() == split_off(20, 0.2)[1].tolist()
+    assert split_off(20, 0.2, seed=1)[1].tolist() != split_off(20, 0.2)[1].tolist()
+
+
+@pytest.mark.parametrize("num_rows, share, count", [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 3), (3, 0.5, 2)])
+def test_both_parts_have_at_least_one_row(num_rows, share, count):
+    assert len(split_off(num_rows, share)[1]) == len(split_off(num_rows, share, in_order=True)[1]) == count
+
+
+@pytest.mark.parametrize("labels", [None, LABELS])
+def test_each_row_is_in_one_fold_and_folds_and_their_classes_differ_by_one_row_at_most(labels):
+    folds = [split_fold(100, fold, 7, labels) for fold in range(7)]
+    assert sorted(np.concatenate([held_out for _, held_out in folds])) == list(range(100))
+    assert {len(held_out) for _, held_out in folds} == {14, 15}
+    for train, held_out in folds:
+        assert sorted([*train, *held_out]) == list(range(100))
+        if labels:
+            counts = Counter(labels[index] for index in held_out)
+            assert counts["a"] in (7, 8) and counts["b"] in (4, 5) and counts["c"] in (2, 3) and counts["d"] in (0, 1)
+
+
+def test_rows_that_run_on_are_held_out_together():
+    assert split_off(10, 0.3, in_order=True)[1].tolist() == [7, 8, 9]
+    assert [split_fold(10, fold, 3, in_order=True)[1].tolist() for fold in range(3)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_a_class_with_a_single_row_is_refused_by_its_name_and_its_row(tmp_path):
+    file = one_file(tmp_path, [*"aabb", "rare", *"ab", "odd"])
+    with pytest.raises(
+        DataError, match=r"The class 'rare' has a single row in the train split, row 4; so have 1 more classes\. To"
+    ):
+        task(data_files={"train": file}, eval_share=0.3).datasets()
+
+
+def test_too_few_rows_are_refused():
+    with pytest.raises(DataError, match=r"The train split has 1 row, too few to hold some out: 2 are needed\."):
+        split_off(1, 0.5)
+    with pytest.raises(DataError, match=r"The train split has 4 rows, too few to hold some out: 5 are needed\."):
+        split_fold(4, 0, 5)
+
+
+def test_a_share_is_held_out_before_rows_are_counted_and_folds_are_those_of_the_rows_counted():
+    part = {"eval_share": 0.2, "eval_fold": None, "data_files": {"train": "f"}}
+    few, all_rows = (
+        Part.of(task(**part, max_train_samples=count), "eval", {"train": count, "eval": None}).indices(50)
+        for count in (10, None)
+    )
+    assert few.tolist() == all_rows.tolist()
+    folded = [task(eval_fold=[fold, 4], max_train_samples=20) for fold in range(4)]
+    parts = [Part.of(one, "eval", {"train": 20, "eval": 3}).indices(100) for one in folded]
+    assert sorted(np.concatenate(parts)) == Part("train", 20).indices(100).tolist()
+    assert not {*parts[0]} & {*Part.of(folded[0], "train", {"train": 20}).indices(100)}
+
+
+def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(tmp_path):
+    loaded = task(data_files={"train": one_file(tmp_path)}, eval_share=0.1)
+    assert loaded.validate() == []
+    assert {split: len(rows) for split, rows in loaded.datasets().items()} == {"train": 89, "eval": 11}
+    rows = loaded._rows["eval"]
+    assert rows["text"] == [f"text number {row} of class {LABELS[row]}" for row in row_numbers(rows, range(11))]
+    said = notices.held_out(loaded, 100)
+    assert said == [
+        "task.eval_share=0.1: a share of the 100 rows of the train split is evaluated on instead, the same in every run."
+    ]
+    assert not any("max_train_samples" in notice for notice in loaded._row_notices(loaded._rows, "text"))
+
+
+def test_a_test_file_may_be_given_besides(tmp_path):
+    test = tmp_path / "test.jsonl"
+    test.write_text('{"text": "text of the test", "label": "a"}\n' * 4)
+    loaded = task(data_files={"train": one_file(tmp_path), "test": str(test)}, eval_share=0.1)
+    assert loaded.validate() == [] and [*loaded.datasets()] == ["train", "eval", "test"] and len(loaded.datasets()["test"]) == 4
+    assert "data_files.test is not a key" in " ".join(
+        TitleGeneration(data_files={"train": str(test), "eval": str(test), "test": str(test)}).validate()
+    )
+
+
+def test_of_a_running_text_the_end_is_held_out(tmp_path):
+    path = tmp_path / "all.txt"
+    path.write_text("".join(f"line {number} of the text\n" for number in range(20)))
+    loaded = LanguageModeling(
+        model_config={"model_type": "gpt2"}, tokenizer="words", data_files={"train": str(path)}, eval_share=0.2
+    )
+    assert loaded.validate() == []
+    assert loaded._rows["eval"]["text"] == [f"line {number} of the text" for number in range(16, 20)]
+
+
+def test_images_are_held_out_by_class(tmp_path):
+    pixels = {"image": [np.full((28, 28), row, np.uint8) for row in range(20)], "label": [row % 2 for row in range(20)]}
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict(pixels, features=kinds).to_parquet(path := str(tmp_path / "all.parquet"))
+    loaded = ImageClassification(data_files={"train": path}, eval_share=0.2)
+    assert loaded.validate() == []
+    found = loaded.datasets()
+    assert sorted(found["eval"].labels) == [0, 0, 1, 1] and len(found["train"]) == 16
+    seen = [int(images.pixels_NHWC[row, 0, 0, 0]) for images in found.values() for row in range(len(images))]
+    assert sorted(seen) == list(range(20))
+    pictures = ImageRestoration(data_files={"train": path}, eval_share=0.2, crop=None)
+    assert pictures.validate() == [] and {split: len(own) for split, own in pictures.datasets().items()} == {
+        "train": 16,
+        "eval": 4,
+    }
+
+
+def test_take_leaves_rows_as_they_are_if_all_are_used():
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    assert take(rows, None) is rows and take(rows, Part("train", 5)) is rows
+
+
+WAYS = (
+    "task.data_files.eval is missing. Name evaluation data (task.data_files.eval=...), hold out a share of the training rows "
+    "(task.eval_share=0.1), or train without evaluation (eval.every=never)."
+)
+
+
+def problems(*words):
+    try:
+        Recipe.load("yelp_demo", *words).validate()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        ((), WAYS),
+        (("task.eval_share=0.1",), None),
+        (("task.eval_fold=[0,5]",), None),
+        (("eval.every=never",), None),
+        (
+            ("task.eval_share=1.0",),
+            "task.eval_share=1.0 must be between 0 and 1: it is the share of the training rows to evaluate on.",
+        ),
+        (
+            ("task.eval_fold=[5,5]",),
+            "task.eval_fold=[5, 5] must be the number of a fold, from 0, and the number of folds, such as [0, 5].",
+        ),
+        (
+            ("task.eval_share=0.1", "task.data_files.eval={file}"),
+            "task.eval_share=0.1 takes the evaluation rows from the training data, but task.data_files.eval={file} names others. "
+            "Leave one of them out.",
+        ),
+        (
+            ("task.eval_share=0.1", "eval.every=never"),
+            "task.eval_share=0.1 holds out training rows, but eval.every=never evaluates on none. Set task.eval_share=null.",
+        ),
+        (
+            ("task.eval_share=0.1", "task.eval_fold=[0,5]"),
+            "task.eval_share=0.1 and task.eval_fold=[0, 5] both hold out training rows. Set one of them to null.",
+        ),
+    ],
+)
+def test_evaluation_data_are_named_held_out_or_switched_off(tmp_path, words, problem):
+    file = one_file(tmp_path)
+    found = problems(f"task.data_files.train={file}", *(word.format(file=file) for word in words))
+    assert found == ([problem.format(file=file)] if problem else [])
+
+
+def test_without_evaluation_no_eval_split_is_loaded(tmp_path):
+    words = ("task.label_names=null", "task.ordinal=false", "eval.every=never")
+    recipe = Recipe.load("yelp_demo", f"task.data_files.train={one_file(tmp_path)}", *words)
+    assert recipe.task.evaluates is False and [*recipe.task.datasets()] == ["train"]
+    assert not recipe.eval.falls_on(10, 10, 5)
