@@ -53,15 +53,15 @@ COMMANDS = {
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
     ),
-    "sweep": (
-        sweep,
-        "train a recipe with several values of some keys, and compare. A comma separates values, train.lr=1e-5,3e-5, unless it "
-        "is inside brackets, braces or quotes; the same command again goes on where it was stopped",
-    ),
     "folds": (
         folds,
         "train once for each fold of the data, for scores with mean and deviation and a prediction of every row. Under a "
         "launcher all processes share the work: accelerate launch -m hftune.cli folds recipe=...",
+    ),
+    "sweep": (
+        sweep,
+        "train a recipe with several values of some keys, and compare. A comma separates values, train.lr=1e-5,3e-5, unless it "
+        "is inside brackets, braces or quotes; the same command again goes on where it was stopped",
     ),
     "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),

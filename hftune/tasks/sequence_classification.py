@@ -371,8 +371,7 @@ class SequenceClassification(TextTask):
     def predict(self, model: PreTrainedModel, inputs: list[Any], probabilities: bool = False) -> list[dict[str, Any]]:
         """Return a row for each text or pair: its label and probability; its labels and all probabilities; or its value.
 
-        A pair is a list of two texts, or a text with a tab between them. ``probabilities`` adds those of all classes to a
-        single label.
+        A pair is a list of two texts, or a text with a tab between them. ``probabilities`` adds those of all classes.
         """
         texts = self._checked(inputs)
         encoded = self._tokens(texts, model.config)

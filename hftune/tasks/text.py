@@ -392,6 +392,13 @@ class TextTask(Task):
             *(notices.shared(notices.shared_texts(rows, *text_columns)) if text_columns else []),
         ]
 
+    def _kept(self, rows: Mapping[str, Dataset]) -> dict[str, tuple[int, int]]:
+        """Return, for each split that a limit applies to, the number of rows used and of all rows."""
+        from hftune.data import notices
+
+        limited = {split: split_rows for split, split_rows in rows.items() if self._counts[split] is not None}
+        return {} if self.eval_fold else {split: notices.num_rows(split_rows) for split, split_rows in limited.items()}
+
     def input_lengths(self, inputs: list) -> list[int] | None:
         """Return the tokens of each text, those beyond the maximum not counted; None for inputs that are not single texts."""
         if not all(isinstance(text, str) for text in inputs):
@@ -399,13 +406,6 @@ class TextTask(Task):
         most = max((getattr(self, key) for key in self.length_keys if hasattr(self, key)), default=None)
         encoded = self.text_tokenizer(inputs, truncation=most is not None, max_length=most, verbose=False)
         return list(map(len, encoded["input_ids"]))
-
-    def _kept(self, rows: Mapping[str, Dataset]) -> dict[str, tuple[int, int]]:
-        """Return, for each split that a limit applies to, the number of rows used and of all rows."""
-        from hftune.data import notices
-
-        limited = {split: split_rows for split, split_rows in rows.items() if self._counts[split] is not None}
-        return {} if self.eval_fold else {split: notices.num_rows(split_rows) for split, split_rows in limited.items()}
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
         """Write model and tokenizer for ``from_pretrained``."""

@@ -28,8 +28,13 @@ def number(cell):
     return float(cell.replace(",", "").rstrip("x%"))
 
 
+def check_against_trainer(cells):
+    assert [row["task"] for row in cells.rows] == [task for task in ("reviews", "tags", "pictures") for _ in range(2)]
+    assert all(0 <= score <= 1 for score in cells.column("mean")) and all(speed > 0 for speed in cells.column("samples/s"))
+
+
 def check_batch_plan(cells):
-    assert cells.column("steps") == [79, 79]  # 10,000 samples in batches of 128, the short last one kept
+    assert cells.column("steps") == [79, 79, 79]  # 10,000 samples in batches of 128, the short last one kept
     assert all(micro_batches >= 79 * 4 - 3 for micro_batches in cells.column("micro-batches"))
 
 
@@ -79,6 +84,11 @@ def check_gradient_scale(cells):
     right, accumulated = cells.rows
     assert right["Trainer grad norm"] == right["hftune grad norm"] == accumulated["hftune grad norm"]
     assert number(accumulated["Trainer grad norm"]) == pytest.approx(4 * number(right["hftune grad norm"]), rel=1e-2)
+
+
+def check_image_classification(cells):
+    assert [row[""] for row in cells.rows] == ["hftune", "Trainer"] and all(rate > 0 for rate in cells.column("images/s"))
+    assert all(0 <= accuracy <= 1 for accuracy in cells.column("accuracy"))
 
 
 def check_jieba_speed(cells):
@@ -147,7 +157,7 @@ def check_wikitext2(cells):
     assert 1 < perplexity["test, pairs counted"] < perplexity["test, words counted"] < perplexity["test, the best model"] < 300
 
 
-COLD = ("batch_plan", "checkpoint_cost", "startup")
+COLD = ("batch_plan", "startup")
 """Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 
