@@ -328,6 +328,37 @@ class Task(ABC):
         raise NotImplementedError
 
 
+class BatchLossTask(Task):
+    """A task whose loss compares the samples of a step with each other, as contrastive losses do with in-batch negatives.
+
+    It is no sum over micro-batches. Strategies compute the embeddings of the whole global batch first, then the loss and its
+    gradient, then each micro-batch again: see hftune/strategies/two_pass.py. So the loss depends on ``train.batch_size``, and
+    neither on micro-batches nor on processes. The last step of an epoch may have fewer samples to compare.
+
+    ``loss`` sees a single micro-batch; it serves trials before training. In an evaluation it would depend on
+    ``eval.batch_size``, so ``metrics`` has to return "loss" as well, computed from its rows.
+    """
+
+    @abstractmethod
+    def embed(self, outputs: Any, target: Any) -> Tensor:
+        """Return what the loss compares: a row for each sample of a micro-batch, (B, ...) float32."""
+
+    def batch_labels(self, target: Any) -> Tensor:
+        """Return what else the loss needs of each sample of a micro-batch, (B, ...), by default the target."""
+        return target
+
+    @abstractmethod
+    def batch_losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each sample among all samples of a step, (B,) float32.
+
+        It must be a pure function of ``embeddings`` and ``labels``, the rows of ``embed`` and ``batch_labels``: every process
+        computes it.
+        """
+
+    def loss(self, outputs: Any, target: Any) -> Tensor:
+        return self.batch_losses(self.embed(outputs, target), self.batch_labels(target)).sum()
+
+
 def _takes(method: Any, num_arguments: int) -> bool:
     """Return whether a method can be called with this number of arguments besides self."""
     try:

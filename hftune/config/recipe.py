@@ -36,7 +36,7 @@ from hftune.config.sections import (
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
 from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
-from hftune.task import Direction, Task
+from hftune.task import BatchLossTask, Direction, Task
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found.
         """
-        problems = [*self.task.validate(), *self._metric_problems()]
+        problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems()]
         if problems:
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
@@ -144,6 +144,18 @@ class Recipe(RunConfig):
             yield (
                 f"eval.metric={metric}: {task} does not declare whether greater is better. Set eval.greater_is_better to true "
                 f'or false, or give {task} metric_directions = {{"{metric}": "max"}}, or "min".'
+            )
+
+    def _batch_loss_problems(self) -> Iterator[str]:
+        if not isinstance(self.task, BatchLossTask):
+            return
+        name = type(self.task).__name__
+        if self.train.batch_size == 1:
+            yield f"train.batch_size=1: the loss of {name} compares the samples of a step with each other. Raise it."
+        if (stages := self.parallel.pipeline_stages) > 1:
+            yield (
+                f"parallel.pipeline_stages={stages}: the loss of {name} compares the samples of a step with each other, and a "
+                "pipeline has its micro-batches one after the other. Leave it at 1; DDP and FSDP can train it."
             )
 
     @property

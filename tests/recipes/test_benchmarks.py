@@ -91,6 +91,11 @@ def check_image_classification(cells):
     assert all(0 <= accuracy <= 1 for accuracy in cells.column("accuracy"))
 
 
+def check_in_batch_negatives(cells):
+    assert all(milliseconds > 0 for milliseconds in cells.column("ms"))
+    assert cells.column("loss") == pytest.approx([cells.column("loss")[0]] * 4, rel=1e-5)
+
+
 def check_jieba_speed(cells):
     assert cells.column("thousand characters/s")[1] > cells.column("thousand characters/s")[0]
 

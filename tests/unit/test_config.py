@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from hftune import run
+from hftune import run, tasks
 from hftune.config.importing import import_named
 from hftune.config.recipe import EvalConfig, Recipe, TrackConfig, TrainConfig
 from hftune.config.shipped_files import recipe_names
@@ -69,6 +69,7 @@ class NoTask:
 """
 
 SECTIONS = "Sections: task, train, eval, checkpoint, parallel, track. Keys at the top: recipe, base, replace, seed, output_dir, resume."
+TASKS = f"Shipped: {', '.join(tasks.__all__)}."
 SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
 
 
@@ -753,21 +754,19 @@ def test_a_recipe_without_a_task_type_is_refused(write, text):
         (
             "SequenceClasification",
             "task.type=SequenceClasification cannot be imported: module 'hftune.tasks' has no attribute "
-            "'SequenceClasification'. Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration. Did you mean 'SequenceClassification'?",
+            f"'SequenceClasification'. {TASKS} Did you mean 'SequenceClassification'?",
         ),
         (
             "no_such_module.Thing",
-            "task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. "
-            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
+            f"task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. {TASKS}",
         ),
         (
             "own_tasks.Nothing",
-            "task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. "
-            "Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
+            f"task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. {TASKS}",
         ),
         (
             ".Thing",
-            "task.type=.Thing cannot be imported: Empty module name. Shipped: ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration.",
+            f"task.type=.Thing cannot be imported: Empty module name. {TASKS}",
         ),
         ("own_tasks.NoTask", "task.type=own_tasks.NoTask is not a subclass of hftune.Task."),
         ("own_tasks.NoDataclass", "task.type=own_tasks.NoDataclass must be a dataclass: write @dataclass above the class."),
