@@ -31,7 +31,7 @@ RENAMED = {
 RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
 """New names of Task's class attributes, likewise."""
 
-INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "image_column", "mask_column")
+INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "anchor_column", "image_column", "mask_column")
 """Fields of tasks that name a column of their inputs, not of their labels."""
 DERIVED = "task.json"
 """File beside the weights with the attributes that ``datasets`` set on the task."""

@@ -231,9 +231,10 @@ def shown(numbers: Sequence[int], most: int = 5) -> str:
     return ", ".join(map(str, numbers[:most])) + rest
 
 
-def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prediction as cells: the probabilities of the classes each in a column, named after its class."""
-    return {**row.get("probabilities", {}), **{name: value for name, value in row.items() if name != "probabilities"}}
+def flat(row: Mapping[str, Any], probabilities: bool = True) -> dict[str, Any]:
+    """Return a prediction as cells: the probabilities of the classes each in a column, named after its class, or nowhere."""
+    shares = row.get("probabilities", {}) if probabilities else {}
+    return {**shares, **{name: value for name, value in row.items() if name != "probabilities"}}
 
 
 def output_columns(job: Job, fields: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -269,7 +270,7 @@ def output_rows(
         stop = min(start + CHUNK, count)
         chunk = rows[start:stop] if given else {}
         for index in range(stop - start):
-            prediction = flat(next(predictions) or {})
+            prediction = flat(next(predictions) or {}, "probabilities" in job.options)
             yield {
                 name: chunk[source_name][index] if source == "data" else prediction.get(source_name)
                 for name, (source, source_name) in columns.items()

@@ -196,7 +196,7 @@ class Parts:
     def fields(self) -> list[str]:
         """Return the names of what is predicted."""
         first = next((row for row in self.rows() if row is not None), {})
-        return list(flat(first))
+        return list(flat(first, "probabilities" in self.job.options))
 
     def join(self) -> None:
         """Write the output, and remove the parts."""
