@@ -30,6 +30,8 @@ RENAMED = {
 RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
 """New names of Task's class attributes, likewise."""
 
+INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "image_column", "mask_column")
+"""Fields of tasks that name a column of their inputs, not of their labels."""
 DERIVED = "task.json"
 """File beside the weights with the attributes that ``datasets`` set on the task."""
 
@@ -286,10 +288,39 @@ class Task(ABC):
         """Return a few raw inputs for ``predict``; MLflow logs them with the model. Called after ``datasets``."""
         return []
 
+    def input_columns(self) -> dict[str, str | None]:
+        """Return the columns of a table that make a raw input of ``predict``, each by the name that ``--map`` gives it.
+
+        None stands for a column that the recipe does not name; `hftune predict --data` then takes it if there is only one way.
+        By default those of the fields in INPUT_FIELDS: ``{"text": "review"}`` for text_column: review.
+        """
+        given = {name: getattr(self, name) for name in INPUT_FIELDS if hasattr(self, name)}
+        if several := given.pop("text_columns", None):
+            return {column: column for column in several}
+        if given.get("image_column") is None or given.get("mask_column") is None:
+            given.pop("mask_column", None)
+        return {name.removesuffix("_column"): column for name, column in given.items() if name != "text_columns"}
+
+    def raw_inputs(self, rows: Mapping[str, list]) -> list:
+        """Return the raw inputs of ``predict`` that some rows of a table hold.
+
+        Args:
+            rows: the values of each of the ``input_columns``, by the same names.
+
+        By default the values of the only column, or tuples of the values of several, in the order of ``input_columns``.
+        """
+        columns = list(rows.values())
+        return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+    def input_lengths(self, inputs: list) -> list[int] | None:
+        """Return the length of each raw input, such as its tokens, to sort by it; None, the default: by characters."""
+        return None
+
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return a row for each raw input, such as a text, without gradients. Used by ``hftune.load_model``.
 
-        Values are JSON-serializable or Pillow images, which ``hftune predict`` writes into its --output folder.
+        Values are JSON-serializable or Pillow images, which ``hftune predict`` writes into its --output folder. A task that
+        classifies takes ``probabilities=True`` besides, and then adds ``probabilities``: those of all classes, by name.
 
         Raises:
             DataError: an input cannot be used; the message begins with "Input" and its index.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
+from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -548,15 +548,17 @@ class ImageClassification(ImageTask):
         pixels_NHWC = np.stack([self._whole(images[index]["image"]) for index in range(min(2, len(images)))])
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
-    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array."""
+    def predict(self, model: nn.Module, inputs: list, probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array.
+
+        ``probabilities`` adds those of all classes.
+        """
         from hftune.data.images import read_input
 
         images = [read_input(value, index, self._form) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
         outputs = model(batch[self._input].to(next(model.parameters()).device))
-        found = most_probable(logits(outputs))
-        return [{"label": self.labels[label], "probability": probability} for label, probability in found]
+        return answers(logits(outputs), self.labels, probabilities)
 
 
 def logits(outputs: Any) -> Tensor:

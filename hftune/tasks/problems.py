@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftune.tasks.classification import evaluation_rows, most_probable, named
+from hftune.tasks.classification import answers, evaluation_rows, named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,9 +78,9 @@ class SingleLabel:
         }
 
     @staticmethod
-    def answers(logits_NK: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Return the most probable label of each text, by name, and its probability."""
-        return [{"label": labels[label], "probability": probability} for label, probability in most_probable(logits_NK)]
+    def answers(logits_NK: Tensor, labels: Sequence[str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label of each text, by name, and its probability; on demand those of all classes."""
+        return answers(logits_NK, labels, probabilities)
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,9 @@ class MultiLabel:
         return multi_label_metrics(labels, said, probabilities, self.labels)
 
     @staticmethod
-    def answers(logits_NK: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Return each text's labels, by name, and the probabilities of all labels."""
-        names = [labels[number] for number in range(len(labels))]
-        found = [_by_name(names, row) for row in logits_NK.float().sigmoid().tolist()]
+    def answers(logits_NK: Tensor, labels: Sequence[str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return each text's labels, by name, and the probabilities of all labels in any case."""
+        found = [_by_name(labels, row) for row in logits_NK.float().sigmoid().tolist()]
         return [{"labels": [name for name, value in row.items() if value >= THRESHOLD], "probabilities": row} for row in found]
 
 
@@ -185,8 +184,8 @@ class Regression:
         return regression_metrics([row["prediction"] for row in rows], [row["label"] for row in rows])
 
     @staticmethod
-    def answers(logits_N1: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Return each text's number."""
+    def answers(logits_N1: Tensor, labels: Sequence[str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return each text's number; there are no probabilities."""
         return [{"value": _rounded(value)} for value in logits_N1.squeeze(-1).float().tolist()]
 
 

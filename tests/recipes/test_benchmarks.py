@@ -123,6 +123,11 @@ def check_plan_memory(cells):
     assert all(0.5 < ratio < 2 for ratio in cells.column("ratio"))
 
 
+def check_predict(cells):
+    assert [row[""] for row in cells.rows] == ["pipeline, batches of 1", "pipeline, batches of 8", "hftune"]
+    assert all(rate > 0 for rate in cells.column("rows/s"))
+
+
 def check_restoration_flowers(cells):
     inside = {row[""]: number(row["psnr_inside"]) for row in cells.rows}
     assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
