@@ -226,7 +226,7 @@ def test_targets_in_a_script_that_english_rouge_does_not_see_are_refused(tmp_pat
     with pytest.raises(DataError) as caught:
         task_of("t5", dataset="csv", data_files=files).datasets()
     assert str(caught.value) == (
-        "task.language=en, but the targets have no letter from a to z, such as '东京'. Set task.language to their language, "
+        "task.language=en, but the targets have no letter from a to z and no digit, such as '东京'. Set task.language to their language, "
         "such as zh."
     )
     assert len(task_of("t5", dataset="csv", data_files=files, language="zh").datasets()["train"]) == 2
