@@ -1,8 +1,9 @@
-"""Measure what it costs to plan an epoch of ten million samples: seconds and peak memory, with a row and a token bound.
+"""Measure what it costs to plan an epoch of ten million samples: seconds and peak memory, padded and packed.
 
     python benchmarks/batch_plan.py [--samples 10000000] [--rounds 3]
 
-Each measurement is a process of its own, because a process's peak memory never goes down again; the two bounds take turns.
+Each measurement is a process of its own, because a process's peak memory never goes down again; the plans take turns. "packed"
+is the plan of training without padding (train.packing=auto), which deals samples to micro-batches of equal work.
 "layout" is ``BatchPlan(...).epoch(0)``, "walk" visits every micro-batch of every step. The peak holds Python, numpy and
 the lengths themselves; the column before it says how much that is without any plan. Lengths are drawn like Yelp's: log-normal,
 median 115 tokens, cut at 512.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 from contest import take_turns
@@ -24,7 +26,8 @@ from record import parse_options, print_table, save
 
 from hftune.batch_plan import BatchPlan
 
-BOUNDS = {"row bound": "micro_batch_size", "token bound": "micro_batch_tokens"}
+BOUNDS = ("row bound", "token bound", "packed")
+BERT_BASE_WIDTH, PARTS = 768, 4
 FIELDS = ("layout_s", "walk_s", "before_mib", "peak_mib", "num_steps", "num_micro_batches")
 
 
@@ -75,7 +78,11 @@ def in_own_process(name: str) -> dict[str, float]:
 def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
     """Plan one epoch and walk through it."""
     lengths = draw_lengths(options.samples)
-    bound = {BOUNDS[name]: options.rows if name == "row bound" else options.tokens}
+    bound: dict[str, Any] = (
+        {"micro_batch_size": options.rows} if name == "row bound" else {"micro_batch_tokens": options.tokens}
+    )
+    if name == "packed":
+        bound |= {"micro_batch_size": options.rows, "packed": True, "parts": PARTS, "width": BERT_BASE_WIDTH}
     before_mib = peak_mib()
     began = time.perf_counter()
     steps = BatchPlan(options.samples, options.batch_size, lengths=lengths, **bound).epoch(0)

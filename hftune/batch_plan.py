@@ -227,23 +227,27 @@ class EpochPlan(Sequence):
 
         So the all-reduce of the gradient, which begins with the last backward pass, hides behind the longest one.
         """
-        plan, lengths_B = self.plan, self.plan.lengths[samples_B].astype(np.int64)
-        costs, total = plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
-        max_rows, max_tokens = plan.micro_batch_size or len(samples_B), plan.micro_batch_tokens or total
-        least = max(-(-len(samples_B) // max_rows), -(-total // max_tokens))
+        plan, lengths_B = self.plan, self.plan.lengths[samples_B].astype(np.int64)  # longest first
+        lengths, costs, total = lengths_B.tolist(), plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
+        max_rows, max_tokens = plan.micro_batch_size or len(lengths), plan.micro_batch_tokens or total
+
+        def most_items(longest: int) -> int:
+            return min(max_rows, PADDED_TO_REAL * max_tokens // lengths[longest])
+
+        least = max(-(-len(lengths) // max_rows), -(-total // max_tokens))
         while True:
-            count = plan.num_parts(least, len(samples_B))
-            bins = balance(costs, count, lambda longest: min(max_rows, PADDED_TO_REAL * max_tokens // int(lengths_B[longest])))
-            if count == len(samples_B) or all(_fits(lengths_B[places], max_rows, max_tokens) for places in bins):
+            count = plan.num_parts(least, len(lengths))
+            bins = balance(costs, count, most_items)
+            tokens = [sum([lengths[place] for place in places]) for places in bins]
+            fits = all(len(places) <= most_items(places[0]) for places in bins) and max(tokens) <= max_tokens
+            if fits or count == len(lengths):
                 break
             least = max(count + 1, count * 9 // 8)
-        loads = [sum(costs[place] for place in places) for places in bins]
-        micro_batches = []
-        for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number))):
-            places = bins[number]
-            real = lengths_B[places]
-            micro_batches.append(MicroBatch(index, samples_B[places], int(real.max()), int(real.sum()), loads[number]))
-        return micro_batches
+        loads = [sum([costs[place] for place in places]) for places in bins]
+        return [
+            MicroBatch(index, samples_B[bins[number]], lengths[bins[number][0]], tokens[number], loads[number])
+            for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number)))
+        ]
 
     def _cut(self, samples_B: np.ndarray) -> list[MicroBatch]:
         """Cut samples, longest first, into micro-batches of little padding."""
@@ -269,12 +273,6 @@ class EpochPlan(Sequence):
 
 PADDED_TO_REAL = 4
 """Most padded tokens of a packed micro-batch per token of ``micro_batch_tokens``: embeddings and heads still see padding."""
-
-
-def _fits(lengths_B: np.ndarray, max_rows: int, max_tokens: int) -> bool:
-    """Say whether a packed micro-batch keeps the bounds."""
-    padded = len(lengths_B) * int(lengths_B.max())
-    return len(lengths_B) <= max_rows and int(lengths_B.sum()) <= max_tokens and padded <= PADDED_TO_REAL * max_tokens
 
 
 def even_cuts(
@@ -378,12 +376,20 @@ def balance(costs: Sequence[int], num_bins: int, max_items: Callable[[int], int]
     Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969).
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0, 0, index) for index in range(num_bins)]
-    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        load, count, index = heapq.heappop(loads) if loads else (0, 0, 0)
+    room = [len(costs)] * num_bins
+    loads = [(0, 0, index) for index in range(num_bins)]  # a heap of the bins that are not full
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        if not loads:  # too few bins
+            bins[0].append(item)
+            continue
+        load, count, index = loads[0]
         bins[index].append(item)
-        if max_items is None or count + 1 < max_items(bins[index][0]):
-            heapq.heappush(loads, (load + costs[item], count + 1, index))
+        if count == 0 and max_items is not None:
+            room[index] = max_items(item)
+        if count + 1 < room[index]:
+            heapq.heapreplace(loads, (load + costs[item], count + 1, index))
+        else:
+            heapq.heappop(loads)
     return [sorted(items) for items in bins]
 
 

@@ -148,17 +148,39 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
     )
 
 
-PARTS = 4
-"""``train.parts`` where training computes no padding: the processes of a machine, usually."""
+PARTS, TOKENS_OF_A_PART = (4, 2, 1), 1024
+"""``train.parts`` where training computes no padding: as many as a machine usually has processes, if a step has so many tokens
+for each of them on average. With fewer, a GPU takes hardly less time, and splitting a step would only cost."""
 
 
-def without_padding(config: TrainConfig, plan: BatchPlan) -> BatchPlan:
+def default_parts(plan: BatchPlan, least: int = 1) -> int:
+    """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
+    samples = min(plan.batch_size, plan.num_samples)
+    tokens = float(plan.lengths.mean()) * samples
+    return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
+
+
+def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
+    """Say that steps have fewer micro-batches than there are processes; the first 20 steps are looked at."""
+    most = max(len(step) for _, step in zip(range(20), plan.epoch(0), strict=False))
+    if most >= num_processes:
+        return []
+    micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
+    samples = min(plan.batch_size, plan.num_samples)
+    how = f"set train.parts={num_processes}" if samples >= num_processes else "raise train.batch_size"
+    return [
+        f"A step of {samples} samples has {micro_batches}, so {num_processes - most} of {num_processes} processes have nothing "
+        f"to compute. To use them all, {how}."
+    ]
+
+
+def without_padding(config: TrainConfig, plan: BatchPlan, pipeline_stages: int = 1) -> BatchPlan:
     """Return the plan of a training that computes no padding. Bounds that are not set follow from 8 of the longest samples."""
     is_bounded = config.micro_batch_tokens is not None or config.micro_batch_size is not None
     return replace(
         plan,
         packed=True,
-        parts=config.parts or min(PARTS, config.batch_size),
+        parts=config.parts or default_parts(plan, 1 if pipeline_stages == 1 else PARTS[0]),  # a pipeline lives on many
         micro_batch_size=plan.micro_batch_size if is_bounded else None,
         micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
     )
@@ -207,7 +229,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     reason = strategy.on_main(tried)
     if reason is None:
         strategy.collate_packed = collate_for(model, recipe.task)
-        parts.plan = without_padding(config, plan)
+        parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
         if recipe.parallel.pipeline_stages > 1:
             check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
         return

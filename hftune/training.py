@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, settle_micro_batches, settle_packing
+from hftune.build import Parts, build, choose_strategy, first_epoch, idle_notices, settle_micro_batches, settle_packing
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
@@ -73,6 +73,7 @@ def train(recipe: Recipe) -> TrainResult:
             return say_finished(strategy, recipe, result)
         parts.notices += changed_precision(recipe, strategy, restored.precision)
         provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, restored.micro_batch_size)
+        parts.notices += idle_notices(parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
         run = open_run(output, session, strategy, parts, provenance, restored)
         return fit_and_save(run, output)
 

@@ -68,7 +68,7 @@ class TrainConfig(Section):
     tried before training. off: samples are padded to the longest of their micro-batch."""
     parts: int | None = None
     """The number of micro-batches in a step is a multiple of it, so that numbers of processes that divide it have equal work.
-    null: 4 where training computes no padding (batch_size if it is smaller), otherwise any number."""
+    null: where training computes no padding 4, 2 or 1, so that a part has 1,024 tokens or more; otherwise any number."""
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: str = "adamw"

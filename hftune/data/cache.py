@@ -161,13 +161,26 @@ def cached_value(key: Any, make: Callable[[], Any]) -> Any:
     return json.loads(text.tobytes())
 
 
+class MappedArray(np.memmap):
+    """A memory-mapped .npy file, pickled as its path: the workers of a loader, where they are spawned, map it as well."""
+
+    def __reduce__(self) -> Any:
+        is_whole = self.filename is not None and self.offset + self.nbytes == Path(self.filename).stat().st_size
+        return (map_array, (Path(self.filename),)) if is_whole else np.asarray(self).__reduce__()
+
+
+def map_array(path: Path) -> np.ndarray:
+    """Map a .npy file into memory, read-only."""
+    return np.load(path, mmap_mode="r").view(MappedArray)
+
+
 def _read(path: Path) -> dict[str, np.ndarray] | None:
     """Map the arrays of an entry; None if it is not there, or if it is not what was written."""
     try:
         index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         if any(_checksum(_file(path, name)) != checksum for name, checksum in index.items()):
             return None
-        return {name: np.load(_file(path, name), mmap_mode="r") for name in index}
+        return {name: map_array(_file(path, name)) for name in index}
     except (FileNotFoundError, ValueError, AttributeError):
         return None
     except OSError as error:

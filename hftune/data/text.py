@@ -306,7 +306,7 @@ def check_inputs(texts: Sequence[Any]) -> None:
 def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
     """Return the 0-based rows of the original file, for these indices of a (possibly subsampled) data set."""
     table = rows._indices
-    return list(indices) if table is None else [table.column(0)[index].as_py() for index in indices]
+    return list(indices) if table is None else table.column(0).take(np.asarray(indices, np.int64)).to_pylist()
 
 
 def _list(numbers: Sequence[int], most: int = 3) -> str:

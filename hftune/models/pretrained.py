@@ -116,18 +116,19 @@ def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | 
     return from_config(config) if dtype is None else from_config(config, dtype=dtype)
 
 
-def load_tokenizer(model: str, key: str = "task.model", commit: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, key: str = "task.model", commit: str | None = None, **options: Any) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. If it has no padding token, as GPT-2, the end token is used for padding.
 
     Args:
         key: key of the recipe that names the model.
+        options: of the tokenizer's class, such as add_prefix_space.
 
     Raises:
         ConfigError: the model has no tokenizer.
     """
     folder = folder_of(model, commit, TOKENIZER, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token_id is None:

@@ -5,5 +5,13 @@ from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
+from hftune.tasks.token_classification import TokenClassification
 
-__all__ = ["ImageClassification", "ImageRestoration", "LanguageModeling", "SequenceClassification", "TitleGeneration"]
+__all__ = [
+    "ImageClassification",
+    "ImageRestoration",
+    "LanguageModeling",
+    "SequenceClassification",
+    "TitleGeneration",
+    "TokenClassification",
+]

@@ -1,4 +1,4 @@
-"""Several labels, numbers, and pairs with weights keep the promises of a single class, and equal transformers' Trainer."""
+"""Several labels, numbers, pairs with weights, and tags keep the promises of a single class, and equal transformers' Trainer."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ JOBS = {
     "labels": ("recipe=multi_label_demo", "task.class_weights=balanced", "task.focal_gamma=2"),
     "numbers": ("recipe=regression_demo",),
     "pairs": ("recipe=pairs_demo", "task.class_weights={fits: 3}", "task.label_smoothing=0.1"),
+    "tags": ("recipe=token_classification_demo",),
 }
 STEPS = 7
 
@@ -50,7 +51,7 @@ def test_a_resumed_run_ends_with_the_same_bits(runs, name):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("name", ["multi_label_demo", "regression_demo", "pairs_demo"])
+@pytest.mark.parametrize("name", ["multi_label_demo", "regression_demo", "pairs_demo", "token_classification_demo"])
 def test_twenty_steps_equal_those_of_trainer(tmp_path, name):
     recipe = Recipe.load(name, *OVERRIDES, f"output_dir={tmp_path}/ours")
     ours = Run(train(recipe).output_dir).logged("train/loss")

@@ -28,8 +28,13 @@ def number(cell):
     return float(cell.replace(",", "").rstrip("x%"))
 
 
+def check_against_trainer(cells):
+    assert [row["task"] for row in cells.rows] == [task for task in ("reviews", "tags", "pictures") for _ in range(2)]
+    assert all(0 <= score <= 1 for score in cells.column("mean")) and all(speed > 0 for speed in cells.column("samples/s"))
+
+
 def check_batch_plan(cells):
-    assert cells.column("steps") == [79, 79]  # 10,000 samples in batches of 128, the short last one kept
+    assert cells.column("steps") == [79, 79, 79]  # 10,000 samples in batches of 128, the short last one kept
     assert all(micro_batches >= 79 * 4 - 3 for micro_batches in cells.column("micro-batches"))
 
 

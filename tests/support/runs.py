@@ -28,7 +28,15 @@ TINY = (
 )
 """A model whose step takes milliseconds."""
 DATA = ("task.max_train_samples=100", "task.max_eval_samples=37")
-SMALL = (*TINY, *DATA, "train.batch_size=16", "train.log_every=1", "train.lr=5e-5", "train.micro_batch_tokens=null")
+SMALL = (
+    *TINY,
+    *DATA,
+    "train.batch_size=16",
+    "train.log_every=1",
+    "train.lr=5e-5",
+    "train.micro_batch_tokens=null",
+    "train.parts=4",
+)
 """100 samples in batches of 16: six whole steps and a last one of 4, an epoch. The learning rate is that of yelp."""
 NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0.0", "task.model_config.attention_probs_dropout_prob=0.0")
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 from pathlib import Path
 
 import datasets
@@ -49,6 +50,13 @@ def test_arrays_are_made_once_and_mapped_from_then_on():
         assert arrays["ids"].tolist() == [*range(10)] and arrays["none"].shape == (0, 2)
     cached_arrays("other key", maker)
     assert maker.calls == 2
+
+
+def test_mapped_arrays_are_pickled_as_their_path_and_their_slices_as_numbers():
+    array = cached_arrays("numbers", lambda: {"numbers": np.arange(100_000)})["numbers"]
+    whole, part = pickle.dumps(array), pickle.dumps(array[10:20])
+    assert len(whole) < 1000 and np.array_equal(pickle.loads(whole), array)
+    assert np.array_equal(pickle.loads(part), np.arange(10, 20))
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "no index", "odd index"])

@@ -1,0 +1,223 @@
+"""Token classification with AutoModelForTokenClassification: a tag for each word, such as names of people and places.
+
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hftune.errors import ConfigError
+from hftune.tasks.classification import count_classes
+from hftune.tasks.text import NO_LABEL, TextTask, beginning, count_labels, token_loss
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hftune.task import Batch
+
+WORDS = ("tokens", "words")
+"""Usual names of a column of words."""
+TAGS = ("ner_tags", "tags", "labels", "pos_tags", "upos")
+"""Usual names of a column of tags."""
+
+
+@dataclass
+class TokenClassification(TextTask):
+    """Tag the words of texts. The loss is cross-entropy at the first token of each word; an item is a word."""
+
+    model: str | None = "google-bert/bert-base-cased"
+    """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
+    trained on the words."""
+    words_column: str | None = None
+    """Column of lists of words. null: tokens or words, or the only column of lists of texts."""
+    tags_column: str | None = None
+    """Column of lists of tags, a name or a number for each word. null: ner_tags or another usual name, or the only column of
+    such lists."""
+    label_names: list[str] | None = None
+    """Tags in the order of their numbers, such as [O, B-PER, I-PER]: the names that the data set uses, in any order, or a new
+    name for each, in the data set's order. null: the data set's names, or else the distinct tags of the training split."""
+    max_length: int = 512
+    """Maximum length of a text in tokens. The words beyond it are neither trained nor scored."""
+
+    metric_directions = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max"}
+    sample_fields = ("tagged", "predicted")
+    auto_class = "AutoModelForTokenClassification"
+    text_keys: ClassVar[Sequence[str]] = ()
+
+    def columns(self, rows: Dataset) -> dict[str, str]:
+        from hftune.data.columns import choose, is_label, is_list, is_text
+
+        words = choose("task.words_column", self.words_column, rows, lambda kind: is_list(kind, is_text), WORDS)
+        tags = choose("task.tags_column", self.tags_column, rows, lambda kind: is_list(kind, is_label), TAGS, [words])
+        return {"words_column": words, "tags_column": tags}
+
+    @property
+    def _words(self) -> str:
+        return self._columns["words_column"]
+
+    @property
+    def _tags(self) -> str:
+        return self._columns["tags_column"]
+
+    @cached_property
+    def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
+        """Tags in the order of their numbers."""
+        from hftune.data.cache import cached_value
+        from hftune.data.tags import tag_names
+
+        if names := self.label_names or self._data_label_names:
+            return list(names)
+        rows = self._rows["train"]
+        return cached_value(["tags", rows._fingerprint, self._tags], lambda: tag_names(self._read("train"), self._tags))
+
+    @property
+    def _data_label_names(self) -> list[str] | None:
+        return getattr(self._rows["train"].features[self._tags].feature, "names", None)
+
+    def _read(self, split: str) -> list[list[Any]]:
+        from hftune.data.tags import read_tags
+
+        return read_tags(self._rows[split], self._words, self._tags, split, self._row_of(split))
+
+    def _row_of(self, split: str) -> Callable[[int], int]:
+        from hftune.data.text import row_numbers
+
+        return lambda index: row_numbers(self._rows[split], [index])[0]
+
+    def training_texts(self) -> list[str]:
+        return [" ".join(words) for words in self._rows["train"][self._words]]
+
+    @cached_property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model, or one trained on the words; it says which word a token belongs to."""
+        from hftune.data.tags import joins_words
+        from hftune.models.pretrained import load_tokenizer
+
+        tokenizer = super().text_tokenizer
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"task.model={self.model} has a tokenizer that does not say which word a token belongs to "
+                f"({type(tokenizer).__name__}). Choose a model with a fast tokenizer."
+            )
+        if self.model is not None and joins_words(tokenizer):
+            return load_tokenizer(self.model, commit=self.model_commit, add_prefix_space=True)
+        return tokenizer
+
+    def _tokenized(self, split: str) -> Any:
+        from hftune.data.cache import cached_value
+        from hftune.data.labels import class_numbers
+
+        def check() -> bool:
+            tags, row_of = self._read(split), self._row_of(split)
+            rows = [index for index, listed in enumerate(tags) for _ in listed]
+            flat = [tag for listed in tags for tag in listed]
+            class_numbers(flat, self.labels, self._data_label_names, split, lambda place: row_of(rows[place]))
+            return True
+
+        cached_value(["tags checked", self._rows[split]._fingerprint, self._columns, self.labels], check)
+        return super()._tokenized(split)
+
+    def encode(self, rows: dict[str, list]) -> dict[str, list]:
+        from hftune.data.labels import class_numbers
+        from hftune.data.tags import first_tokens, named_tags, word_ids
+
+        ids, words, cut = word_ids(rows[self._words], self.text_tokenizer, self.max_length)
+        labels = []
+        for tags, words_of_tokens in zip(named_tags(rows[self._tags], self._data_label_names), words, strict=True):
+            numbers = class_numbers(tags, self.labels, self._data_label_names, "", int) if tags else []
+            labels.append([NO_LABEL if word is None else numbers[word] for word in first_tokens(words_of_tokens)])
+        return {"input_ids": ids, "labels": labels, "cut": cut}
+
+    def encoded_by(self) -> Any:
+        return [self.max_length, self.labels, self._data_label_names]
+
+    def class_counts(self, dataset: Any) -> dict[str, int]:
+        """Return the number of words with each tag."""
+        labels = dataset.column("labels").flat
+        return count_classes(labels[labels != NO_LABEL], self.labels)
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return token_loss(outputs.logits, target)
+
+    def num_items(self, target: Tensor) -> int:
+        return count_labels(target)
+
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+        """Return rows of label and prediction: lists of the tag numbers of the words, but for those that were cut off."""
+        predicted_NT, labels_NT = outputs.logits.argmax(-1), batch["labels"]
+        return [
+            {"label": labels_T[labels_T != NO_LABEL].tolist(), "prediction": predicted_T[labels_T != NO_LABEL].tolist()}
+            for labels_T, predicted_T in zip(labels_NT, predicted_NT, strict=True)
+        ]
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return texts with their tags in brackets, true and predicted, and the number of words whose tag is wrong."""
+        from hftune.data.tags import bracketed
+
+        described = []
+        for words, row in zip(self._tagged_words("eval"), rows, strict=True):
+            true, predicted = ([self.labels[number] for number in row[name]] for name in ("label", "prediction"))
+            wrong = sum(one != other for one, other in zip(true, predicted, strict=True))
+            tagged = {"tagged": beginning(bracketed(words, true)), "predicted": beginning(bracketed(words, predicted))}
+            described.append({"text": beginning(" ".join(words)), **tagged, "error": wrong})
+        return described
+
+    def _tagged_words(self, split: str) -> list[list[str]]:
+        """Return the words of each text that have a token, and therefore a tag."""
+        from hftune.data.tags import first_tokens, word_ids
+
+        texts = self._rows[split][self._words]
+        _, words, _ = word_ids(texts, self.text_tokenizer, self.max_length)
+        return [
+            [text[word] for word in first_tokens(of_tokens) if word is not None]
+            for text, of_tokens in zip(texts, words, strict=True)
+        ]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.data.tags import is_entity_scheme
+        from hftune.metrics.entities import tag_metrics
+
+        true, predicted = ([[self.labels[number] for number in row[key]] for row in rows] for key in ("label", "prediction"))
+        return tag_metrics(true, predicted, self.labels, is_entity_scheme(self.labels))
+
+    def transformers_pipeline(self) -> dict[str, Any]:
+        return {"task": "token-classification", "aggregation_strategy": "first"}
+
+    def example_inputs(self) -> list[str]:
+        return [" ".join(words) for words in self._rows["eval"][:2][self._words]]
+
+    def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
+        """Return the entities of each text, with their places in it; or its words and tags, if these are not of entities.
+
+        A text is cut into words and punctuation marks, or is a list of words already.
+        """
+        import torch
+
+        from hftune.data.tags import checked_words, entities_of, first_tokens, is_entity_scheme, word_ids
+
+        texts = [checked_words(value, index) for index, value in enumerate(inputs)]
+        ids, words, _ = word_ids([[word.text for word in text] for text in texts], self.text_tokenizer, self.max_length)
+        batch = self.collate([{"input_ids": row} for row in ids])
+        logits_NTK = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
+        side = self.text_tokenizer.padding_side
+        names = model.config.id2label
+        rows: list[dict[str, Any]] = []
+        for text, of_tokens, logits_TK in zip(texts, words, logits_NTK.float().softmax(-1), strict=True):
+            probabilities_T, tags_T = logits_TK.max(-1)
+            if side == "left":
+                probabilities_T, tags_T = probabilities_T[-len(of_tokens) :], tags_T[-len(of_tokens) :]
+            first = {word: place for place, word in enumerate(first_tokens(of_tokens)) if word is not None}
+            kept = [text[word] for word in first]
+            tags = [names[int(tags_T[place])] for place in first.values()]
+            probabilities = torch.stack([probabilities_T[place] for place in first.values()]).tolist() if first else []
+            if is_entity_scheme(names.values()):
+                rows.append({"entities": entities_of(kept, tags, probabilities)})
+            else:
+                rows.append({"words": [word.text for word in kept], "tags": tags})
+        return rows
