@@ -64,7 +64,7 @@ class ImageClassification(ImageTask):
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
     dropout: float = 0.5
     """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
-    image_column: str | None = None  # type: ignore[assignment]  # restoration has a default
+    image_column: str | None = None
     """Column of the images. null: the only one of images."""
     label_column: str | None = None
     """Column of the labels: class numbers from 0, or class names. null: the only one that could be it."""
