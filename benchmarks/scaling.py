@@ -293,7 +293,7 @@ def print_balance(recipe: Recipe, data: Texts, what: str) -> dict[str, Any]:
     for batch_size in (128, 32):
         config = replace(recipe.train, batch_size=batch_size, micro_batch_size=32, micro_batch_tokens=4096)
         plan = replace(plan_batches(replace(recipe, train=config), data), width=BERT_BASE_WIDTH)
-        parts = {count: max(PARTS, count) for count in PROCESSES}
+        parts = {count: max(PARTS[0], count) for count in PROCESSES}
         balances = {
             "hftune": [evenness(without_padding(replace(config, parts=parts[count]), plan), count) for count in PROCESSES],
             "hftune padded": [evenness(replace(plan, parts=parts[count]), count) for count in PROCESSES],

@@ -26,7 +26,8 @@ from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import compute_padding
-from hftune.optim import check_schedule, optimizer_class
+from hftune.models.weights import load_weights, weight_files
+from hftune.optim import check_schedule, freeze, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model, repeated_layers
@@ -71,7 +72,7 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
         DataError: the data cannot be trained on.
     """
     is_main = ProcessInfo.from_environment().is_main
-    optimizer_class(recipe.train)
+    check_names(recipe)
     if is_main:  # it alone computes them
         load_metrics(recipe.eval.metrics)
     progress.stage("preparing the data")
@@ -80,12 +81,26 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     num_steps = total_steps(recipe.train, plan)
     check_schedule(recipe.train, num_steps, plan.num_steps)
     progress.stage("building the model")
-    model = build_model(recipe)
+    said: list[str] = []
+    model = build_model(recipe, said)
     check_pipeline(recipe, plan, datasets["train"], model)
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
-        parts.notices = check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
+        parts.notices = said + check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse an optimizer and weights that are not there, before data and model are loaded, or raise ConfigError."""
+    optimizer_class(recipe.train)
+    if (path := own_weights(recipe)) is not None:
+        weight_files(path)
+
+
+def own_weights(recipe: Recipe) -> str | None:
+    """Return the path of the task's field ``weights``, from which training starts; None if it has none."""
+    path = getattr(recipe.task, "weights", None)
+    return path if isinstance(path, str) else None
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
@@ -148,17 +163,39 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
     )
 
 
-PARTS = 4
-"""``train.parts`` where training computes no padding: the processes of a machine, usually."""
+PARTS, TOKENS_OF_A_PART = (4, 2, 1), 1024
+"""``train.parts`` where training computes no padding: as many as a machine usually has processes, if a step has so many tokens
+for each of them on average. With fewer, a GPU takes hardly less time, and splitting a step would only cost."""
 
 
-def without_padding(config: TrainConfig, plan: BatchPlan) -> BatchPlan:
+def default_parts(plan: BatchPlan, least: int = 1) -> int:
+    """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
+    samples = min(plan.batch_size, plan.num_samples)
+    tokens = float(plan.lengths.mean()) * samples
+    return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
+
+
+def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
+    """Say that steps have fewer micro-batches than there are processes; the first 20 steps are looked at."""
+    most = max(len(step) for _, step in zip(range(20), plan.epoch(0), strict=False))
+    if most >= num_processes:
+        return []
+    micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
+    samples = min(plan.batch_size, plan.num_samples)
+    how = f"set train.parts={num_processes}" if samples >= num_processes else "raise train.batch_size"
+    return [
+        f"A step of {samples} samples has {micro_batches}, so {num_processes - most} of {num_processes} processes have nothing "
+        f"to compute. To use them all, {how}."
+    ]
+
+
+def without_padding(config: TrainConfig, plan: BatchPlan, pipeline_stages: int = 1) -> BatchPlan:
     """Return the plan of a training that computes no padding. Bounds that are not set follow from 8 of the longest samples."""
     is_bounded = config.micro_batch_tokens is not None or config.micro_batch_size is not None
     return replace(
         plan,
         packed=True,
-        parts=config.parts or min(PARTS, config.batch_size),
+        parts=config.parts or default_parts(plan, 1 if pipeline_stages == 1 else PARTS[0]),  # a pipeline lives on many
         micro_batch_size=plan.micro_batch_size if is_bounded else None,
         micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
     )
@@ -207,7 +244,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     reason = strategy.on_main(tried)
     if reason is None:
         strategy.collate_packed = collate_for(model, recipe.task)
-        parts.plan = without_padding(config, plan)
+        parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
         if recipe.parallel.pipeline_stages > 1:
             check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
         return
@@ -229,14 +266,23 @@ def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def build_model(recipe: Recipe) -> nn.Module:
+def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     """Build the task's model, with the same initial weights on every process.
 
+    Args:
+        notices: gets sentences on what weights of one's own leave out. None: nobody reads them.
+
     Raises:
-        ConfigError: the model does not support the gradient checkpointing that the recipe asks for.
+        ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights`` or
+            ``train.freeze`` do not fit it.
     """
     torch.manual_seed(recipe.seed)
     model = recipe.task.build_model()
+    if (path := own_weights(recipe)) is not None and torch.get_default_device().type != "meta":
+        said = load_weights(model, path)
+        if notices is not None:
+            notices += said
+    freeze(model, recipe.train.freeze)
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")

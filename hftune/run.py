@@ -64,14 +64,19 @@ def main(argv: list[str] | None = None) -> int:
 
         recipe = Recipe.from_argv(argv)
         recipe.validate()
-        check_environment()
-        announce(recipe)
-        from hftune.training import train  # imports torch: only once the recipe is known to be valid
-
-        train(recipe)
+        train_valid(recipe)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     return 0
+
+
+def train_valid(recipe: Recipe) -> None:
+    """Train a recipe that has been validated; raises what ``train`` does."""
+    check_environment()
+    announce(recipe)
+    from hftune.training import train  # imports torch: only once the recipe is known to be valid
+
+    train(recipe)
 
 
 def announce(recipe: Recipe) -> None:

@@ -94,9 +94,9 @@ def train_fold(recipe: Recipe, number: int, num_folds: int, num_processes: int |
     if info.is_main:
         print(f"{where} ...", flush=True)
     if num_processes is None:
-        from hftune.training import train  # imports torch: only once the recipe is known to be valid
+        from hftune.run import train_valid
 
-        train(recipe)
+        train_valid(recipe)
         gc.collect()  # models have cycles, which would keep the memory of this fold's from the next one
     else:
         from hftune.launchers.local import launch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -221,26 +221,3 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def check_learnt(numbers: Mapping[str, Sequence[int]], names: Sequence[str], rows: Mapping[str, Sequence[int]]) -> None:
-    """Check that each class of the other splits is also in the train split.
-
-    Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
-
-    Args:
-        numbers: class numbers of each split.
-        rows: the rows in the data of each split, for messages.
-
-    Raises:
-        DataError: a class has no training samples.
-    """
-    learnt = set(numbers["train"])
-    for split, own in numbers.items():
-        unknown = [index for index, number in enumerate(own) if number not in learnt]
-        if unknown:
-            raise DataError(
-                f"Row {rows[split][unknown[0]]} of the {split} split has the label {names[own[unknown[0]]]!r}, which no image "
-                "of the train split has. Add training images of it, or remove it; or list the classes to learn in "
-                "task.label_names."
-            )

@@ -56,18 +56,18 @@ def load_split(
     Raises:
         DataError: the split cannot be loaded or has no rows.
     """
-    if data_files:
-        rows = _from_files(dataset, data_files[split], split)
-    elif ":" in dataset:
-        rows = _from_function(dataset, split)
-    elif commit is not None:
-        with _explaining_eval_split(split):
+    with _explaining_eval_split(split):
+        if data_files:
+            rows = _from_files(dataset, data_files[split], split)
+        elif ":" in dataset:
+            rows = _from_function(dataset, split)
+        elif commit is not None:
             rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
-    elif data_dir:
-        folder = str(Path(data_dir).expanduser())
-        rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
-    else:
-        rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
+        elif data_dir:
+            folder = str(Path(data_dir).expanduser())
+            rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
+        else:
+            rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
         raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
     return rows
@@ -306,7 +306,7 @@ def check_inputs(texts: Sequence[Any]) -> None:
 def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
     """Return the 0-based rows of the original file, for these indices of a (possibly subsampled) data set."""
     table = rows._indices
-    return list(indices) if table is None else [table.column(0)[index].as_py() for index in indices]
+    return list(indices) if table is None else table.column(0).take(np.asarray(indices, np.int64)).to_pylist()
 
 
 def _list(numbers: Sequence[int], most: int = 3) -> str:

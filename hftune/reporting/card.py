@@ -29,6 +29,7 @@ TASKS = {
     "ImageClassification": ("image-classification", "that classifies images"),
     "ImageRestoration": ("image-to-image", "that restores images"),
     "LanguageModeling": ("text-generation", "that continues texts"),
+    "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
 }

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 MATRIX = "confusion_matrix"
+PER_CLASS = "per_class"
 WORDS = {
-    "bleu": "BLEU", "cpu": "CPU", "f1": "F1", "gpu": "GPU", "grad": "gradient", "l1": "L1", "l2": "L2", "lr": "learning rate",
-    "mae": "MAE", "mse": "MSE", "psnr": "PSNR", "rmse": "RMSE", "rouge": "ROUGE", "ssim": "SSIM",
+    "auroc": "AUROC", "bleu": "BLEU", "cpu": "CPU", "f1": "F1", "gpu": "GPU", "grad": "gradient", "l1": "L1", "l2": "L2",
+    "lr": "learning rate", "mae": "MAE", "mcc": "MCC", "mse": "MSE", "psnr": "PSNR", "rmse": "RMSE", "rouge": "ROUGE",
+    "ssim": "SSIM",
 }  # fmt: skip
 """Parts of metric names that are not written as they are spelled."""
 TITLES = {
@@ -132,6 +134,8 @@ class Log:
     epochs_per_step: float = 0.0
     matrices: dict[str, tuple[int, list[list[float]]]] = field(default_factory=dict)
     """The last confusion matrix of "eval" and of "test", each with its step; rows are true classes."""
+    classes: dict[str, tuple[int, dict[str, dict[str, Any]]]] = field(default_factory=dict)
+    """The last scores of each class by its name, likewise."""
 
     def value_at(self, key: str, step: int | None) -> float | None:
         """Return a metric at a step, None if it has no finite value there."""
@@ -157,8 +161,14 @@ def read_log(path: Path) -> Log:
                 curve.values.append(float("nan") if value is None else value)
             elif key.endswith(f"/{MATRIX}"):
                 candidates[key.removesuffix(f"/{MATRIX}")] = step, value
+            elif key.endswith(f"/{PER_CLASS}") and _is_per_class(value):
+                log.classes[key.removesuffix(f"/{PER_CLASS}")] = step, value
     log.matrices = {part: (step, value) for part, (step, value) in candidates.items() if _is_matrix(value)}
     return log
+
+
+def _is_per_class(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(scores, dict) for scores in value.values())
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -43,6 +43,7 @@ def one_run(run: RunRecord) -> Html:
         curves_section([run]),
         results_section(run),
         confusion_section(run),
+        labels_section(run),
         predictions_section(run),
         images_section(run),
         speed_section(run),
@@ -212,6 +213,24 @@ def confusion_section(run: RunRecord) -> Section | None:
             step, matrix = run.log.matrices[part]
             note = f"From the {name} after step {step:,}. Rows are true classes, columns are predictions."
             return section("Confusion matrix", confusion(matrix, run.class_names), note=note)
+    return None
+
+
+def labels_section(run: RunRecord) -> Section | None:
+    """Return the scores of each label of texts that can have several; a confusion matrix shows those of classes."""
+    for part, name in (("eval", "evaluation"), ("test", "test")):
+        if part in run.log.classes and part not in run.log.matrices:
+            step, scores = run.log.classes[part]
+            columns = list(dict.fromkeys(column for row in scores.values() for column in row))
+            rows = [
+                [label, *(quantity(value, "") if is_number(value := row.get(column)) else None for column in columns)]
+                for label, row in scores.items()
+            ]
+            return section(
+                "Labels",
+                table(["label", *(title_of(f"eval/{column}") for column in columns)], rows),
+                note=f"From the {name} after step {step:,}. Support: the samples that have a label.",
+            )
     return None
 
 

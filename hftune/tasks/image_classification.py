@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
+from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -95,7 +95,7 @@ class ImageClassification(ImageTask):
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
 
-    metric_directions = {"accuracy": "max", "macro_f1": "max", "top5_accuracy": "max"}
+    metric_directions = {"accuracy": "max", "macro_f1": "max", "mcc": "max", "top5_accuracy": "max"}
 
     def validate(self) -> list[str]:
         from hftune.data.files import model_folder_problems
@@ -105,7 +105,7 @@ class ImageClassification(ImageTask):
             *self._split_problems(folders=("train_split", "eval_split")),
             *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
-            *self._network_problems(),
+            *self.network_problems(),
             *self._value_problems(),
             *self._augmentation_problems(),
         ]
@@ -115,8 +115,8 @@ class ImageClassification(ImageTask):
         """Whether the model is one of transformers, pretrained or new, rather than a network."""
         return self.model is not None or bool(self.model_config)
 
-    def _network_problems(self) -> Iterator[str]:
-        yield from super()._network_problems()
+    def network_problems(self) -> Iterator[str]:
+        yield from super().network_problems()
         if not self._is_of_transformers:
             return
         name = f"task.model={self.model}" if self.model is not None else "task.model_config"
@@ -224,11 +224,13 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
-        splits, columns = self._source_splits, {"task.image_column": self.image_column, "task.label_column": self.label_column}
-        train = self._source("train", splits["train"], self._training_form, columns)
-        columns = {**columns, **train.columns}
-        others = {split: self._source(split, splits[split], self._form, columns) for split in splits if split != "train"}
-        return {"train": train, **others}
+        columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
+        sources: dict[str, Source] = {}
+        for split, source_split in self._source_splits.items():
+            form = self._training_form if split == "train" else self._form
+            sources[split] = self._source(split, source_split, form, columns)
+            columns = {**columns, **sources["train"].columns}
+        return sources
 
     @property
     def _training_form(self) -> Form:
@@ -272,14 +274,15 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _images(self) -> dict[str, Images | SeveralSizes]:
-        from hftune.data.labels import check_learnt, class_numbers
+        from hftune.data.images import check_learnt
+        from hftune.data.labels import class_numbers
 
         train = self._sources["train"]
         numbers = {
             split: class_numbers(source.images.labels, self.labels, train.label_names, split, row_of=source.rows.__getitem__)
             for split, source in self._sources.items()
         }
-        if not self.label_names and len(train.rows) == train.total:
+        if not self.label_names and (self.max_train_samples is None or len(train.rows) == train.total):
             check_learnt(numbers, self.labels, {split: source.rows for split, source in self._sources.items()})
         return {split: replace(source.images, labels=numbers[split]) for split, source in self._sources.items()}
 
@@ -322,10 +325,11 @@ class ImageClassification(ImageTask):
         from hftune.data import notices
 
         totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
-        messages = [*notices.ignored_splits(self), *notices.held_out(self, totals["train"][1], "images")]
-        messages += [*self._column_notices(), *notices.left_out(self._kept(totals), "images")]
+        messages = [*notices.ignored_splits(self), *self._column_notices()]
+        messages += [*notices.held_out(self, totals["train"][1], "images"), *notices.left_out(self._kept(totals), "images")]
         if self._is_of_transformers:
-            return [*messages, *self._model_notices(), *self._shared_files()]
+            messages += [*self._model_notices(), *self._shared_files()]
+            return messages
         pixels = {split: getattr(images, "pixels_NHWC", None) for split, images in datasets.items()}
         if any(arrays is None for arrays in pixels.values()):
             return [*messages, *self._shared_files()]
@@ -346,8 +350,8 @@ class ImageClassification(ImageTask):
     def _shared_files(self) -> list[str]:
         from hftune.data import notices
 
-        files = {split: source.encoded for split, source in self._sources.items()}
-        return [] if None in files.values() else notices.shared(notices.shared_files(files), "images")
+        files = {split: source.encoded for split, source in self._sources.items() if source.encoded is not None}
+        return notices.shared(notices.shared_files(files), "images") if "train" in files else []
 
     def _model_notices(self) -> Iterator[str]:
         """Say how images are prepared, and where the head comes from."""
@@ -494,16 +498,10 @@ class ImageClassification(ImageTask):
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from statistics import fmean
 
-        from hftune.metrics.classification import Accuracy, ConfusionMatrix, MacroF1
+        from hftune.tasks.problems import SingleLabel
 
-        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
-        count = len(self.labels)
-        return {
-            **Accuracy().compute(**pairs),
-            **MacroF1().compute(**pairs, num_labels=count),
-            **({"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}),
-            **ConfusionMatrix().compute(**pairs, num_labels=count),
-        }
+        top = {"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}
+        return {**SingleLabel(self.labels).metrics(rows), **top}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write a model of transformers and its image processor for ``from_pretrained``.
@@ -547,18 +545,20 @@ class ImageClassification(ImageTask):
         import numpy as np
 
         images = self._images.get("eval", self._images["train"])
-        pixels_NHWC = np.stack([images[index]["image"] for index in range(min(2, len(images)))])
+        pixels_NHWC = np.stack([self._whole(images[index]["image"]) for index in range(min(2, len(images)))])
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
-    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array."""
+    def predict(self, model: nn.Module, inputs: list, probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array.
+
+        ``probabilities`` adds those of all classes.
+        """
         from hftune.data.images import read_input
 
         images = [read_input(value, index, self._form) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
         outputs = model(batch[self._input].to(next(model.parameters()).device))
-        found = most_probable(logits(outputs))
-        return [{"label": self.labels[label], "probability": probability} for label, probability in found]
+        return answers(logits(outputs), self.labels, probabilities)
 
 
 def logits(outputs: Any) -> Tensor:

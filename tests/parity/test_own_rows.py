@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from hftune import cli
 from hftune.data.demo import reviews
+from hftune.data.demo_text import paragraphs
 from hftune.tracking.ledger import audit
 from tests.support.runs import SMALL, train_on
 
@@ -34,6 +35,14 @@ def runs(tmp_path_factory):
         "mixed": mixed,
         "never": (*OWN, f"task.data_files.train={whole}", "eval.every=never", "train.micro_batch_size=4", "train.epochs=1"),
     }
+    for name, count in {"long": 300, "short": 100}.items():
+        (folder / f"{name}.txt").write_text("".join(f"{row['text']}\n" for row in paragraphs("train", count)))
+    parts = f"[{{data_files: {folder / 'long.txt'}, weight: 0.5}}, {{data_files: {folder / 'short.txt'}, weight: 2}}]"
+    jobs["blocks"] = (
+        *("recipe=language_modeling_demo", "task.dataset=null", f"task.datasets={parts}", "task.eval_share=0.1"),
+        *("task.block_length=16", "task.model_config={n_embd: 32, resid_pdrop: 0.1, embd_pdrop: 0.1}", "train.epochs=1"),
+        *("train.micro_batch_size=4", "train.log_every=1", "train.max_steps=12", "task.generation={max_new_tokens: 4}"),
+    )
     found = {}
     for size in WORLD_SIZES:
         again = {"stopped": mixed, "resumed": (*mixed, f"output_dir={folder / f'stopped-on-{size}'}")} if size == 2 else {}
@@ -41,11 +50,11 @@ def runs(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", ["held_out", "mixed", "never"])
+@pytest.mark.parametrize("name", ["held_out", "mixed", "never", "blocks"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     expected = runs[name, 1].logged("train/loss")
-    assert len(expected) == {"held_out": 12, "mixed": 10, "never": 7}[name]
+    assert len(expected) == {"held_out": 12, "mixed": 10, "never": 7, "blocks": 12}[name]
     assert runs[name, size].logged("train/loss") == pytest.approx(expected, rel=1e-5)
 
 

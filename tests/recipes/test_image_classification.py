@@ -53,7 +53,7 @@ def runs(tmp_path_factory, tiny_vit):
     jobs = {size: {"all": EVERYTHING, "resnet": RESNET} for size in WORLD_SIZES}
     stopped = f"output_dir={folder}/stopped"
     jobs[1] |= {"still": (*EVERYTHING, "task.augmentation=null", "train.max_steps=2"), "part": (*EVERYTHING, stopped)}
-    jobs[1] |= {"resumed": (*EVERYTHING, stopped), "workers": (*EVERYTHING, "train.num_workers=2", "train.max_steps=8")}
+    jobs[1] |= {"resumed": (*EVERYTHING, stopped), "workers": (*EVERYTHING, "train.num_workers=2", "train.max_steps=2")}
     return {
         (name, size): run
         for size, some in jobs.items()
@@ -73,7 +73,7 @@ def test_losses_do_not_depend_on_processes_with_everything_random_on(runs, name,
 
 def test_workers_load_the_same_images_and_augmentation_changes_them(runs):
     losses = runs["all", 1].logged("train/loss")
-    assert runs["workers", 1].logged("train/loss")[:5] == pytest.approx(losses[:5], rel=1e-6)
+    assert runs["workers", 1].logged("train/loss")[:2] == losses[:2]  # later its learning rate is a different one
     assert runs["still", 1].logged("train/loss")[0] != pytest.approx(losses[0], rel=1e-4)
 
 

@@ -141,7 +141,7 @@ def test_model_evaluated_again_gives_the_metrics_of_its_run_bit_for_bit(runs, ca
         "num_samples": 101,
         "world_size": 1,
     }
-    assert [line.split()[0] for line in said.splitlines()] == ["loss", "accuracy", "samples", "model"]
+    assert [line.split()[0] for line in said.splitlines()] == ["loss", "accuracy", "macro_f1", "mcc", "samples", "model"]
 
 
 @pytest.mark.parametrize("step", [8, 16])

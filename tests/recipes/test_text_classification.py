@@ -2,14 +2,16 @@
 
 import csv
 import json
+import sys
 
 import pytest
 from transformers import pipeline
 
 import hftune
-from hftune import ConfigError, DataError, Recipe, train
+from hftune import ConfigError, DataError, EvalConfig, Recipe, TrainConfig, train
 from hftune.data.demo_tickets import replies, tickets
-from tests.support.runs import NO_DROPOUT, SMALL, Run
+from tests.support.pages import PAGES, blocks
+from tests.support.runs import NO_DROPOUT, SMALL, TINY, Run
 
 FEW = (*SMALL, *NO_DROPOUT, "train.micro_batch_size=16", "train.max_steps=4", "train.lr=1e-3")
 
@@ -118,7 +120,7 @@ def test_weights_are_balanced_by_the_training_split(tmp_path):
         (
             {},
             [],
-            "task.text_column is not set, and several columns would do: review, id. Set it to one of the columns: review, "
+            "task.label_column is not set, and several columns would do: stars, id. Set it to one of the columns: review, "
             "stars, id.",
         ),
         (
@@ -221,3 +223,44 @@ def test_tickets_of_the_splits_differ_and_are_the_same_every_time():
     }
     pairs = [str(row) for row in replies("train")]
     assert len(set(pairs)) == len(pairs) and not {*pairs} & {str(row) for row in replies("eval")}
+
+
+def test_text_task_of_the_documentation_trains(tmp_path, monkeypatch):
+    page = PAGES["docs/own-task.md"]
+    (code,) = [block for block in blocks(page, "python") if block.startswith("# votes.py")]
+    (recipe,) = [block for block in blocks(page, "yaml") if block.startswith("# votes.yaml")]
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 30
+    (tmp_path / "votes.py").write_text(code)
+    (tmp_path / "votes.yaml").write_text(recipe)
+    for split in ("train", "eval"):
+        rows = [{"text": row["text"], "yes": len(row["topics"]), "readers": 5} for row in tickets(split, 37)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = [*TINY, "task.model=null", "train.epochs=1", "train.batch_size=16", "output_dir=out"]
+    result = train(Recipe.load("votes.yaml", *words))
+    assert result.steps == 3 and 0 < result.metrics["mean_error"] < 1
+    assert json.loads((tmp_path / "out/model/config.json").read_text())["model_type"] == "bert"
+
+
+def test_yelp_is_what_it_was_before_it_built_on_text_classification():
+    recipe = Recipe.load("yelp")
+    task = {name: value for name, value in vars(recipe.task).items() if value not in (None, {}, 0.0)}
+    names = ["1 star", "2 stars", "3 stars", "4 stars", "5 stars"]
+    assert task == {
+        **{
+            "model": "google-bert/bert-base-cased",
+            "dataset": "Yelp/yelp_review_full",
+            "train_split": "train",
+            "eval_split": "test",
+        },
+        **{"max_train_samples": 5000, "max_eval_samples": 5000, "vocab_size": 4096, "max_length": 512},
+        **{"problem_type": "single_label_classification", "text_column": "text", "label_column": "label"},
+        **{"label_names": names, "ordinal": True},
+    }
+    changed = {name: value for name, value in vars(recipe.train).items() if value != getattr(TrainConfig(), name)}
+    assert changed == {
+        **{"batch_size": 128, "micro_batch_size": 32, "micro_batch_tokens": 4096, "clip_norm": None, "weight_decay": 0.01},
+        "mixed_precision": "auto",
+    }
+    assert recipe.eval == EvalConfig(every="epoch", batch_size=32, metric="accuracy")

@@ -1,12 +1,14 @@
 """Which models train without padding: tried on a few samples, with a reason where they cannot."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from hftune import Recipe
-from hftune.build import build, padding_share, settle_packing, width_of
+from hftune.batch_plan import BatchPlan
+from hftune.build import build, default_parts, idle_notices, padding_share, settle_packing, width_of
 from hftune.distributed.progress import Progress
 from hftune.models.packing import Packing, install, stack_of
 from hftune.strategies.packing import collate_for, compute, inputs_of, reason_against, trial_samples
@@ -45,7 +47,7 @@ def test_a_model_that_computes_the_same_is_packed(parts):
     recipe, built = parts
     strategy, plan = settled(recipe, built)
     assert strategy.collate_packed is not None and not built.notices
-    assert plan.packed and plan.parts == 4 and plan.width == built.model.config.hidden_size
+    assert plan.packed and plan.parts == 1 and plan.width == built.model.config.hidden_size
     assert plan.micro_batch_size is None and plan.micro_batch_tokens == recipe.train.micro_batch_tokens
     assert built.model.config._attn_implementation == "sdpa"  # the trial leaves no trace
     assert not any(module._forward_pre_hooks for module in built.model.modules())
@@ -171,3 +173,34 @@ def test_rotary_layers_train_packed_in_bf16_with_attention_dropout():
         logits = compute(model, input_ids=mask_BT * 7, attention_mask=mask_BT, packing=Packing.of(mask_BT)).logits
     logits.float().square().sum().backward()
     assert all(torch.isfinite(value.grad).all() for value in model.parameters())
+
+
+@pytest.mark.parametrize(("length", "samples", "parts"), [(128, 32, 4), (127, 32, 2), (63, 32, 1), (10, 32, 1), (4000, 3, 2)])
+def test_steps_of_few_tokens_are_not_split(length, samples, parts):
+    plan = BatchPlan(1000, samples, lengths=np.full(1000, length), packed=True)
+    assert default_parts(plan) == parts
+    assert default_parts(plan, least=4) == min(4, 2 if samples == 3 else 4)  # a pipeline
+
+
+@pytest.mark.parametrize(
+    ("processes", "samples", "said"),
+    [
+        (1, 32, []),
+        (
+            4,
+            32,
+            [
+                "A step of 32 samples has 1 micro-batch, so 3 of 4 processes have nothing to compute. To use them all, set train.parts=4."
+            ],
+        ),
+        (
+            4,
+            2,
+            [
+                "A step of 2 samples has 1 micro-batch, so 3 of 4 processes have nothing to compute. To use them all, raise train.batch_size."
+            ],
+        ),
+    ],
+)
+def test_processes_without_work_are_said(processes, samples, said):
+    assert idle_notices(BatchPlan(100, samples, lengths=np.full(100, 10), packed=True, parts=1), processes) == said

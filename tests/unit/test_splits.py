@@ -197,6 +197,15 @@ def test_evaluation_data_are_named_held_out_or_switched_off(tmp_path, words, pro
     assert found == ([problem.format(file=file)] if problem else [])
 
 
+def test_a_data_set_without_the_eval_split_says_what_else_can_be_done(tmp_path):
+    one_file(tmp_path)  # of a folder, which has a single split
+    with pytest.raises(
+        DataError, match=r"Unknown split .*Set task\.eval_split to one of them, hold out a share of the training"
+    ):
+        task(dataset=str(tmp_path), eval_split="validation").datasets()
+    assert len(task(dataset=str(tmp_path), eval_share=0.1).datasets()["eval"]) == 11
+
+
 def test_without_evaluation_no_eval_split_is_loaded(tmp_path):
     words = ("task.label_names=null", "task.ordinal=false", "eval.every=never")
     recipe = Recipe.load("yelp_demo", f"task.data_files.train={one_file(tmp_path)}", *words)
