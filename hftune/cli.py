@@ -26,6 +26,7 @@ from hftune.commands import (
     schema,
     show,
     slurm,
+    sweep,
     train,
     vocab,
 )
@@ -42,7 +43,11 @@ COMMANDS = {
         "print the JSON schema of recipes, with which editors complete keys and mark errors, or write it to a file",
     ),
     "plan": (plan, "show the steps, memory and disk space that a run would need, without training"),
-    "predict": (predict, "run a finished model on texts or images, such as titles for articles"),
+    "predict": (
+        predict,
+        "run a finished model on texts or images, such as titles for articles, or on a table. Under a launcher all processes "
+        "share the rows of a table: accelerate launch -m hftune.cli predict outputs/yelp --data test.csv --output labels.csv",
+    ),
     "evaluate": (
         evaluate_output,
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
@@ -52,6 +57,11 @@ COMMANDS = {
         folds,
         "train once for each fold of the data, for scores with mean and deviation and a prediction of every row. Under a "
         "launcher all processes share the work: accelerate launch -m hftune.cli folds recipe=...",
+    ),
+    "sweep": (
+        sweep,
+        "train a recipe with several values of some keys, and compare. A comma separates values, train.lr=1e-5,3e-5, unless it "
+        "is inside brackets, braces or quotes; the same command again goes on where it was stopped",
     ),
     "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),

@@ -26,8 +26,10 @@ class TrainedModel:
     recipe: Recipe
     model: nn.Module
 
-    def predict(self, inputs: Sequence[Any], batch_size: int = 8) -> list[dict[str, Any]]:
+    def predict(self, inputs: Sequence[Any], batch_size: int = 8, *, probabilities: bool = False) -> list[dict[str, Any]]:
         """Return a row for each raw input, in order, with the fields of the task's ``predict``.
+
+        ``probabilities`` adds those of all classes, by name, for a task that classifies.
 
         Texts are strings. Images are paths, Pillow images or uint8 arrays; for restoration, pairs of image and mask. Rows have
         ``generated`` (titles, language models), ``label`` and ``probability`` (classification) or ``image`` (restoration).
@@ -36,15 +38,16 @@ class TrainedModel:
             DataError: an input cannot be used, such as an empty text or a file that is not an image.
             ConfigError: the task has no method ``predict``.
         """
-        return list(self.answers(inputs, batch_size))
+        return list(self.answers(inputs, batch_size, probabilities=probabilities))
 
-    def answers(self, inputs: Sequence[Any], batch_size: int = 8) -> Iterator[dict[str, Any]]:
+    def answers(self, inputs: Sequence[Any], batch_size: int = 8, *, probabilities: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the rows of ``predict`` one by one, so that the images of a large folder need not fit in memory."""
         check_answers(self.recipe.task)
+        options = {"probabilities": True} if probabilities else {}
         for start in range(0, len(inputs), batch_size):
             try:
                 with torch.no_grad():
-                    rows = self.recipe.task.predict(self.model, list(inputs[start : start + batch_size]))
+                    rows = self.recipe.task.predict(self.model, list(inputs[start : start + batch_size]), **options)
             except DataError as error:  # whose index counts from the start of the batch
                 raise DataError(count_from(start, str(error))) from error
             yield from rows

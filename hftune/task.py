@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     import numpy as np
+    import torch
     from torch import Tensor, nn
 
     Batch = dict[str, Tensor]
@@ -30,6 +31,8 @@ RENAMED = {
 RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
 """New names of Task's class attributes, likewise."""
 
+INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "anchor_column", "image_column", "mask_column")
+"""Fields of tasks that name a column of their inputs, not of their labels."""
 DERIVED = "task.json"
 """File beside the weights with the attributes that ``datasets`` set on the task."""
 
@@ -122,6 +125,17 @@ class Task(ABC):
         """Return number of samples and weight of each data set that the training data consist of, in their order.
 
         None, the default: an epoch has each sample once. See ``BatchPlan.mixture`` for what a weight means.
+        """
+        return None
+
+    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer | None:
+        """Return an optimizer of your own for the model's trainable parameters; None, the default: ``train.optimizer``.
+
+        It is built on the CPU, before the model is moved and wrapped. The learning rates of its groups are their peaks: the
+        schedule scales them alike.
+
+        Args:
+            config: the recipe's ``train`` section, a TrainConfig.
         """
         return None
 
@@ -286,15 +300,75 @@ class Task(ABC):
         """Return a few raw inputs for ``predict``; MLflow logs them with the model. Called after ``datasets``."""
         return []
 
+    def input_columns(self) -> dict[str, str | None]:
+        """Return the columns of a table that make a raw input of ``predict``, each by the name that ``--map`` gives it.
+
+        None stands for a column that the recipe does not name; `hftune predict --data` then takes it if there is only one way.
+        By default those of the fields in INPUT_FIELDS: ``{"text": "review"}`` for text_column: review.
+        """
+        given = {name: getattr(self, name) for name in INPUT_FIELDS if hasattr(self, name)}
+        if several := given.pop("text_columns", None):
+            return {column: column for column in several}
+        if given.get("image_column") is None or given.get("mask_column") is None:
+            given.pop("mask_column", None)
+        return {name.removesuffix("_column"): column for name, column in given.items() if name != "text_columns"}
+
+    def raw_inputs(self, rows: Mapping[str, list]) -> list:
+        """Return the raw inputs of ``predict`` that some rows of a table hold.
+
+        Args:
+            rows: the values of each of the ``input_columns``, by the same names.
+
+        By default the values of the only column, or tuples of the values of several, in the order of ``input_columns``.
+        """
+        columns = list(rows.values())
+        return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+    def input_lengths(self, inputs: list) -> list[int] | None:
+        """Return the length of each raw input, such as its tokens, to sort by it; None, the default: by characters."""
+        return None
+
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return a row for each raw input, such as a text, without gradients. Used by ``hftune.load_model``.
 
-        Values are JSON-serializable or Pillow images, which ``hftune predict`` writes into its --output folder.
+        Values are JSON-serializable or Pillow images, which ``hftune predict`` writes into its --output folder. A task that
+        classifies takes ``probabilities=True`` besides, and then adds ``probabilities``: those of all classes, by name.
 
         Raises:
             DataError: an input cannot be used; the message begins with "Input" and its index.
         """
         raise NotImplementedError
+
+
+class BatchLossTask(Task):
+    """A task whose loss compares the samples of a step with each other, as contrastive losses do with in-batch negatives.
+
+    It is no sum over micro-batches. Strategies compute the embeddings of the whole global batch first, then the loss and its
+    gradient, then each micro-batch again: see hftune/strategies/two_pass.py. So the loss depends on ``train.batch_size``, and
+    neither on micro-batches nor on processes. The last step of an epoch may have fewer samples to compare.
+
+    ``loss`` sees a single micro-batch; it serves trials before training. In an evaluation it would depend on
+    ``eval.batch_size``, so ``metrics`` has to return "loss" as well, computed from its rows.
+    """
+
+    @abstractmethod
+    def embed(self, outputs: Any, target: Any) -> Tensor:
+        """Return what the loss compares: a row for each sample of a micro-batch, (B, ...) float32."""
+
+    def batch_labels(self, target: Any) -> Tensor:
+        """Return what else the loss needs of each sample of a micro-batch, (B, ...), by default the target."""
+        return target
+
+    @abstractmethod
+    def batch_losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each sample among all samples of a step, (B,) float32.
+
+        It must be a pure function of ``embeddings`` and ``labels``, the rows of ``embed`` and ``batch_labels``: every process
+        computes it.
+        """
+
+    def loss(self, outputs: Any, target: Any) -> Tensor:
+        return self.batch_losses(self.embed(outputs, target), self.batch_labels(target)).sum()
 
 
 def _takes(method: Any, num_arguments: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-CACHE = tempfile.mkdtemp(prefix="hftune-tests-")
+SHARED = os.environ.get("TESTS_CACHE")
+"""The folder of the pytest process that has started this one, under xdist."""
+CACHE = SHARED or tempfile.mkdtemp(prefix="hftune-tests-")
 # Here and not in a fixture: datasets, transformers and torch read these when they are imported, which test modules may do.
 # One thread, as in the processes that tests start: what is trained here and there is compared bit by bit.
 os.environ.update(
@@ -28,8 +31,32 @@ os.environ.update(
 )
 
 
+if "TESTS_COLD_PYTHON" in os.environ:  # we are a fork of a warm interpreter; tests that start a cold one say sys.executable
+    sys.executable = os.environ["TESTS_COLD_PYTHON"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config):
+    """Let xdist's workers, and all that they fork, be forks of one interpreter: each would take seconds to import torch."""
+    tx = getattr(config.option, "tx", None)
+    if SHARED or not tx or set(tx) != {"popen"}:
+        return
+    from tests.support.runs import warm_python
+
+    os.environ.update(TESTS_CACHE=CACHE, TESTS_COLD_PYTHON=sys.executable)
+    os.environ["TESTS_WARM_PYTHON"] = executable = warm_python()
+    config.option.tx = [f"popen//python={executable}" for _ in tx]
+
+
+def pytest_collection_finish():
+    """Hide what was imported from Python's garbage collector, which would look at a million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure():
-    shutil.rmtree(CACHE, ignore_errors=True)
+    if not SHARED:
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
 LONGEST = 500
@@ -26,8 +27,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masks", type=Path, help="masks of the images to restore: a folder with files of the same names, or a file"
     )
-    parser.add_argument("--output", type=Path, help="folder for predicted images")
-    parser.add_argument("--batch-size", type=int, default=8, help="number of inputs in a batch (default %(default)s)")
+    parser.add_argument("--data", metavar="TABLE", help=f"table to predict, on all processes: a {SOURCES}")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="column of --data to predict from, if it is not called as in training, such as text=review; may be repeated",
+    )
+    parser.add_argument(
+        "--columns", help="columns to write, with commas: of --data and of the predictions, such as id,label (default: all)"
+    )
+    parser.add_argument("--probabilities", action="store_true", help="also the probability of each class")
+    parser.add_argument(
+        "--empty",
+        choices=("refuse", "null"),
+        default="refuse",
+        help="rows of --data with an empty text: refuse them, or give them no prediction (default %(default)s)",
+    )
+    parser.add_argument(
+        "--output", type=Path, help=f"file for the predictions of --data ({', '.join(WRITTEN)}); or folder for predicted images"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, help="number of inputs in a batch (default 8; for --data, that of the training's evaluations)"
+    )
+    parser.add_argument("--processes", type=int, help="number of processes to start on this machine for --data")
     parser.add_argument("--json", action="store_true", help="one JSON object per input as output")
     parser.add_argument(
         "--track", action="store_true", help="record the predictions as a run of their own at the trackers of the run's recipe"
@@ -36,18 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one line for each text or image; an image's line begins with its path."""
+    """Print one line for each text or image; an image's line begins with its path. Write those of a table into a file."""
+    check_at_least_1(options, "batch_size", "processes")
+    if options.data is not None:
+        return predict_table(options)
+    if odd := [name for name in ("map", "columns", "processes") if getattr(options, name)]:
+        raise ConfigError(f"--{odd[0]} is for tables: --data FILE.")
     inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
     if not inputs:
-        raise ConfigError("There is no input. Give --text, --text-file or --input.")
-    check_at_least_1(options, "batch_size")
+        raise ConfigError("There is no input. Give --data, --text, --text-file or --input.")
     if options.trust_code:
         find_modules_here()
     from hftune.checkpoints.run_folder import check_answers, open_run
+    from hftune.commands.predict_data import check_probabilities, flat
     from hftune.tracking.jsonl import strict_json
 
     recipe, source = open_run(options.folder, options.trust_code, with_trackers=options.track)
     check_answers(recipe.task)
+    check_probabilities(recipe.task, options.probabilities)
     paths = output_paths(inputs, options.output)
     if options.track:
         from hftune.commands.tracked import as_run
@@ -58,9 +88,10 @@ def run(options: argparse.Namespace) -> int:
 
     hide_progress_bars()
     model = load_model(options.folder, trust_code=options.trust_code)
+    answers = model.answers(inputs, options.batch_size or 8, probabilities=options.probabilities)
     rows, images = [], []
-    for value, path, prediction in zip(inputs, paths, model.answers(inputs, options.batch_size), strict=True):
-        row = {**input_column(value), **save_images(prediction, path)}
+    for value, path, prediction in zip(inputs, paths, answers, strict=True):
+        row = {**input_column(value), **save_images(flat(prediction), path)}
         print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
         if options.track:
             rows.append(row if isinstance(value, (Path, tuple)) else {"text": value[:LONGEST], **row})
@@ -70,6 +101,49 @@ def run(options: argparse.Namespace) -> int:
 
         track_predictions(recipe, {"model": str(source), "samples": len(rows)}, rows, images)
     return 0
+
+
+def predict_table(options: argparse.Namespace) -> int:
+    """Predict the rows of --data, and print where they are. Under a launcher every process calls it."""
+    from hftune.run import fail, outlive_readers
+
+    outlive_readers()
+    if given := [name for name in ("text", "text_file", "input", "masks", "track", "json") if getattr(options, name)]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} does not go with --data.")
+    if options.trust_code:
+        find_modules_here()
+    try:
+        from hftune.commands.predict_data import prepare
+
+        job = prepare(options)
+        if options.processes is not None:
+            from hftune.launchers.local import start_processes
+
+            libraries = ("hftune.commands.predict_rows", *job.recipe.task.libraries)
+            start_processes("hftune.cli", words_of(options), options.processes, libraries)
+            return 0
+        from hftune.commands.predict_rows import predict_rows  # imports torch: only once everything has been checked
+        from hftune.tracking.console import hide_reports
+
+        hide_reports()
+        is_main = predict_rows(job)
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
+    if is_main:
+        print(options.output, flush=True)
+    return 0
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """Return the command line of one process of a table's prediction."""
+    words = ["predict", options.folder, "--data", options.data, "--output", str(options.output), "--empty", options.empty]
+    words += [word for given in options.map for word in ("--map", given)]
+    words += [word for name in ("columns", "batch_size") for word in _option(name, getattr(options, name))]
+    return words + [f"--{name.replace('_', '-')}" for name in ("probabilities", "trust_code") if getattr(options, name)]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    return [] if value is None else [f"--{name.replace('_', '-')}={value}"]
 
 
 def images_in(prediction: Mapping[str, Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +36,7 @@ from hftune.config.sections import (
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
 from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
-from hftune.task import Direction, Task
+from hftune.task import BatchLossTask, Direction, Task
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found.
         """
-        problems = [*self.task.validate(), *self._metric_problems()]
+        problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems()]
         if problems:
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
@@ -144,6 +144,18 @@ class Recipe(RunConfig):
             yield (
                 f"eval.metric={metric}: {task} does not declare whether greater is better. Set eval.greater_is_better to true "
                 f'or false, or give {task} metric_directions = {{"{metric}": "max"}}, or "min".'
+            )
+
+    def _batch_loss_problems(self) -> Iterator[str]:
+        if not isinstance(self.task, BatchLossTask):
+            return
+        name = type(self.task).__name__
+        if self.train.batch_size == 1:
+            yield f"train.batch_size=1: the loss of {name} compares the samples of a step with each other. Raise it."
+        if (stages := self.parallel.pipeline_stages) > 1:
+            yield (
+                f"parallel.pipeline_stages={stages}: the loss of {name} compares the samples of a step with each other, and a "
+                "pipeline has its micro-batches one after the other. Leave it at 1; DDP and FSDP can train it."
             )
 
     @property
@@ -205,6 +217,8 @@ ELSEWHERE = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "train.betas"),
     **{"adam_epsilon": "train.eps", "warmup_steps": "train.warmup_ratio", "full_determinism": "train.deterministic"},
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "train.clip_norm"),
+    **{"early_stopping_patience": "eval.patience", "early_stopping_threshold": "eval.min_improvement"},
+    **{"ema": "train.ema_decay", "layerwise_lr_decay": "train.layer_decay", "unfrozen_parameters": "train.freeze"},
     **{"lr_scheduler_type": "train.schedule", "optim": "train.optimizer", "logging_steps": "train.log_every"},
     **{
         **dict.fromkeys(("eval_steps", "eval_strategy"), "eval.every"),
@@ -533,7 +547,9 @@ class _Schema:
         hints = {name: get_type_hints(type_) for name, type_ in self.types.items()}
         self.hints = {name: {key: hints[name][key] for key in self.values[name]} for name in self.types}
         self.known = ["task.type", *(key_of(key) if name == "top" else f"{name}.{key_of(key)}" for name, key in keys)]
-        self.mappings = {f"{name}.{key}" for name, key in keys if holds(dict, self.hints[name][key])}
+        self.mappings = {
+            f"{name}.{key}" for name, key in keys if holds(dict, hint := self.hints[name][key]) and get_origin(hint) is not list
+        }
 
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""

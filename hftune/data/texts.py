@@ -37,6 +37,10 @@ class Ragged:
         """Length of each row, (N,) int32."""
         return np.diff(self.offsets).astype(np.int32)
 
+    def rows(self) -> list[np.ndarray]:
+        """Return each row, a view."""
+        return np.split(self.flat, self.offsets[1:-1])
+
     def take(self, indices: Sequence[int]) -> Ragged:
         """Copy some of the rows."""
         bounds = [(self.offsets[index], self.offsets[index + 1]) for index in indices]

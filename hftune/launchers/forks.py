@@ -1,4 +1,4 @@
-"""``python -m hftune.launchers.forks N FOLDER MODULES WORD ...``: N processes of this machine that import the libraries once.
+"""``python -m hftune.launchers.forks N FOLDER MODULES PROGRAM WORD ...``: N processes of this machine that share their imports.
 
 It does what torchrun does for one machine without restarts. But it imports what the processes need and then forks them, so that
 training starts as fast on eight processes as on one: the imports take seconds of CPU time, and torchrun's agent needs some of
@@ -29,12 +29,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train on N processes and wait for them; return 0, or 1 if one failed, or 128 and a signal's number.
+    """Run a program on N processes and wait for them; return 0, or 1 if one failed, or 128 and a signal's number.
 
     Args:
-        argv: N; a folder for the error files; modules to import before the fork, with commas between; the words for hftune.run.
+        argv: N; a folder for the error files; modules to import before the fork, with commas between; the program, hftune.run
+            or hftune.cli; its words.
     """
-    count, folder, modules, words = int(argv[0]), Path(argv[1]), argv[2].split(","), list(argv[3:])
+    count, folder, modules, program, words = int(argv[0]), Path(argv[1]), argv[2].split(","), argv[3], list(argv[4:])
     signals = Signals()
     with nvml_instead_of_cuda():
         for module in filter(None, modules):
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
                     if signals.first:  # it came between the fork and here
                         os.kill(os.getpid(), signals.first)
                     listener.close()
-                    become(words, {**variables, **own})
+                    become(program, words, {**variables, **own})
                 children[child] = rank
             store = open_store(listener)
         try:
@@ -142,14 +143,15 @@ def group_variables(count: int, port: int) -> dict[str, str]:
     }
 
 
-def become(words: list[str], variables: Mapping[str, str]) -> None:
+def become(program: str, words: list[str], variables: Mapping[str, str]) -> None:
     """Be one of the processes, and exit."""
     import hftune.run
 
     os.environ.update(variables)
-    sys.argv = [str(hftune.run.__file__), *words]
-    sys.orig_argv[1:] = ["-m", "hftune.run", *words]
-    hftune.run.leave(hftune.run.main(words))
+    module = importlib.import_module(program)
+    sys.argv = [str(module.__file__), *words]
+    sys.orig_argv[1:] = ["-m", program, *words]
+    hftune.run.leave(module.main(words))
 
 
 def open_store(listener: socket.socket) -> Any:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -49,27 +49,40 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
-        launcher = several_processes(recipe, count, folder) if count > 1 else ["-m", "hftune.run"]
-        error_file = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # the launcher names one for each
-        threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
-        command = [sys.executable, *launcher, f"recipe={path}"]
-        code, is_stopped = run_and_show(command, {**threads, **environment(), **error_file})
-        if code != 0:
-            raise failure(Path(folder), code, is_stopped)
+        start_processes("hftune.run", [f"recipe={path}"], count, ("hftune.training", *recipe.task.libraries))
     from hftune.checkpoints.output_dir import TrainResult  # only now: it imports torch, and the processes need not wait for it
 
     return TrainResult.read(Path(recipe.output_dir))
 
 
-def several_processes(recipe: Recipe, count: int, folder: str) -> list[str]:
-    """Return the words of Python's command line that start the processes, but for the recipe."""
+def start_processes(program: str, words: Sequence[str], count: int, libraries: Sequence[str]) -> None:
+    """Run ``python -m program words`` as ``count`` processes of this machine that can join, and wait for the end.
+
+    Args:
+        program: a module with ``main(words)``: hftune.run or hftune.cli.
+        libraries: modules to import once for all of them.
+
+    Raises:
+        ConfigError, DataError, TrainingError, Interrupted: with the message of the process that failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
+        launcher = several_processes(program, count, folder, libraries) if count > 1 else ["-m", program]
+        error_file = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # the launcher names one for each
+        threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
+        command = [sys.executable, *launcher, *words]
+        code, is_stopped = run_and_show(command, {**threads, **environment(), **error_file})
+        if code != 0:
+            raise failure(Path(folder), code, is_stopped)
+
+
+def several_processes(program: str, count: int, folder: str, libraries: Sequence[str]) -> list[str]:
+    """Return the words of Python's command line that start the processes, but for their own words."""
     if sys.platform == "linux":
-        modules = ",".join(("hftune.training", *recipe.task.libraries))
-        return ["-m", "hftune.launchers.forks", str(count), folder, modules]
+        return ["-m", "hftune.launchers.forks", str(count), folder, ",".join(libraries), program]
     # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.
     meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
-    return [*torchrun, "-m", "hftune.run"]
+    return [*torchrun, "-m", program]
 
 
 def check_importable(recipe: Recipe) -> None:

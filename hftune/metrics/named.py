@@ -18,7 +18,7 @@ from hftune.errors import ConfigError, TrainingError, format_value
 Rows = Sequence[Mapping[str, Any]]
 Metric = Callable[[Rows], Any]
 
-FIELDS = {"predictions": ("prediction", "generated"), "references": ("reference", "label", "title")}
+FIELDS = {"predictions": ("prediction", "generated"), "references": ("reference", "label", "title", "target")}
 """The fields of a row that a module of ``evaluate`` gets as predictions and as references: the first one that exists."""
 
 

@@ -1,8 +1,8 @@
 """ROUGE of generated texts in any script, and further metrics of titles. Independent of models and their tokenizers.
 
 ``rouge_score``'s own tokenizer keeps only a-z and 0-9: two equal Chinese titles score 0, two different ones that share an
-English word score 1. So tokens are characters or jieba's words here, as the names of the scores say: characters score higher
-than words, and the two are not comparable.
+English word score 1. So it is for English only. Tokens of Chinese are characters or jieba's words, as the names of the scores
+say: characters score higher than words, and the two are not comparable.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import datasets
 import evaluate
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
 
 _TEXTS = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
 
@@ -87,14 +88,15 @@ class _TextMetric(evaluate.Metric):
 class _Rouge(_TextMetric):
     """Mean F1 over the pairs."""
 
-    unit: ClassVar[str]
+    suffix: ClassVar[str]
+    """End of the names of the scores."""
     tokenizer: ClassVar[Callable[[], Any]]
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         kinds = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
         scorer = RougeScorer(list(kinds), tokenizer=type(self).tokenizer())
         scores = [scorer.score(target=true, prediction=text) for text, true in zip(predictions, references, strict=True)]
-        return {f"{name}_{self.unit}": fmean(score[kind].fmeasure for score in scores) for kind, name in kinds.items()}
+        return {f"{name}{self.suffix}": fmean(score[kind].fmeasure for score in scores) for kind, name in kinds.items()}
 
 
 class RougeChar(_Rouge):
@@ -105,7 +107,7 @@ class RougeChar(_Rouge):
     Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", sections 2 and 3.1, with beta = 1.
     """
 
-    unit = "char"
+    suffix = "_char"
     tokenizer = CharTokenizer
 
 
@@ -115,13 +117,47 @@ class RougeWord(_Rouge):
     Texts with no token or a single one score as in RougeChar. A short title can well be a single token here.
     """
 
-    unit = "word"
+    suffix = "_word"
     tokenizer = WordTokenizer
 
 
-def rouge_l_of_each(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
-    """Return the ROUGE-L F1 on characters of each pair, whose mean is ``rouge_l_char``."""
-    scorer = RougeScorer(["rougeL"], tokenizer=CharTokenizer())
+class EnglishTokenizer(DefaultTokenizer):
+    """rouge_score's own: lower-cased runs of a-z and 0-9, those of more than three letters reduced to Porter's stems."""
+
+    def __init__(self):
+        super().__init__(use_stemmer=True)
+
+
+class RougeEnglish(_Rouge):
+    """ROUGE-1, ROUGE-2 and ROUGE-L F1 on stemmed English words, means over the pairs, in [0, 1]: rouge_score with a stemmer.
+
+    ROUGE-L is that of whole texts, as its paper defines it for one sentence, not rougeLsum, which depends on line breaks.
+    """
+
+    suffix = ""
+    tokenizer = EnglishTokenizer
+
+
+class RougeOther(_Rouge):
+    """ROUGE-1, ROUGE-2 and ROUGE-L F1 on the tokens of CharTokenizer, means over the pairs, in [0, 1].
+
+    These are unstemmed words in scripts with spaces, and characters in those of Chinese, Japanese and Korean.
+    """
+
+    suffix = ""
+    tokenizer = CharTokenizer
+
+
+def rouge_for(language: str) -> list[type[_Rouge]]:
+    """Return the kinds of ROUGE that suit texts in a language (ISO 639-1); the tokenizer of the first one cuts single rows."""
+    return {"en": [RougeEnglish], "zh": [RougeChar, RougeWord]}.get(language, [RougeOther])
+
+
+def rouge_l_of_each(
+    predictions: Sequence[str], references: Sequence[str], tokenizer: Callable[[], Any] = CharTokenizer
+) -> list[float]:
+    """Return the ROUGE-L F1 of each pair; by default on characters, whose mean is ``rouge_l_char``."""
+    scorer = RougeScorer(["rougeL"], tokenizer=tokenizer())
     pairs = zip(predictions, references, strict=True)
     return [scorer.score(target=true, prediction=text)["rougeL"].fmeasure for text, true in pairs]
 

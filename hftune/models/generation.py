@@ -89,11 +89,20 @@ def continued(outputs: Any, num_title_tokens: int, config: GenerationConfig) -> 
     if cache is None or not can_continue(config):
         return given
     if isinstance(cache, EncoderDecoderCache):  # keys and values of the source; what the decoder cached itself is all title
+        if not _is_plain(cache.self_attention_cache) or not _is_plain(cache.cross_attention_cache):
+            return given
         _repeat(cache.cross_attention_cache, rows_per_source(config), room=0)
         return {**given, "past_key_values": EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)}
+    if given:  # a decoder beside an encoder whose cache is of its own kind
+        return given
     cache.crop(-num_title_tokens)
     _repeat(cache, rows_per_source(config))
     return {**given, "past_key_values": cache}
+
+
+def _is_plain(cache: Any) -> bool:
+    """Return whether the layers of a cache keep all tokens, as an empty DynamicCache will; those of a sliding window do not."""
+    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None]))
 
 
 def _repeat(cache: DynamicCache, num_copies: int, room: int = ROOM) -> None:

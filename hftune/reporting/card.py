@@ -25,9 +25,11 @@ CARD = "README.md"
 RECIPE, RESULT, METRICS = "recipe.yaml", "result.json", "metrics.jsonl"
 """Files of a run's output folder."""
 TASKS = {
+    "Embeddings": ("sentence-similarity", "that embeds texts for retrieval"),
     "ImageClassification": ("image-classification", "that classifies images"),
     "ImageRestoration": ("image-to-image", "that restores images"),
     "LanguageModeling": ("text-generation", "that continues texts"),
+    "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
 }
@@ -170,7 +172,7 @@ def metadata(facts: CardFacts) -> str:
         model_name=facts.values["recipe"] if scores else None,  # it belongs to them
         base_model=hub_model(facts),
         datasets=[dataset] if dataset else None,
-        library_name="transformers" if is_of_transformers(facts) else None,
+        library_name=library(facts),
         pipeline_tag=pipeline_tag(facts),
         tags=["hftune"],
         eval_results=scores or None,
@@ -212,6 +214,13 @@ def pipeline_tag(facts: CardFacts) -> str | None:
     """Return the Hub's name of the task; None for a task of the user's own."""
     options = facts.recipe.task.transformers_pipeline()
     return options["task"] if options else purpose(facts.recipe.task)[0]
+
+
+def library(facts: CardFacts) -> str | None:
+    """Return the Hub's name of the library that loads the model without hftune, if there is one."""
+    if pipeline_tag(facts) == "sentence-similarity":
+        return "sentence-transformers"
+    return "transformers" if is_of_transformers(facts) else None
 
 
 def is_of_transformers(facts: CardFacts) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hftune.errors import ConfigError
 from hftune.strategies.statistics import restored_buffers
-from hftune.task import Task
+from hftune.task import BatchLossTask, Task
 
 EXACT = 1e-3
 """Largest relative difference between the loss of two samples and the sum of theirs, in float32."""
@@ -37,7 +37,8 @@ class BatchLoss(NamedTuple):
 def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray | None) -> list[str]:
     """Compare the loss of two samples together with their losses alone, in evaluation mode on the CPU.
 
-    Skipped for hftune's own tasks. Models that cannot run like this, or are random in evaluation mode, get a notice.
+    Skipped for hftune's own tasks, and for losses that compare samples with each other. Models that cannot run like this, or
+    are random in evaluation mode, get a notice.
 
     Returns:
         Notices for the user.
@@ -45,7 +46,7 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
     Raises:
         ConfigError: the loss is not a sum, or ``num_items`` does not count what it sums over.
     """
-    if type(task).__module__.startswith("hftune."):
+    if type(task).__module__.startswith("hftune.") or isinstance(task, BatchLossTask):
         return []
     if len(dataset) < 2:
         return not_checked(task, "there is only one training sample")

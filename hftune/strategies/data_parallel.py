@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,8 @@ from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze, named_buffers, restored_buffers
-from hftune.task import Task
+from hftune.strategies.two_pass import cache
+from hftune.task import BatchLossTask, Task
 
 
 class DataParallel(Strategy):
@@ -114,6 +115,7 @@ class DataParallel(Strategy):
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale, losses = self.num_processes / items, []
         self._statistics.begin()
+        loss_of = self._loss_of(batch, seed, step)
         self.times.begin_computing()
         for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
             self.progress.samples(micro_batch.samples)
@@ -125,7 +127,7 @@ class DataParallel(Strategy):
             with accumulating, self.explained_memory_errors(inputs, step), resting:
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
                     outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs))
-                loss = self.task.loss(outputs, self.task.target(inputs))
+                loss = loss_of(index, outputs, self.task.target(inputs))
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
                     self.times.end_computing_after(scaled)
@@ -134,6 +136,44 @@ class DataParallel(Strategy):
             self._check_gradients()
         self._statistics.finish(self.sum)
         return losses
+
+    def _loss_of(self, batch: StepBatch, seed: int, step: int) -> Callable[[int, Any, Any], Tensor]:
+        """Return the function of index, outputs and target that computes the loss of one of a step's micro-batches.
+
+        A loss that compares samples with each other needs the embeddings of the whole step: see ``two_pass``. Collective.
+        """
+        if not isinstance(task := self.task, BatchLossTask):
+            return lambda index, outputs, target: task.loss(outputs, target)
+        if len(batch.plan) <= self.num_processes:  # one micro-batch each: its graph can be kept
+
+            def exchange(index: int, outputs: Any, target: Any) -> Tensor:
+                embeddings = task.embed(outputs, target)
+                labels = task.batch_labels(target)
+                return cache(task, batch, [embeddings.detach()], [labels], self.sum).of(index, embeddings)
+
+            return exchange
+        embeddings, labels = self._embed(task, batch, seed, step)
+        cached = cache(task, batch, embeddings, labels, self.sum)
+        return lambda index, outputs, target: cached.of(index, task.embed(outputs, target))
+
+    @torch.no_grad()
+    def _embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return embeddings and labels of each micro-batch, drawing the dropout that the second pass draws."""
+        embeddings, labels = [], []
+        for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
+            self.progress.samples(micro_batch.samples)
+            self._seeds.begin(seed, step, micro_batch.index)
+            inputs = send_to_device(loaded, self.device, non_blocking=True)
+            with (
+                self.explained_memory_errors(inputs, step),
+                self._statistics.at_rest(weight == 0),
+                self._statistics.micro_batch(0),
+            ):
+                outputs = compute(self.sharding.model, **inputs_of(task, inputs))  # past DDP, whose forward is collective
+            target = task.target(inputs)
+            embeddings.append(task.embed(outputs, target))
+            labels.append(task.batch_labels(target))
+        return embeddings, labels
 
     def _check_gradients(self) -> None:
         """After the first backward pass, refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""

@@ -1,16 +1,20 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
+from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
+from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
 
 __all__ = [
+    "Embeddings",
     "ImageClassification",
     "ImageRestoration",
     "LanguageModeling",
+    "Seq2Seq",
     "SequenceClassification",
     "TitleGeneration",
     "TokenClassification",

@@ -26,6 +26,17 @@ def most_probable(logits_NK: Tensor) -> list[tuple[int, float]]:
     return [(label, round(probability, 6)) for label, probability in zip(class_N.tolist(), probability_N.tolist(), strict=True)]
 
 
+def answers(logits_NK: Tensor, names: Sequence[str], probabilities: bool) -> list[dict[str, Any]]:
+    """Return each sample's most probable label, by name, and its probability; and on demand those of all classes."""
+    rows: list[dict[str, Any]] = [
+        {"label": names[label], "probability": probability} for label, probability in most_probable(logits_NK)
+    ]
+    if probabilities:
+        for row, values in zip(rows, logits_NK.float().softmax(-1).tolist(), strict=True):
+            row["probabilities"] = {name: round(value, 6) for name, value in zip(names, values, strict=True)}
+    return rows
+
+
 def evaluation_rows(logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
     """Return rows of label and prediction (class numbers) and the probabilities of both, rounded to 6 digits."""
     probability_N = logits_NK.float().softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)

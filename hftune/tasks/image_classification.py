@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.classification import count_classes, evaluation_rows, most_probable, named
+from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -64,7 +64,7 @@ class ImageClassification(ImageTask):
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
     dropout: float = 0.5
     """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
-    image_column: str | None = None  # type: ignore[assignment]  # restoration has a default
+    image_column: str | None = None
     """Column of the images. null: the only one of images."""
     label_column: str | None = None
     """Column of the labels: class numbers from 0, or class names. null: the only one that could be it."""
@@ -105,7 +105,7 @@ class ImageClassification(ImageTask):
             *self._split_problems(folders=("train_split", "eval_split")),
             *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
-            *self._network_problems(),
+            *self.network_problems(),
             *self._value_problems(),
             *self._augmentation_problems(),
         ]
@@ -115,8 +115,8 @@ class ImageClassification(ImageTask):
         """Whether the model is one of transformers, pretrained or new, rather than a network."""
         return self.model is not None or bool(self.model_config)
 
-    def _network_problems(self) -> Iterator[str]:
-        yield from super()._network_problems()
+    def network_problems(self) -> Iterator[str]:
+        yield from super().network_problems()
         if not self._is_of_transformers:
             return
         name = f"task.model={self.model}" if self.model is not None else "task.model_config"
@@ -548,15 +548,17 @@ class ImageClassification(ImageTask):
         pixels_NHWC = np.stack([self._whole(images[index]["image"]) for index in range(min(2, len(images)))])
         return list(pixels_NHWC[..., 0] if pixels_NHWC.shape[-1] == 1 else pixels_NHWC)
 
-    def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
-        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array."""
+    def predict(self, model: nn.Module, inputs: list, probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label, by name, and its probability for each path, Pillow image or uint8 array.
+
+        ``probabilities`` adds those of all classes.
+        """
         from hftune.data.images import read_input
 
         images = [read_input(value, index, self._form) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
         outputs = model(batch[self._input].to(next(model.parameters()).device))
-        found = most_probable(logits(outputs))
-        return [{"label": self.labels[label], "probability": probability} for label, probability in found]
+        return answers(logits(outputs), self.labels, probabilities)
 
 
 def logits(outputs: Any) -> Tensor:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftune.tasks.classification import evaluation_rows, most_probable, named
+from hftune.errors import ConfigError
+from hftune.tasks.classification import answers, evaluation_rows, named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,9 +79,9 @@ class SingleLabel:
         }
 
     @staticmethod
-    def answers(logits_NK: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Return the most probable label of each text, by name, and its probability."""
-        return [{"label": labels[label], "probability": probability} for label, probability in most_probable(logits_NK)]
+    def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label of each text, by name, and its probability; on demand those of all labels."""
+        return answers(logits_NK, [labels[number] for number in range(len(labels))], probabilities)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class MultiLabel:
         return multi_label_metrics(labels, said, probabilities, self.labels)
 
     @staticmethod
-    def answers(logits_NK: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:
+    def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = True) -> list[dict[str, Any]]:
         """Return each text's labels, by name, and the probabilities of all labels."""
         names = [labels[number] for number in range(len(labels))]
         found = [_by_name(names, row) for row in logits_NK.float().sigmoid().tolist()]
@@ -185,8 +186,14 @@ class Regression:
         return regression_metrics([row["prediction"] for row in rows], [row["label"] for row in rows])
 
     @staticmethod
-    def answers(logits_N1: Tensor, labels: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Return each text's number."""
+    def answers(logits_N1: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return each text's number.
+
+        Raises:
+            ConfigError: probabilities are asked for.
+        """
+        if probabilities:
+            raise ConfigError("This model predicts a number, which has no probabilities.")
         return [{"value": _rounded(value)} for value in logits_N1.squeeze(-1).float().tolist()]
 
 

@@ -368,10 +368,10 @@ class SequenceClassification(TextTask):
         columns = [rows[column] for column in self._text_columns]
         return list(columns[0]) if len(columns) == 1 else [list(pair) for pair in zip(*columns, strict=True)]
 
-    def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
+    def predict(self, model: PreTrainedModel, inputs: list[Any], probabilities: bool = False) -> list[dict[str, Any]]:
         """Return a row for each text or pair: its label and probability; its labels and all probabilities; or its value.
 
-        A pair is a list of two texts, or a text with a tab between them.
+        A pair is a list of two texts, or a text with a tab between them. ``probabilities`` adds those of all classes.
         """
         texts = self._checked(inputs)
         encoded = self._tokens(texts, model.config)
@@ -381,7 +381,7 @@ class SequenceClassification(TextTask):
         )
         logits = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
         kind = model.config.problem_type or "single_label_classification"  # exports from before 0.3 have none
-        return PROBLEMS[kind].answers(logits, model.config.id2label)
+        return PROBLEMS[kind].answers(logits, model.config.id2label, probabilities)
 
     def _checked(self, inputs: Sequence[Any]) -> list[list[str]]:
         """Return the texts of all inputs, or the first and the second texts."""

@@ -399,6 +399,14 @@ class TextTask(Task):
         limited = {split: split_rows for split, split_rows in rows.items() if self._counts[split] is not None}
         return {} if self.eval_fold else {split: notices.num_rows(split_rows) for split, split_rows in limited.items()}
 
+    def input_lengths(self, inputs: list) -> list[int] | None:
+        """Return the tokens of each text, those beyond the maximum not counted; None for inputs that are not single texts."""
+        if not all(isinstance(text, str) for text in inputs):
+            return None
+        most = max((getattr(self, key) for key in self.length_keys if hasattr(self, key)), default=None)
+        encoded = self.text_tokenizer(inputs, truncation=most is not None, max_length=most, verbose=False)
+        return list(map(len, encoded["input_ids"]))
+
     def save(self, model: PreTrainedModel, directory: Path) -> None:
         """Write model and tokenizer for ``from_pretrained``."""
         model.save_pretrained(directory)

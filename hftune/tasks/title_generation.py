@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import ConfigError
-from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
+from hftune.tasks.source_to_target import SourceToTarget
+from hftune.tasks.text import NO_LABEL
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TitleGeneration(TextTask):
+class TitleGeneration(SourceToTarget):
     """Generate titles. The loss is cross-entropy; an item is a token of the title, its end token included."""
 
     model: str | None = "Lowin/chinese-bigbird-base-4096"
@@ -56,10 +57,10 @@ class TitleGeneration(TextTask):
     """Maximum length of a source in tokens; longer sources are truncated at the end."""
     max_target_length: int = 64
     """Maximum length of a title in tokens, for references and generated titles."""
-    generation: dict[str, Any] = field(default_factory=dict)
-    """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
-    libraries = (*TextTask.libraries, "hftune.models.bigbird")
+    target_name = "title"
+    source_shown = 60
+    libraries = (*SourceToTarget.libraries, "hftune.models.bigbird")
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
         **{"exact_match": "max", "mean_length": None, "empty_share": "min"},
@@ -78,26 +79,11 @@ class TitleGeneration(TextTask):
             *bound_problems(self, minimum),
         ]
 
-    @property
-    def _rows(self) -> dict[str, Dataset]:
-        return self._loaded[0]
+    def columns(self, rows: Dataset) -> dict[str, str]:
+        from hftune.data.text import find_column
 
-    @property
-    def _source(self) -> str:
-        """Column of the source texts."""
-        return self._loaded[1]
-
-    @cached_property
-    def _loaded(self) -> tuple[dict[str, Dataset], str]:
-        from hftune.data.text import check_column, check_texts, find_column
-
-        rows = self._load_rows(columns={}, texts=[])
-        source = self.source_column or find_column(rows["train"], "task.source_column", SOURCES)
-        for split, split_rows in rows.items():
-            for key, column in (("task.source_column", source), ("task.target_column", self.target_column)):
-                check_column(split_rows, key, column, split)
-                check_texts(split_rows, column, split)
-        return rows, source
+        source = self.source_column or find_column(rows, "task.source_column", SOURCES)
+        return {"source_column": source, "target_column": self.target_column}
 
     @cached_property
     def text_tokenizer(self) -> JiebaTokenizer:
@@ -212,15 +198,8 @@ class TitleGeneration(TextTask):
             )
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-        from hftune.data.text import cut_notices
-
         messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
-        messages += self._row_notices(self._rows, self._source)
-        messages += cut_notices(
-            datasets, "source_cut", f"Sources longer than task.max_source_length={self.max_source_length} tokens"
-        )
-        limit = f"task.max_target_length={self.max_target_length}"
-        messages += cut_notices(datasets, "title_cut", f"Titles longer than {limit} tokens")
+        messages += self._row_notices(self._rows, self._source) + self._cut_notices(datasets, "Titles")
         if self.architecture == "encoder_decoder":
             padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
             if padded > self.max_source_length:
@@ -230,17 +209,11 @@ class TitleGeneration(TextTask):
                 )
         return messages
 
-    def lengths(self, dataset: Any) -> np.ndarray:
-        """Return the tokens that the model reads: of the source, and of the title without its last token."""
-        return self.sizes(dataset).sum(1, dtype="int32")
-
     def sizes(self, dataset: Any) -> np.ndarray:
         """Return the tokens of source and title, which ``collate`` pads independently, without the title's last token."""
         import numpy as np
 
-        from hftune.data.texts import lengths_of
-
-        return np.stack([lengths_of(dataset, "source"), lengths_of(dataset, "title") - 1], axis=1)
+        return super().sizes(dataset) - np.array([0, 1], np.int32)
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         source, title = sizes
@@ -277,37 +250,14 @@ class TitleGeneration(TextTask):
         # Logits of the title only: those of a source of 4,096 tokens would take 650 MB per row.
         return {**_joined(batch, title, batch["labels"] != NO_LABEL), "logits_to_keep": title.shape[1], "use_cache": False}
 
-    def evaluation_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return ``inputs``, and keep the cache: titles are generated from it, so that sources are read once."""
-        return {**self.inputs(batch), "use_cache": True}
-
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return token_loss(outputs.logits, target)
-
-    def num_items(self, target: Tensor) -> int:
-        return count_labels(target)
-
-    @property
-    def rows_per_sample(self) -> int:
-        return int(self.generation.get("num_beams") or 1)
-
-    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Generate titles. Return rows of title (the reference in the data), generated, and source (its beginning)."""
-        rows = self._rows["eval"][batch["index"].tolist()]
-        columns = zip(rows[self.target_column], self._generate(outputs, model, batch), rows[self._source], strict=True)
-        return [{"title": title, "generated": text, "source": source[:60]} for title, text, source in columns]
-
-    def _generate(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[str]:
-        """Generate titles, going on from what the model returned for ``evaluation_inputs``, whose cache this uses up."""
-        from hftune.models.generation import continued
-
+    def prompt(self, batch: Batch) -> dict[str, Tensor]:
         start = batch["title"][:, :1]
-        read = continued(outputs, batch["title"].shape[1], model.generation_config)
         if self.architecture == "encoder_decoder":
-            ids = model.generate(batch["source"], attention_mask=batch["source_mask"], **read)
-        else:
-            ids = model.generate(**_joined(batch, start, start == start), **read)[:, batch["source"].shape[1] :]
-        return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
+            return {"input_ids": batch["source"], "attention_mask": batch["source_mask"]}
+        return _joined(batch, start, start == start)
+
+    def empty_target(self) -> dict[str, Any]:
+        return {"title": [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]}
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with each title's ROUGE-L on characters, and what it lacks to 1 as the error."""
@@ -338,21 +288,6 @@ class TitleGeneration(TextTask):
         # The recipe's settings may have changed since.
         model.generation_config.update(max_new_tokens=self.max_target_length, **self.generation)
         return model
-
-    def example_inputs(self) -> list[str]:
-        return self._rows.get("eval", self._rows["train"])[:2][self._source]
-
-    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
-        """Return a row for each text, whose ``generated`` is its title."""
-        from hftune.data.text import check_inputs, to_ids
-
-        check_inputs(inputs)
-        sources, _ = to_ids(inputs, self.text_tokenizer, self.max_source_length)
-        title = [self.text_tokenizer.cls_token_id, self.text_tokenizer.sep_token_id]
-        batch = self.collate([{"source": source, "title": title, "index": 0} for source in sources])
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        outputs = model(**self.evaluation_inputs(batch))
-        return [{"generated": text} for text in self._generate(outputs, model, batch)]
 
 
 def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:

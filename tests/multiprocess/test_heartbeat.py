@@ -21,7 +21,7 @@ from tests.support.runs import Command, environment, warm_python
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 # Of 64 samples in 16 steps, two processes meet 17 in step 15, in a micro-batch of process 1 with sample 35.
 STRIKE = "task.sample=17"
-END_S = 20  # from a fault to the end of the launcher, whose own end takes a second or two: generous, for a loaded machine
+END_S = 60  # from a fault to the end of the launcher, seconds on an idle machine; left to themselves, they would wait for half an hour
 
 
 @dataclass
@@ -176,8 +176,8 @@ def test_two_machines_end_with_the_traceback_of_the_one_that_failed(launch, mach
 def test_a_process_killed_on_another_machine_is_missed_within_the_bound(launch, machines):
     here, there = on_two(launch, machines, STRIKE, "task.fault=kill", "train.dead_after_s=4")
     assert re.fullmatch(
-        r"hftune: Process 1 \(host machineB, pid \d+\) has given no sign of life for \d s during step 15\. It was "
-        r"killed, or its machine is down or cut off\. Last seen \d s ago in .*\.",
+        r"hftune: Process 1 \(host machineB, pid \d+\) has given no sign of life for \d+ s during step 15\. It was "
+        r"killed, or its machine is down or cut off\. Last seen \d+ s ago in .*\.",
         here.said[-1],
     )
     assert not any("Connection closed" in line or "Traceback" in line for line in here.said)

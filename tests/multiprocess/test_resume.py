@@ -2,13 +2,13 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ STEPS = 14  # two epochs of 7
 JOB = (
     *SMALL,
     "task.dataset=tests.support.tasks:few_reviews",
+    "task.model_config.num_hidden_layers=1",
     "train.epochs=2",
     "train.micro_batch_size=4",
     "checkpoint.every=3",
@@ -95,22 +96,32 @@ def test_resumed_on_as_many_processes_it_ends_bit_equal_with_dropout(tmp_path, u
         assert (found.problems, found.steps, found.whole_epochs, len(found.starts)) == ([], STEPS, 2, 2)
 
 
-def test_resumed_on_another_number_of_processes_it_takes_the_same_steps(tmp_path, unbroken):
-    """Two random steps to stop after for each pair of (processes before, processes after)."""
-    draw = random.Random(4)
-    pairs = [(before, after) for before in (1, 2, 4) for after in (1, 2, 4) if before != after]
-    triples = [(step, *pair) for pair in pairs for step in draw.sample(range(2, STEPS), 2)]
-    for (step, before, after), run in stopped_and_resumed(tmp_path, triples).items():
-        expected = unbroken[1]["dropout"]
+TOUR = (1, 2, 4, 1, 4, 2, 1)
+"""Numbers of processes, one after the other: each change among 1, 2 and 4 of them."""
+
+
+def test_resumed_on_other_numbers_of_processes_it_takes_the_same_steps(tmp_path, unbroken):
+    """Two runs, each stopped six times: one after every even step, the other after every odd one."""
+    assert set(pairwise(TOUR)) == {(before, after) for before in (1, 2, 4) for after in (1, 2, 4) if before != after}
+    stops = {name: range(first, STEPS, 2) for first, name in ((2, "even"), (3, "odd"))}
+    jobs = {name: (*JOB, f"output_dir={tmp_path / name}") for name in stops}
+    starts = {name: [(0, TOUR[0])] for name in stops}
+    for leg, (size, following) in enumerate(pairwise(TOUR)):
+        taken = {name: steps[leg] - 1 - starts[name][-1][0] for name, steps in stops.items()}
+        train_on(size, jobs, tmp_path, stops={name: (count, leg % size) for name, count in taken.items()})
+        for name, steps in stops.items():
+            reached = steps[leg] - (steps[leg] % 5 == 1)  # in the evaluation of the step before, where there is one
+            assert newest(tmp_path / name / "checkpoints")[0].step == reached
+            assert not (tmp_path / name / "result.json").exists()
+            starts[name].append((reached, following))
+    expected = unbroken[1]["dropout"]
+    for name, run in train_on(TOUR[-1], jobs, tmp_path).items():
         assert run.logged("train/loss") == pytest.approx(expected.logged("train/loss"), rel=1e-5)
         assert run.logged("train/lr") == expected.logged("train/lr")
         assert [line["step"] for line in lines(run)] == [line["step"] for line in lines(expected)]
         found = audit(run.folder)
         assert (found.problems, found.steps, found.whole_epochs) == ([], STEPS, 2)
-        assert [(start["after_step"], start["world_size"]) for start in found.starts] == [
-            (0, before),
-            (step - (step % 5 == 1), after),
-        ]
+        assert [(start["after_step"], start["world_size"]) for start in found.starts] == starts[name]
 
 
 def test_micro_batch_size_may_change_on_the_way(tmp_path, unbroken):
@@ -520,7 +531,8 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, number):
 
 
 def test_second_interrupt_stops_at_once_and_loses_nothing_saved(tmp_path):
-    process = started(tmp_path, "task.type=tests.support.tasks.SlowReviews", step=3)
+    slow = ("task.type=tests.support.tasks.SlowReviews", "task.model_config.num_hidden_layers=2")
+    process = started(tmp_path, *slow, step=3)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)

@@ -25,12 +25,13 @@ def stages(count, schedule="1f1b"):
 def layouts(num_processes, model):
     """How so many processes may share the work of a model: name -> overrides.
 
-    Of the layouts on four processes only the first model has those that others have on two: they are cut in the same places.
+    On four processes the first model has all of them. The others have one: they are cut in the same places as on two.
     """
     if num_processes == 1:
         return {"one": ()}
     if num_processes == 4 and model != MODELS[0]:
-        return {f"4 {schedule}": stages(4, schedule) for schedule in SCHEDULES if schedule != "interleaved"}
+        schedule = {"gpt2": "zero_bubble", "llama": "1f1b"}[model]
+        return {f"4 {schedule}": stages(4, schedule)}
     counts = [count for count in (2, 4) if count <= num_processes]
     cut = {f"{count} {schedule}": stages(count, schedule) for count in counts for schedule in SCHEDULES}
     cut.pop("4 interleaved", None)  # of eight stages: see SPECIAL

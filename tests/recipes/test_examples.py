@@ -1,7 +1,6 @@
 """The examples do what examples/README.md says: they are run, or held to what hftune and torchrun accept."""
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -57,7 +55,7 @@ def test_the_table_names_every_example_and_every_name_exists():
 
 def test_the_commands_in_the_table_are_accepted(example):
     commands = re.findall(r"`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 8
     trained = [command.split(" && ") for command in commands if "hftune train" in command]
     for place, command in trained:
         example(place.removeprefix("cd examples/"))
@@ -98,73 +96,6 @@ def test_notebook_trains_the_same_on_one_and_two_processes(example):
 def test_notebook_is_kept_without_outputs():
     cells = json.loads((EXAMPLES / "own_task" / "moons.ipynb").read_text(encoding="utf-8"))["cells"]
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
-
-
-def test_grid_trains_each_point_in_a_folder_of_its_own(example):
-    folder = example("own_task")
-    grid = ["bash", EXAMPLES / "sweep" / "grid.sh", "train.max_steps=2", "eval.every=2"]
-    env = {**child_environment(), "RECIPE": "moons.yaml", "RATES": "1e-2 1e-3", "SEEDS": "1"}
-    done = subprocess.run(grid, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    recipes = [yaml.safe_load(path.read_text()) for path in (folder / "outputs").glob("*/*/recipe.yaml")]
-    assert sorted(float(recipe["train"]["lr"]) for recipe in recipes) == [1e-3, 1e-2]
-    table = [line.split()[:2] for line in done.stdout.splitlines()[-2:]]
-    assert table == [["lr_1e-2_seed_1", "accuracy"], ["lr_1e-3_seed_1", "accuracy"]]
-
-
-@pytest.fixture
-def optuna_sweep(monkeypatch, tmp_path):
-    """The Optuna script as a module, whose trainings are replaced by an exit code and a result."""
-    pytest.importorskip("optuna", reason='not installed: pip install "hftune[dev]"')
-    spec = importlib.util.spec_from_file_location("optuna_sweep", EXAMPLES / "sweep" / "optuna_sweep.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    monkeypatch.chdir(tmp_path)
-    started = SimpleNamespace(codes=[], recipes=[])
-
-    def run(command):
-        recipe = Recipe.from_argv(hftune_words(["python", *command[1:]])[1])
-        Path(recipe.output_dir).mkdir(parents=True)
-        best = {"metric": "accuracy", "value": recipe.train.lr, "step": 7}
-        (Path(recipe.output_dir) / "result.json").write_text(json.dumps({"best": best}))
-        started.recipes.append(recipe)
-        return SimpleNamespace(returncode=started.codes.pop(0))
-
-    monkeypatch.setattr(module.subprocess, "run", run)
-    module.optuna.logging.set_verbosity(module.optuna.logging.ERROR)
-    return module, started
-
-
-def test_optuna_keeps_the_best_trial_and_drops_a_failed_one(optuna_sweep, monkeypatch, capsys):
-    module, started = optuna_sweep
-    started.codes = [0, 1, 0]
-    monkeypatch.setattr(sys, "argv", ["optuna_sweep.py", "yelp_demo", "3", "train.epochs=1"])
-    module.main()
-    assert len({recipe.output_dir for recipe in started.recipes}) == 3
-    assert all(recipe.train.epochs == 1 for recipe in started.recipes)
-    finished = [recipe.train.lr for recipe in (started.recipes[0], started.recipes[2])]
-    assert f"best {max(finished):.4f} with" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("code", "kind"), [(2, SystemExit), (75, KeyboardInterrupt)])
-def test_optuna_ends_the_search_at_a_bad_recipe_and_when_it_is_stopped(optuna_sweep, monkeypatch, code, kind):
-    module, started = optuna_sweep
-    started.codes = [code, 0]
-    monkeypatch.setattr(sys, "argv", ["optuna_sweep.py", "yelp_demo", "2"])
-    with pytest.raises(kind):
-        module.main()
-    assert len(started.recipes) == 1
-
-
-def test_wandb_sweep_starts_runs_that_hftune_accepts_and_optimizes_a_metric_of_theirs():
-    sweep = yaml.safe_load((EXAMPLES / "sweep" / "wandb_sweep.yaml").read_text())
-    first = {key: values.get("min", values.get("values", [None])[0]) for key, values in sweep["parameters"].items()}
-    words = [word for word in sweep["command"] if word not in ("${env}", "${args_no_hyphens}")]
-    words += [f"{key}={value}" for key, value in first.items()]
-    name, words = hftune_words([word.replace("${envvar:WANDB_RUN_ID}", "run1") for word in words])
-    recipe = Recipe.from_argv(cli.parse([name, *words]).words)
-    assert recipe.track.with_ == ["wandb"] and recipe.output_dir.endswith("/run1")
-    assert {key.rpartition(".")[2] for key in first} == {"lr", "weight_decay", "seed"}
-    assert sweep["metric"] == {"name": "best/value", "goal": "maximize"} and recipe.greater_is_better
 
 
 def manifests(name: str) -> dict[str, dict]:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed import TCPStore
-
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
     "hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, initializer_range: 0.2}",  # ten times BERT's, so that every sample has a loss of its own and no mistake can hide
@@ -138,6 +136,10 @@ class Group:
         self._worker = start_worker(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
         if world_size > 1:
+            from torch.distributed import (
+                TCPStore,
+            )  # only here, because xdist's controller imports this module and needs no torch
+
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             variables |= group_variables(world_size, self.store.port)
         request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
@@ -221,9 +223,9 @@ def group_variables(world_size: int, port: int) -> dict[str, str]:
 def warm_python() -> str:
     """Return a program that does what sys.executable does, and has imported everything; commands are beside it.
 
-    See tests/support/warm.py.
+    See tests/support/warm.py. Under xdist there is one for all of its processes, themselves forks of it: see tests/conftest.py.
     """
-    return start_worker().executable
+    return os.environ.get("TESTS_WARM_PYTHON") or start_worker().executable
 
 
 class Worker(subprocess.Popen):
@@ -234,9 +236,10 @@ class Worker(subprocess.Popen):
     """
 
     def __init__(self, variables: Mapping[str, str]):
-        folder = tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])  # which tests/conftest.py removes
+        shared = None if variables else os.environ.get("TESTS_WARM_PYTHON")
+        folder = [] if shared else [tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])]  # which tests/conftest.py removes
         super().__init__(
-            [sys.executable, "-m", "tests.support.worker", folder],
+            [shared or sys.executable, "-m", "tests.support.worker", *folder],
             cwd=Path(__file__).parents[2],
             env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
             stdin=subprocess.PIPE,

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hftune import DataError, Task
 from hftune.data.demo import reviews
 from hftune.data.demo_digits import digits
+from hftune.data.demo_questions import questions
 from hftune.tasks import SequenceClassification
 
 
@@ -34,6 +35,14 @@ def few_reviews(part: str) -> list[dict[str, Any]]:
 def few_digits(part: str) -> list[dict[str, Any]]:
     """300 and 101 of the demo's digits."""
     return list(digits(part, {"train": 300, "eval": 101}[part]))
+
+
+@functools.cache
+def few_questions(part: str) -> list[dict[str, Any]]:
+    """100 and 37 of the demo's questions and answers; each has another one's answer as a hard negative, and a score."""
+    rows = list(questions(part, {"train": 100, "eval": 37}[part]))
+    rows[5] = {**rows[4], "answer": rows[5]["answer"]}
+    return [{**row, "negative": rows[index - 1]["answer"], "score": index % 7} for index, row in enumerate(rows)]
 
 
 def two_images(part: str) -> list[dict[str, Any]]:
@@ -416,6 +425,14 @@ class SlowEmbedding(NextToken):
         slow = [*model.get_input_embeddings().parameters()]
         rest = [value for value in model.parameters() if value is not slow[0]]
         return [{"params": slow, "lr": 0.1 * config.lr}, {"params": rest}]
+
+
+@dataclass
+class OwnOptimizer(NextToken):
+    """Builds its own optimizer."""
+
+    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam([{"params": model.parameters()}], lr=2 * config.lr)
 
 
 @dataclass

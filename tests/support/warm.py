@@ -16,17 +16,18 @@ import ctypes
 import io
 import json
 import os
+import re
 import runpy
 import selectors
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 COMMANDS = {
     "python": [],
@@ -42,9 +43,11 @@ READ_AT_START = (
     "DATASETS_",
     "MALLOC_",
     "LD_",
-    "PYTHONHASHSEED",
 )
-"""Variables that the interpreter reads at its start or libraries where they are imported: who sets others gets a cold start."""
+"""Variables that libraries read where they are imported: who sets others gets a cold start.
+
+PYTHONHASHSEED is not among them, because Spark sets it for all its executors; who tests it starts sys.executable.
+"""
 
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}
 """CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of <linux/sched.h>."""
@@ -180,11 +183,12 @@ def become(
     leads: bool,
 ) -> None:
     """Be what ``python WORDS`` is, in the place of the process ``pid``; never return."""
-    code = 1
-    try:
+
+    def program() -> None:
         os.setsid() if leads else os.setpgid(0, 0)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
+        enter_control_group(pid)
         enter_namespaces(pid)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.chdir(folder)
@@ -198,12 +202,9 @@ def become(
         sys.path[:] = [*given, *(path for path in sys.path[1:] if path not in inherited)]
         open_streams()
         set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-        code = run(words)
-        threading._shutdown()  # waits for threads, as at every interpreter's end
-        atexit._run_exitfuncs()
-        flush()
-    finally:
-        os._exit(code)
+        run(words)
+
+    be(program)
 
 
 def enter_namespaces(pid: int) -> None:
@@ -214,6 +215,13 @@ def enter_namespaces(pid: int) -> None:
             with theirs.open() as file:
                 if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), flag):
                     raise OSError(ctypes.get_errno(), f"setns {name}")
+
+
+def enter_control_group(pid: int) -> None:
+    """Be counted where another process is: see tests/support/cpu_seconds.py."""
+    path = re.search(r"^\d+:[^:]*\bcpuacct\b[^:]*:/(.+)$", Path(f"/proc/{pid}/cgroup").read_text(), re.MULTILINE)
+    if path is not None and path[1].startswith("hftune-tests-"):
+        Path("/sys/fs/cgroup/cpuacct", path[1], "cgroup.procs").write_text(str(os.getpid()))
 
 
 def open_streams() -> None:
@@ -236,20 +244,39 @@ def set_num_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def run(words: list[str]) -> int:
-    """Run ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``; return the exit code."""
+def run(words: list[str]) -> None:
+    """Run ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``."""
+    if words[0] == "-c":
+        sys.argv, sys.path[0:0] = ["-c", *words[2:]], [""]
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(module))
+    elif words[0] == "-m":
+        sys.argv, sys.path[0:0] = words[1:], [str(Path.cwd())]
+        sys.modules.pop(words[1], None)  # else runpy warns that it is there already
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0:0] = words, [str(Path(words[0]).resolve().parent)]
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def be(program: Callable[[], None]) -> NoReturn:
+    """Call what an interpreter would run, and end as it would.
+
+    But for this: it would free each object, and so copy all memory that forks share, which takes longer than most programs here.
+    """
+    code = 1
     try:
-        if words[0] == "-c":
-            sys.argv, sys.path[0:0] = ["-c", *words[2:]], [""]
-            sys.modules["__main__"] = module = ModuleType("__main__")
-            exec(compile(words[1], "<string>", "exec"), vars(module))
-        elif words[0] == "-m":
-            sys.argv, sys.path[0:0] = words[1:], [str(Path.cwd())]
-            sys.modules.pop(words[1], None)  # else runpy warns that it is there already
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0:0] = words, [str(Path(words[0]).resolve().parent)]
-            runpy.run_path(words[0], run_name="__main__")
+        code = exit_code(program)
+        threading._shutdown()  # waits for threads, as at every interpreter's end
+        atexit._run_exitfuncs()
+        flush()
+    finally:
+        os._exit(code)
+
+
+def exit_code(program: Callable[[], None]) -> int:
+    try:
+        program()
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -267,7 +294,9 @@ def run(words: list[str]) -> int:
 
 def show(error: BaseException) -> None:
     """Print an exception with the stack that it would have had in an interpreter of its own."""
-    below = error.__traceback__.tb_next  # our own frame comes first
+    below = error.__traceback__
+    while below.tb_next is not None and below.tb_frame.f_code.co_filename == __file__:
+        below = below.tb_next
     sys.excepthook(type(error), error.with_traceback(below), below)
 
 

@@ -144,9 +144,9 @@ def test_small_data_set_of_ones_own_is_read_as_a_whole():
 def test_a_gigabyte_takes_about_a_second():
     rows = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2**25)), 64)})
     dataset = datasets.Dataset(rows)
-    began = time.monotonic()
+    began = time.process_time()  # of this process: others may be busy on the machine
     content_digest(dataset)
-    assert time.monotonic() - began < 2  # 268 MB
+    assert time.process_time() - began < 4  # 268 MB; measured: 0.6, and 1.8 where others are busy
 
 
 class Rows(torch.utils.data.Dataset):

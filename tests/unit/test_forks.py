@@ -65,14 +65,19 @@ def test_a_signal_is_passed_on_and_is_the_exit_code(signals):
 
 
 def test_processes_that_end_well_after_a_signal_are_a_success(signals):
+    ready, is_ready = os.pipe()
+
     def finish():
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        time.sleep(0.5)
+        got = []
+        signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+        os.write(is_ready, b"-")
+        while not got:
+            time.sleep(0.01)
         return 0
 
     children = {fork(finish): 0}
     signals.children = children
-    time.sleep(0.2)
+    os.read(ready, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     assert wait_for(children, signals, lambda rank: False) == 0
 

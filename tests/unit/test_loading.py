@@ -112,7 +112,16 @@ def trained(folder: Path, *words: str) -> Run:
     return Run(train(recipe).output_dir)
 
 
-def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before(tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_frozen(monkeypatch):
+    """As in a program of a user's; tests/conftest.py freezes, and tests/support/worker.py spares processes to count."""
+    monkeypatch.setattr("hftune.loop.gc", gc)
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_a_run_that_reads_ahead_computes_the_same_and_the_collector_is_as_before(tmp_path, monkeypatch, nothing_frozen):
     original, frozen = Strategy.report, []
 
     def report(self: Strategy, grad_norm: torch.Tensor) -> StepReport:
@@ -201,6 +210,7 @@ def test_a_sample_that_cannot_be_read_fails_in_its_own_step_and_is_named(tmp_pat
 
 def test_objects_that_a_program_has_frozen_stay_so_and_are_counted_once(monkeypatch):
     """Counting goes from object to object: 0.1 s for a million, which each step would take."""
+    monkeypatch.setattr("hftune.loop.gc", gc)
     counted = []
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 10**6)
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("froze"))

@@ -1,0 +1,277 @@
+"""``hftune predict --data``: what is predicted for which rows, and where it goes; checked before torch is imported.
+
+``commands/predict_rows.py`` computes it, on all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.config.recipe import Recipe, type_name
+from hftune.data.columns import TEXTS, is_number
+from hftune.data.table import CHUNK, WRITTEN, Table, read_table, suffix_problem, writable
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.task import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+
+USUAL = {"text": TEXTS, "source": ("content", *TEXTS), "image": ("image", "file_name", "path", "file")}
+"""Usual names of input columns, by what ``Task.input_columns`` calls them."""
+PATHS = ("image", "mask")
+"""Inputs that a table may name by their paths."""
+
+
+@dataclass
+class Job:
+    """What to predict. The same on every process."""
+
+    recipe: Recipe
+    model: Path
+    table: Table
+    columns: dict[str, str]
+    """Of the table, by what the task calls them."""
+    sizes: np.ndarray
+    """(N,) int64: characters of each input, to sort by; 1 for images."""
+    empty: np.ndarray
+    """(N,) bool: rows without a prediction."""
+    output: Path
+    selected: list[str] | None
+    """Columns to write; None for all."""
+    options: dict[str, Any]
+    """Arguments of ``Task.predict``."""
+    batch_size: int
+    notices: list[str]
+    """What a user should know, one sentence each."""
+
+    def inputs(self, rows: Sequence[int]) -> list[Any]:
+        """Return the raw inputs of some rows."""
+        names = list(self.columns.values())
+        values = self.table.rows.select_columns(names)[list(rows)]
+        found = {role: self._located(role, values[column]) for role, column in self.columns.items()}
+        return self.recipe.task.raw_inputs(found)
+
+    def _located(self, role: str, values: list[Any]) -> list[Any]:
+        return [located(self.table, value) for value in values] if role in PATHS else values
+
+
+def located(table: Table, value: Any) -> Any:
+    """Return the path of an image beside the table's file, or as it is; anything else unchanged."""
+    if not isinstance(value, str):
+        return value
+    beside = (table.folder or Path()) / value
+    return beside if beside.exists() else Path(value)
+
+
+def prepare(options: argparse.Namespace) -> Job:
+    """Check the arguments, and every row.
+
+    Raises:
+        ConfigError, DataError: they cannot be predicted, or not be written.
+    """
+    check_output(options.output)
+    from hftune.checkpoints.run_folder import check_answers, open_run
+
+    recipe, model = open_run(options.folder, options.trust_code)
+    task = recipe.task
+    check_answers(task)
+    check_probabilities(task, options.probabilities)
+    kwargs = {"probabilities": True} if options.probabilities else {}
+    table = read_table(options.data, getattr(task, "dataset_config", None))
+    given = parse_map(options.map)
+    columns = find_columns(task, table, given)
+    sizes, empty = scan(table, columns)
+    if empty.any() and options.empty == "refuse":
+        numbers = shown([int(index) for index in empty.nonzero()[0]])
+        names = " or ".join(map(repr, columns.values()))
+        raise DataError(
+            f"--data {table.name} has no input in column {names} at row {numbers} (counted from 0). Fill them in; or give them "
+            "no prediction: --empty null."
+        )
+    selected = None if options.columns is None else [name.strip() for name in options.columns.split(",")]
+    notices = [
+        f"Predicting from column {column!r}, the only one that can be the {name}."
+        for name, column in columns.items()
+        if column != task.input_columns()[name] and name not in given
+    ]
+    size = options.batch_size or recipe.eval.batch_size
+    return Job(recipe, model, table, columns, sizes, empty, options.output, selected, kwargs, size, notices)
+
+
+def check_output(path: Path | None) -> None:
+    """Raise ConfigError if the predictions have nowhere to go."""
+    if path is None:
+        raise ConfigError(f"--data needs a file for the predictions: --output FILE ({', '.join(WRITTEN)}).")
+    if problem := suffix_problem(path):
+        raise ConfigError(problem)
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder. Name a file.")
+    if ProcessInfo.from_environment().is_main:
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise ConfigError(f"--output {path}: there is no folder {folder}. Create it.")
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"--output {path} cannot be written: no permission for {folder}.")
+
+
+def check_probabilities(task: Task, asked: bool) -> None:
+    """Raise ConfigError if probabilities are asked for that the task does not have."""
+    if asked and "probabilities" not in inspect.signature(type(task).predict).parameters:
+        raise ConfigError(f"--probabilities: {type_name(type(task))} predicts no classes. Leave it out.")
+
+
+def parse_map(words: Sequence[str]) -> dict[str, str]:
+    """Return the columns that ``--map`` names.
+
+    Raises:
+        ConfigError: a word is not NAME=COLUMN.
+    """
+    if bad := [word for word in words if not re.fullmatch(r"[^=]+=.+", word)]:
+        raise ConfigError(f"--map {bad[0]} is not NAME=COLUMN, such as --map text=review.")
+    return dict(word.split("=", 1) for word in words)
+
+
+def find_columns(task: Task, table: Table, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the table's columns that the task predicts from, by what ``Task.input_columns`` calls them.
+
+    Raises:
+        ConfigError: the task reads no columns, or ``given`` names something else than its columns.
+        DataError: a column is missing, or holds numbers.
+    """
+    wanted = task.input_columns()
+    if not wanted:
+        raise ConfigError(
+            f"{type_name(type(task))} does not say which columns of a table it predicts from. Give it a method input_columns."
+        )
+    if odd := [name for name in given if name not in wanted]:
+        raise ConfigError(f"--map {odd[0]}={given[odd[0]]}: this task's inputs are called {', '.join(wanted)}.")
+    found = {}
+    for name, column in wanted.items():
+        found[name] = chosen = find_column(name, column, given.get(name), table)
+        if name not in PATHS and is_number(table.rows.features[chosen]):
+            raise DataError(
+                f"--data {table.name}: column {chosen!r} holds numbers, not texts. Name a different one: --map {name}=COLUMN."
+            )
+    return found
+
+
+def find_column(name: str, usual: str | None, given: str | None, table: Table) -> str:
+    """Return the column of one input: as --map says, as the recipe says, or else the only one that it can be."""
+    columns = table.columns
+    has = f"It has: {', '.join(columns)}."
+    if given is not None:
+        if given not in columns:
+            raise DataError(f"--map {name}={given}: {table.name} has no such column. {has}{did_you_mean(given, columns)}")
+        return given
+    if usual in columns:
+        return usual
+    likely = [] if usual is not None else [column for column in columns if column in (name, *USUAL.get(name, ()))]
+    texts = [column for column in columns if getattr(table.rows.features[column], "dtype", "") in ("string", "large_string")]
+    only = likely if len(likely) == 1 else texts if usual is None and len(texts) == 1 else columns
+    if len(only) == 1:
+        return only[0]
+    what = f"no column {usual!r}" if usual is not None else f"several columns that could be the {name}"
+    raise DataError(f"--data {table.name} has {what}. {has} Name the right one: --map {name}=COLUMN.")
+
+
+def scan(table: Table, columns: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the size of each row's input, (N,) int64, and whether it is empty, (N,) bool.
+
+    Raises:
+        DataError: an image that a row names is not there.
+    """
+    import datasets
+    import numpy as np
+
+    names = list(columns.values())
+    rows = table.rows.select_columns(names)
+    for name in names:
+        if isinstance(rows.features[name], datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+    sizes, empty = np.ones(len(rows), np.int64), np.zeros(len(rows), bool)
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        for role, name in columns.items():
+            for index, value in enumerate(chunk[name], start):
+                empty[index] |= is_empty(value)
+                if role in PATHS:
+                    check_path(table, value, index)
+                else:
+                    sizes[index] += size(value)
+    return sizes, empty
+
+
+def check_path(table: Table, value: Any, index: int) -> None:
+    """Raise DataError if a row names an image that is not there."""
+    if isinstance(value, str) and value and not located(table, value).is_file():
+        raise DataError(f"--data {table.name} names an image that is not there, at row {index}: {value}.")
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether an input is missing, blank, or a list without words."""
+    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
+
+
+def size(value: Any) -> int:
+    """Return the number of characters of a text, or of the texts of a list."""
+    return len(value) if isinstance(value, str) else sum(map(size, value)) if isinstance(value, list) else 0
+
+
+def shown(numbers: Sequence[int], most: int = 5) -> str:
+    """List a few row numbers, and count the others."""
+    rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + rest
+
+
+def flat(row: Mapping[str, Any], probabilities: bool = True) -> dict[str, Any]:
+    """Return a prediction as cells: the probabilities of the classes each in a column, named after its class, or nowhere."""
+    shares = row.get("probabilities", {}) if probabilities else {}
+    return {**shares, **{name: value for name, value in row.items() if name != "probabilities"}}
+
+
+def output_columns(job: Job, fields: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the columns to write, each with where it comes from ("data" or "prediction") and its name there.
+
+    A column of the data that is called as one of the predictions is written as NAME_given.
+
+    Args:
+        fields: names of what is predicted.
+
+    Raises:
+        ConfigError: --columns names one that there is not.
+    """
+    features = job.table.rows.features
+    data = [name for name in job.table.columns if writable(features[name])]
+    there = {f"{name}_given" if name in fields else name: ("data", name) for name in data}
+    there |= {name: ("prediction", name) for name in fields}
+    if job.selected is None:
+        return there
+    if missing := [name for name in job.selected if name not in there]:
+        hint = did_you_mean(missing[0], there)
+        raise ConfigError(f"--columns: there is no column {missing[0]!r}. There are: {', '.join(there)}.{hint}")
+    return {name: there[name] for name in job.selected}
+
+
+def output_rows(
+    job: Job, columns: Mapping[str, tuple[str, str]], predictions: Iterator[Mapping[str, Any] | None]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows to write, in the order of the data; ``predictions`` has one for each row, None for an empty input."""
+    given = [name for source, name in columns.values() if source == "data"]
+    rows, count = job.table.rows.select_columns(given), len(job.table)
+    for start in range(0, count, CHUNK):
+        stop = min(start + CHUNK, count)
+        chunk = rows[start:stop] if given else {}
+        for index in range(stop - start):
+            prediction = flat(next(predictions) or {}, "probabilities" in job.options)
+            yield {
+                name: chunk[source_name][index] if source == "data" else prediction.get(source_name)
+                for name, (source, source_name) in columns.items()
+            }

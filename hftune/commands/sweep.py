@@ -1,0 +1,491 @@
+"""``hftune sweep``: train a recipe with all combinations of some values, or let Optuna choose them, and compare the trials."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hftune.commands.sweep_space import Space
+    from hftune.config import Recipe
+
+SWEEP = "sweep.json"
+STOPPED, INTERRUPTED = 75, 130
+"""Exit codes: a signal stopped the sweep, and the same command goes on; it was interrupted at once."""
+POLL_S = 0.1
+MOST_COMPARED = 12
+"""Trials on the page that compares them, the best ones."""
+BAR = 20
+"""Columns of the bar of the best trial in the table."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--jobs", type=int, default=1, help="trials to train at the same time (default %(default)s)")
+    parser.add_argument("--processes", type=int, help="number of processes of each trial, on this machine (default: one)")
+    parser.add_argument(
+        "--optuna",
+        type=int,
+        metavar="TRIALS",
+        help="let Optuna choose the values of this many trials, also from ranges such as train.lr=1e-5..1e-3; "
+        'needs pip install "hftune[sweeps]"',
+    )
+
+
+@dataclass
+class Trial:
+    """One training of the sweep."""
+
+    name: str
+    values: dict[str, str]
+    folder: Path
+    number: int | None = None
+    """Optuna's."""
+    state: str = "waiting"
+    """waiting, running, finished, failed or stopped."""
+    value: float | None = None
+    """Of the objective."""
+    step: int | None = None
+    seconds: float | None = None
+    error: str | None = None
+
+    def read_result(self) -> bool:
+        """Take over the result of a finished run, and return whether there is one."""
+        try:
+            result = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        best = result.get("best") or {}
+        if not isinstance(best.get("value"), (int, float)):
+            self.state, self.error = "failed", "it was never evaluated, so there is nothing to compare"
+            return True
+        self.state, self.value, self.step, self.seconds = "finished", best["value"], best.get("step"), result.get("seconds")
+        return True
+
+
+class Chooser(Protocol):
+    """Says what to train next."""
+
+    def next(self) -> Trial | None:
+        """Return a trial that is not finished; None if there is none to start now."""
+
+    def ended(self, trial: Trial) -> None:
+        """Take note of a trial that has finished or failed."""
+
+    @property
+    def trials(self) -> list[Trial]:
+        """All trials so far, finished ones included."""
+
+
+class Grid:
+    """All combinations of the listed values, in order."""
+
+    def __init__(self, space: Space, folder: Path):
+        from hftune.commands.sweep_space import trial_name
+
+        names = [(trial_name(values, space.keys), values) for values in space.grid()]
+        self._trials = [Trial(name, values, folder / name) for name, values in names]
+        self._waiting = [trial for trial in self._trials if not trial.read_result()]
+
+    @property
+    def trials(self) -> list[Trial]:
+        return self._trials
+
+    def next(self) -> Trial | None:
+        return self._waiting.pop(0) if self._waiting else None
+
+    def ended(self, trial: Trial) -> None:
+        pass
+
+
+@dataclass
+class Sweep:
+    """What is swept, and how."""
+
+    space: Space
+    recipe: Recipe
+    """With the words that all trials share."""
+    folder: Path
+    jobs: int
+    processes: int | None
+    num_trials: int | None
+    """Of Optuna; None for a grid."""
+    gpus: list[str] = field(default_factory=list)
+    """Those to share out among jobs; empty if there are none, or a single job has all."""
+
+    def words(self, trial: Trial) -> list[str]:
+        """Return the command line of a trial."""
+        given = [f"recipe={self.space.recipe}", *self.space.fixed, *(f"{key}={value}" for key, value in trial.values.items())]
+        if self.recipe.track.with_:
+            group = self.recipe.track.group or f"{self.recipe.recipe} sweep"
+            given += [f"track.run_name={trial.name}", f"track.group={group}"]
+        return [*given, f"output_dir={trial.folder}"]
+
+    def command(self, trial: Trial) -> list[str]:
+        words = self.words(trial)
+        if self.processes is None:
+            return [sys.executable, "-m", "hftune.run", *words]
+        return [sys.executable, "-m", "hftune.cli", "train", "--processes", str(self.processes), *words]
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """Return the environment of the trial in one of ``jobs`` places: cores and GPUs are shared out."""
+        from hftune.launchers.local import environment
+
+        env = environment()
+        if self.jobs == 1:
+            return env
+        count = self.processes or 1
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[slot * count : (slot + 1) * count])
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self.jobs * count))))
+        return env
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train all trials that are not finished, and print and write what came of them."""
+    check_at_least_1(options, "jobs", "processes", "optuna")
+    find_modules_here()
+    sweep = prepare(options)
+    if sweep.num_trials is None:
+        chooser: Chooser = Grid(sweep.space, sweep.folder)
+    else:
+        from hftune.commands.sweep_optuna import Search
+
+        chooser = Search(sweep.space, sweep.folder, sweep.num_trials, sweep.recipe)
+    done = sum(trial.state == "finished" for trial in chooser.trials)
+    count = sweep.num_trials or len(chooser.trials)
+    print(f"{count} trials in {sweep.folder}{f', {done} of them finished' if done else ''}.", flush=True)
+    runner = Runner(sweep, chooser)
+    try:
+        runner.run()
+    finally:
+        write_summary(sweep, chooser.trials)
+    show(sweep, chooser.trials)
+    if runner.signal:
+        print("hftune: The sweep was stopped. The same command goes on.", file=sys.stderr, flush=True)
+        return STOPPED
+    return 1 if any(trial.state != "finished" for trial in chooser.trials) else 0
+
+
+def prepare(options: argparse.Namespace) -> Sweep:
+    """Check every value before anything is trained.
+
+    Raises:
+        ConfigError: a trial's recipe is not valid, or the folder holds a different sweep.
+    """
+    from hftune.commands.sweep_space import parse
+    from hftune.config import Recipe
+
+    space = parse(options.words)
+    if space.ranges and options.optuna is None:
+        key, part = next(iter(space.ranges.items()))
+        raise ConfigError(
+            f"{key}={part.low:g}..{part.high:g} is a range: --optuna N searches it. A grid needs a list of values."
+        )
+    if options.optuna is not None:
+        check_optuna()
+    trials = space.corners() if options.optuna is not None else space.grid()
+    for values in trials:
+        words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in values.items())]
+        Recipe.from_argv(words).validate()
+    recipe = Recipe.from_argv([f"recipe={space.recipe}", *space.fixed])
+    folder = Path(recipe.output_dir) / "sweep"
+    sweep = Sweep(space, recipe, folder, options.jobs, options.processes, options.optuna)
+    if options.jobs > 1:
+        sweep.gpus = share_gpus(options.jobs, options.processes or 1)
+    claim(sweep)
+    return sweep
+
+
+def check_optuna() -> None:
+    """Raise ConfigError if Optuna is not installed."""
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise ConfigError('--optuna needs a package that is not installed: pip install "hftune[sweeps]".') from error
+
+
+def share_gpus(jobs: int, processes: int) -> list[str]:
+    """Return the GPUs for all jobs; empty if this machine has none.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        import torch  # a second, once
+
+        gpus = [str(index) for index in range(torch.cuda.device_count())]
+    else:
+        gpus = [name for name in given.split(",") if name]
+    if 0 < len(gpus) < jobs * processes:
+        raise ConfigError(
+            f"--jobs {jobs} with {processes} process(es) each needs {jobs * processes} GPUs; there are {len(gpus)}."
+        )
+    return gpus
+
+
+def identity(sweep: Sweep) -> dict[str, Any]:
+    """Return what makes trials comparable; values may be added later."""
+    plain = sweep.recipe.to_dict() | {"output_dir": None}
+    digest = sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
+    chosen_by = "grid" if sweep.num_trials is None else "optuna"
+    return {
+        "recipe": sweep.space.recipe,
+        "fixed": sweep.space.fixed,
+        "keys": sweep.space.keys,
+        "by": chosen_by,
+        "digest": digest,
+    }
+
+
+def claim(sweep: Sweep) -> None:
+    """Create the folder, or raise ConfigError if it holds a different sweep."""
+    path = sweep.folder / SWEEP
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["sweep"]
+    except FileNotFoundError:
+        before = None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} cannot be read. Remove it, or set output_dir=... to a different folder.") from error
+    own = identity(sweep)
+    if before is not None and before != own:
+        names = {"fixed": "keys that all trials share", "keys": "keys that vary", "by": "way to choose values"}
+        changed = next(name for name in own if before.get(name) != own[name])
+        what = f"has other {names[changed]}" if changed in names else "is of a different recipe"
+        was = f" ({_spelled(before.get(changed))} instead of {_spelled(own[changed])})" if changed != "digest" else ""
+        raise ConfigError(f"{sweep.folder} holds a sweep that {what}{was}. Set output_dir=... to a different folder.")
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"sweep": own, "trials": []}), encoding="utf-8") if before is None else None
+    except OSError as error:
+        raise ConfigError(f"{sweep.folder} cannot be written: {error.strerror}. Set output_dir=...") from error
+
+
+def _spelled(value: Any) -> str:
+    return ", ".join(value) or "none" if isinstance(value, list) else str(value)
+
+
+class Runner:
+    """Keeps up to ``jobs`` trials running, each a process with a log of its own, until none is left or a signal comes."""
+
+    def __init__(self, sweep: Sweep, chooser: Chooser):
+        self.sweep, self.chooser = sweep, chooser
+        self.running: dict[int, tuple[Trial, subprocess.Popen, float]] = {}
+        """By slot."""
+        self.signal = 0
+        """Of the first signal that asked to stop."""
+
+    def run(self) -> None:
+        """Train.
+
+        Raises:
+            KeyboardInterrupt: after a second Ctrl-C; all trials have been killed.
+        """
+        with self._forwarding():
+            try:
+                while True:
+                    self._start()
+                    if not self.running:
+                        return
+                    time.sleep(POLL_S)
+                    self._collect()
+            finally:
+                for _, process, _ in self.running.values():
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+    def _start(self) -> None:
+        for slot in range(self.sweep.jobs):
+            if slot in self.running or self.signal:
+                continue
+            if (trial := self.chooser.next()) is None:
+                return
+            trial.folder.mkdir(parents=True, exist_ok=True)
+            trial.state = "running"
+            with (trial.folder / "train.log").open("ab") as log:
+                # A session of its own: the terminal would also send Ctrl-C to it, which would then receive it twice.
+                process = subprocess.Popen(
+                    self.sweep.command(trial),
+                    env=self.sweep.environment(slot),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.running[slot] = trial, process, time.monotonic()
+            print(f"{trial.name}: started", flush=True)
+
+    def _collect(self) -> None:
+        for slot, (trial, process, began) in list(self.running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del self.running[slot]
+            self._judge(trial, code, time.monotonic() - began)
+            write_summary(self.sweep, self.chooser.trials)
+
+    def _judge(self, trial: Trial, code: int, seconds: float) -> None:
+        from hftune.tracking.console import duration, short
+
+        if code == 0 and trial.read_result() and trial.value is not None:
+            text = f"{self.sweep.recipe.eval.metric} {short(trial.value)} at step {trial.step}  {duration(seconds)}"
+            print(f"{trial.name}: {text}", flush=True)
+        elif self.signal and code != 0:
+            trial.state = "stopped"
+            print(f"{trial.name}: stopped", flush=True)
+        else:
+            trial.state = "failed"
+            trial.error = trial.error or last_line(trial.folder / "train.log") or f"exit code {code}"
+            print(f"{trial.name}: failed: {trial.error} (exit code {code}; see {trial.folder / 'train.log'})", flush=True)
+        if trial.state != "stopped":
+            self.chooser.ended(trial)
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        def forward(number: int, frame: Any) -> None:
+            if self.signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            if not self.signal:
+                print("Stopping after the current step of each trial; Ctrl-C again ends them at once.", flush=True)
+            self.signal = number
+            for _, process, _ in self.running.values():
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def last_line(path: Path) -> str | None:
+    """Return hftune's last words in a log, or else its last line."""
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("hftune: ")]
+    return (said or lines or [None])[-1]
+
+
+def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the finished trials, the best first."""
+    finished = [trial for trial in trials if trial.value is not None]
+    return sorted(finished, key=lambda trial: trial.value or 0.0, reverse=sweep.recipe.greater_is_better)
+
+
+def over_seeds(sweep: Sweep, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """Return mean and standard deviation over the seeds, for each combination of the other keys, the best mean first."""
+    groups = defaultdict[tuple[tuple[str, str], ...], list[float]](list)
+    for trial in trials:
+        if trial.value is not None:
+            groups[tuple((key, value) for key, value in trial.values.items() if key != "seed")].append(trial.value)
+    rows = [
+        {
+            "values": dict(key),
+            "mean": statistics.fmean(values),
+            "deviation": statistics.stdev(values) if len(values) > 1 else None,
+            "trials": len(values),
+        }
+        for key, values in groups.items()
+    ]
+    return sorted(rows, key=lambda row: row["mean"], reverse=sweep.recipe.greater_is_better)
+
+
+def write_summary(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Write sweep.json: what was swept, and the trials, the best first."""
+    from hftune.checkpoints.atomic_files import write_text
+
+    ranked = best_first(sweep, trials)
+    names = ("name", "values", "state", "value", "step", "seconds", "error")
+    rows = [
+        {name: getattr(trial, name) for name in names}
+        for trial in (*ranked, *(trial for trial in trials if trial.value is None))
+    ]
+    objective = {"metric": sweep.recipe.eval.metric, "greater_is_better": sweep.recipe.greater_is_better}
+    summary: dict[str, Any] = {"sweep": identity(sweep), "objective": objective, "trials": rows}
+    if "seed" in sweep.space.keys:
+        summary["over_seeds"] = over_seeds(sweep, trials)
+    write_text(sweep.folder / SWEEP, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def show(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Print the table, and write the page that compares the trials."""
+    ranked = best_first(sweep, trials)
+    if not ranked:
+        return
+    print("\n".join(table(sweep, ranked)), flush=True)
+    if "seed" in sweep.space.keys and len(sweep.space.keys) > 1:
+        print("\n".join(seed_table(sweep, trials)), flush=True)
+    compared = [trial.folder for trial in ranked[:MOST_COMPARED]]
+    from hftune.commands.report import write
+    from hftune.reporting.page import page
+
+    write(sweep.folder / "compare.html", page(compared))
+    what = f"the best {MOST_COMPARED}" if len(ranked) > MOST_COMPARED else "all"
+    print(f"\nbest: {ranked[0].folder}\n{sweep.folder / 'compare.html'} compares {what}; {sweep.folder / SWEEP} lists them.")
+
+
+def table(sweep: Sweep, ranked: Sequence[Trial]) -> list[str]:
+    """Return the lines of the table of trials, with a bar for each value of the objective."""
+    from hftune.tracking.console import duration, short
+
+    keys = sweep.space.keys
+    head = [*keys, sweep.recipe.eval.metric, "", "at step", "time"]
+    rows = [
+        [
+            *(trial.values[key] for key in keys),
+            short(trial.value or 0.0),
+            bar,
+            str(trial.step),
+            "" if trial.seconds is None else duration(trial.seconds),
+        ]
+        for trial, bar in zip(ranked, bars([trial.value or 0.0 for trial in ranked]), strict=True)
+    ]
+    return aligned([head, *rows])
+
+
+def seed_table(sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
+    from hftune.tracking.console import short
+
+    keys = [key for key in sweep.space.keys if key != "seed"]
+    rows = [
+        [
+            *(row["values"][key] for key in keys),
+            short(row["mean"]),
+            "" if row["deviation"] is None else f"± {short(row['deviation'])}",
+            str(row["trials"]),
+        ]
+        for row in over_seeds(sweep, trials)
+    ]
+    return aligned([[*keys, f"mean {sweep.recipe.eval.metric}", "", "seeds"], *rows])
+
+
+def bars(values: Sequence[float]) -> list[str]:
+    """Draw each value between the worst, one mark, and the best, BAR marks: values are sorted, the best first."""
+    best, worst = values[0], values[-1]
+    span = best - worst
+    return ["\N{BLACK SQUARE}" * (1 + round((BAR - 1) * ((value - worst) / span if span else 1))) for value in values]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines of aligned columns, after an empty line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)]

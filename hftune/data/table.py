@@ -1,0 +1,198 @@
+"""Tables of raw inputs: read without changing a cell, written in any of the formats. Independent of tasks and models."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.data.files import FORMAT_OF, PACKED, format_of
+from hftune.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+WRITTEN = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
+"""Format to write by suffix."""
+SOURCES = f"file ({', '.join(FORMAT_OF)}), folder of images, or data set on the Hub (owner/name[:split])"
+"""What ``read_table`` reads, in words."""
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Suffixes of the files of a folder of images."""
+CHUNK = 1000
+"""Rows in memory at a time."""
+
+
+@dataclass
+class Table:
+    """Rows from a file, a folder of images or the Hub."""
+
+    name: str
+    """As it was given."""
+    rows: datasets.Dataset
+    digest: str
+    """Changes if the rows do. The contents of images that are named by their paths do not count."""
+    folder: Path | None = None
+    """To which the paths in a file are relative."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.rows.column_names)
+
+
+def read_table(name: str, config: str | None = None) -> Table:
+    """Read a table: a file, a folder of images, or a data set on the Hub as ``owner/name[:split]``, by default its test split.
+
+    Args:
+        config: configuration of a data set on the Hub that has several.
+
+    Raises:
+        DataError: it does not exist, cannot be read or has no rows.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        table = _from_folder(name, path)
+    elif path.is_file():
+        table = _from_file(name, path)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+(:.+)?", name) and format_of(name) is None and not name.startswith("."):
+        table = _from_hub(name, config)
+    else:
+        near = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
+        raise DataError(f"--data {name}: there is no such file.{near}")
+    if len(table) == 0:
+        raise DataError(f"--data {name} has no rows.")
+    return table
+
+
+def _from_folder(name: str, folder: Path) -> Table:
+    """List the images of a folder and of those below it, by path."""
+    import datasets
+
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and not path.name.startswith("."))
+    if not files:
+        raise DataError(f"--data {name} is a folder without images ({', '.join(IMAGES)}). For a table, name its file.")
+    stamps = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    rows = datasets.Dataset.from_dict({"image": [relative for relative, *_ in stamps]})
+    return Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), folder)
+
+
+def _from_file(name: str, path: Path) -> Table:
+    kind = format_of(path.name)
+    if kind is None:
+        raise DataError(f"--data {name}: its name does not end in one of {', '.join(FORMAT_OF)}.")
+    if kind in ("csv", "tsv"):
+        rows = _read_csv(name, path, "\t" if kind == "tsv" else ",")
+    else:
+        from hftune.data.text import load_files
+
+        try:
+            rows = load_files(kind, f"--data {name}", data_files={"test": [str(path)]}, split="test")
+        except DataError as error:
+            raise DataError(str(error).partition(" Name files:")[0]) from error
+    with path.open("rb") as file:
+        return Table(name, rows, file_digest(file, "sha256").hexdigest(), path.parent)
+
+
+def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
+    """Read cells as they are written: an id such as 007 stays one."""
+    import datasets
+    import pandas
+
+    try:
+        cells = pandas.read_csv(path, sep=separator, dtype=str, keep_default_na=False, na_values=[""])
+    except pandas.errors.EmptyDataError as error:
+        raise DataError(f"--data {name} is empty.") from error
+    except (pandas.errors.ParserError, UnicodeDecodeError, OSError) as error:
+        reason = str(error).strip().rstrip(".")
+        raise DataError(f"--data {name} cannot be read as csv: {reason}.") from error
+    return datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
+
+
+def _as_numbers(texts: pandas.Series) -> pandas.Series:
+    """Return a column as whole numbers if they are written as they were read, which 007 would not be."""
+    import pandas
+
+    given = texts.dropna()
+    if not given.str.fullmatch(r"-?[1-9]\d{0,17}|0").all() or not len(given):
+        return texts
+    return pandas.to_numeric(given).astype("Int64").reindex(texts.index)
+
+
+def _from_hub(name: str, config: str | None) -> Table:
+    from hftune.data.hub import commit_of
+    from hftune.data.text import load_split
+
+    dataset, _, split = name.partition(":")
+    instead = "Without the Hub, name a file: --data FILE."
+    commit = commit_of("dataset", dataset, None, "--data", instead)
+    try:
+        rows = load_split(dataset, split or "test", None, "test", instead=instead, config=config, commit=commit)
+    except DataError as error:
+        said = str(error).replace(f"task.dataset={dataset}", f"--data {dataset}")
+        raise DataError(f"{said} Name a split: --data {dataset}:SPLIT." if not split else said) from error
+    return Table(name, rows, f"{dataset}@{commit}:{split or 'test'}:{config}")
+
+
+def writable(kind: Any) -> bool:
+    """Return whether a column with this feature can be written into a table: not images and other media."""
+    return type(kind).__name__ not in ("Image", "Audio", "Video", "Pdf") and getattr(kind, "dtype", None) != "binary"
+
+
+def write_table(path: Path, kind: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows into a file; what a row lacks is missing there.
+
+    Args:
+        kind: one of the values of WRITTEN.
+    """
+    if kind == "parquet":
+        _write_parquet(path, columns, rows)
+    elif kind == "jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(_json({name: row.get(name) for name in columns}) + "\n" for row in rows)
+    else:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if kind == "tsv" else ",", lineterminator="\n")
+            writer.writerow(columns)
+            writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as a cell of a csv file: lists and mappings as JSON, nothing as an empty cell."""
+    return _json(value) if isinstance(value, (list, tuple, dict, bool)) else value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _write_parquet(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    tables = [
+        pyarrow.table({name: [row.get(name) for row in chunk] for name in columns}) for chunk in _chunks(rows)
+    ]  # as arrays, which take far less memory than Python's values
+    parquet.write_table(pyarrow.concat_tables(tables, promote_options="permissive"), path)
+
+
+def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, CHUNK)):
+        yield chunk
+
+
+def suffix_problem(path: Path) -> str | None:
+    """Return why a table cannot be written to this path by its name; None if it can."""
+    if path.suffix.lower() in WRITTEN:
+        return None
+    packed = " Compress it afterwards." if path.suffix.lower() in PACKED else ""
+    return f"--output {path}: its name does not end in one of {', '.join(WRITTEN)}.{packed}"

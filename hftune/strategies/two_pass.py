@@ -1,0 +1,99 @@
+"""The gradient of a loss that compares the samples of a step with each other, as of ``BatchLossTask``, in two passes.
+
+No process could keep the graphs of all micro-batches at once, so the gradient is cached where they meet, at the embeddings:
+
+1. ``DataParallel._embed``: each process computes the embeddings of its micro-batches without a graph.
+2. ``cache``: all processes exchange them, and each computes loss and gradient with respect to all embeddings of the step.
+3. ``DataParallel.backward`` computes each micro-batch again, with its graph, which ``CachedLosses.of`` continues.
+
+Dropout is keyed by step and micro-batch, so the second pass draws what the first one drew, and the result is exactly the
+gradient of the loss over the global batch, on any number of processes. A step of one micro-batch per process needs no second
+pass: its graph is kept.
+
+Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), known as GradCache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hftune.strategies.base import StepBatch
+from hftune.task import BatchLossTask
+
+SumUp = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over the processes."""
+
+
+@dataclass(frozen=True)
+class CachedLosses:
+    """Loss and gradient of this process's micro-batches, as the whole step gives them; zeros for dummies."""
+
+    losses: list[Tensor]
+    """Of each micro-batch: the sum over its samples, a scalar."""
+    gradients: list[Tensor]
+    """With respect to each micro-batch's embeddings, (B, ...)."""
+
+    def of(self, index: int, embeddings: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, whose gradient with respect to its embeddings is the one of the whole step."""
+        return _Cached.apply(embeddings, self.losses[index], self.gradients[index])
+
+
+class _Cached(torch.autograd.Function):
+    """A loss that is known, with a gradient that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * scale, None, None
+
+
+def cache(
+    task: BatchLossTask, batch: StepBatch, embeddings: Sequence[Tensor], labels: Sequence[Tensor], sum_up: SumUp
+) -> CachedLosses:
+    """Exchange the embeddings of a step and differentiate its loss, the same on each process. Collective.
+
+    Args:
+        embeddings: of each micro-batch of this process, (B, ...), without a graph.
+        labels: of each of them, as ``task.batch_labels`` returns them, (B, ...).
+    """
+    rows = [rows_of(batch, index) for index in range(len(batch.mine))]
+    everything = _exchanged(batch, rows, embeddings, sum_up).requires_grad_()
+    all_labels = _exchanged(batch, rows, labels, sum_up)
+    with torch.enable_grad():
+        losses_B = task.batch_losses(everything, all_labels)
+    (gradient,) = torch.autograd.grad(losses_B.sum(), everything)
+    losses_B = losses_B.detach()
+    return CachedLosses(
+        [losses_B.new_zeros(()) if span is None else losses_B[span].sum() for span in rows],
+        [torch.zeros_like(own) if span is None else gradient[span] for span, own in zip(rows, embeddings, strict=True)],
+    )
+
+
+def rows_of(batch: StepBatch, index: int) -> slice | None:
+    """Return where the samples of this process's micro-batch are among those of the step, in its order; None: a dummy."""
+    if not batch.weights[index]:
+        return None
+    place = batch.mine[index].index
+    starts = [0, *accumulate(len(micro_batch.samples) for micro_batch in batch.plan)]
+    return slice(starts[place], starts[place + 1])
+
+
+def _exchanged(batch: StepBatch, rows: Sequence[slice | None], own: Sequence[Tensor], sum_up: SumUp) -> Tensor:
+    """Return what all processes have, in the plan's order: an exact sum, as only one process has each row."""
+    num_samples = sum(len(micro_batch.samples) for micro_batch in batch.plan)
+    everything = own[0].new_zeros(num_samples, *own[0].shape[1:])
+    for span, values in zip(rows, own, strict=True):
+        if span is not None:
+            everything[span] = values
+    return sum_up(everything)

@@ -1,0 +1,356 @@
+"""Text embeddings for retrieval, with AutoModel, a pooling and the multiple-negatives ranking loss.
+
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
+Shape suffixes: B samples, K texts of each (anchor, positive, hard negatives), N = B K texts, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.task import BatchLossTask
+from hftune.tasks.text import TextTask, beginning
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from hftune.task import Batch, Direction
+
+POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+"""Values of ``task.pooling``, each with the name that sentence-transformers has for it."""
+PREFIXES = ("query", "document")
+"""Keys of ``task.prefixes``: those of sentence-transformers' prompts."""
+ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_A")
+POSITIVES = ("positive", "answer", "document", "passage", "pos", "sentence2", "sentence_B")
+"""Usual names of the columns."""
+RECALL_AT = (1, 5, 10)
+
+
+@dataclass
+class Embeddings(TextTask, BatchLossTask):
+    """Learn embeddings in which an anchor, such as a query, is most similar to its positive, such as its answer.
+
+    The loss of a sample is the cross-entropy of finding its positive among the documents of all samples of the step, by cosine
+    similarity: InfoNCE, or multiple-negatives ranking loss. An item is a sample.
+    """
+
+    anchor_column: str | None = None
+    """Column of the anchors: queries, questions, or one side of a pair. null: the column that is usual for it."""
+    positive_column: str | None = None
+    """Column of the text that belongs to each anchor: a relevant passage, an answer. null: the column that is usual for it."""
+    negative_columns: list[str] = field(default_factory=list)
+    """Columns of hard negatives: texts that look relevant to the anchor and are not."""
+    score_column: str | None = None
+    """Column of the eval split with a similarity for each pair, as in STS data sets. Evaluations then report Spearman's rank
+    correlation with it instead of recall and MRR. The training split has no such column: all its pairs are positive."""
+    prefixes: dict[str, str] = field(default_factory=dict)
+    """Texts to put before each anchor (query) and each positive and negative (document): {query: "query: ", document: "passage:
+    "} for E5. predict adds none."""
+    pooling: str = "mean"
+    """From tokens to an embedding: mean, cls (the first token) or last (the last one, for decoders). It is then normalised."""
+    scale: float = 20.0
+    """Factor of the similarities in the loss: 1 / temperature."""
+    symmetric: bool = False
+    """Whether the loss is the mean of that of finding each anchor's positive and that of finding each positive's anchor."""
+    mask_duplicates: bool = True
+    """Whether to leave out in-batch negatives that are none: texts equal to the anchor's positive, and positives of equal
+    anchors."""
+    max_length: int = 256
+    """Maximum length of a text in tokens, its prefix included; longer texts are truncated at the end."""
+
+    auto_class: ClassVar[str] = "AutoModel"
+    text_keys: ClassVar[Sequence[str]] = ("anchor_column", "positive_column")
+
+    @property
+    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on score_column
+        if self.score_column is not None:
+            return {"spearman": "max"}
+        return {**{f"recall_at_{k}": "max" for k in RECALL_AT}, "mrr_at_10": "max"}
+
+    @property
+    def sample_fields(self) -> Sequence[str]:  # type: ignore[override]  # depends on score_column
+        return ("anchor", "positive", *(("score", "similarity") if self.score_column is not None else ("nearest", "rank")))
+
+    def validate(self) -> list[str]:
+        problems = super().validate()
+        if self.pooling not in POOLING:
+            hint = did_you_mean(self.pooling, POOLING)
+            problems.append(f"task.pooling={self.pooling!r} is not one of {', '.join(POOLING)}.{hint}")
+        if not self.scale > 0:
+            problems.append(f"task.scale={self.scale:g} must be above 0; 20 is usual.")
+        for name in self.prefixes:
+            if name not in PREFIXES:
+                hint = did_you_mean(name, PREFIXES)
+                problems.append(f"task.prefixes.{name} is not one of {', '.join(PREFIXES)}.{hint}")
+        columns = [name for name in (self.anchor_column, self.positive_column, *self.negative_columns) if name is not None]
+        if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+            problems.append(
+                f"Column {repeated[0]!r} is named twice by task.anchor_column, positive_column and negative_columns."
+            )
+        return problems
+
+    # Data
+
+    def columns(self, rows: datasets.Dataset) -> dict[str, str]:
+        from hftune.data.columns import choose, is_text
+
+        known = [name for name in (self.anchor_column, self.positive_column, *self.negative_columns) if name is not None]
+        anchor = choose("task.anchor_column", self.anchor_column, rows, is_text, ANCHORS, known)
+        positive = choose("task.positive_column", self.positive_column, rows, is_text, POSITIVES, [*known, anchor])
+        negatives = {f"negative_columns[{index}]": column for index, column in enumerate(self.negative_columns)}
+        return {"anchor_column": anchor, "positive_column": positive, **negatives}
+
+    @property
+    def _text_columns(self) -> list[str]:
+        return [*self._columns.values()]
+
+    @property
+    def _num_texts(self) -> int:
+        return 2 + len(self.negative_columns)
+
+    def encode(self, rows: dict[str, list]) -> dict[str, list]:
+        from hftune.data.text import to_ids
+
+        encoded: dict[str, list] = {"cut": [False] * len(rows[self._text_columns[0]])}
+        for index, column in enumerate(self._text_columns):
+            prefix = self.prefixes.get(PREFIXES[min(index, 1)], "")
+            encoded[ids_of(index)], cut = to_ids([prefix + text for text in rows[column]], self.text_tokenizer, self.max_length)
+            encoded["cut"] = [any(flags) for flags in zip(encoded["cut"], cut, strict=True)]
+        return encoded
+
+    def encoded_by(self) -> Any:
+        return [self.max_length, self.prefixes, self.score_column]
+
+    def targets(self, split: str) -> Mapping[str, np.ndarray]:
+        """Return a number for each text, the same for equal texts, (N, K) int64, and the scores, unless it is for training."""
+        import numpy as np
+
+        rows = self._rows[split]
+        texts = {"texts": np.stack([[number_of(text) for text in rows[column]] for column in self._text_columns], axis=1)}
+        return texts | ({"score": self._scores(split)} if split != "train" and self.score_column is not None else {})
+
+    def _scores(self, split: str) -> np.ndarray:
+        import numpy as np
+
+        from hftune.data.columns import is_number
+        from hftune.data.text import check_column
+
+        rows, column = self._rows[split], str(self.score_column)
+        check_column(rows, "task.score_column", column, split)
+        if not is_number(rows.features[column]):
+            raise DataError(
+                f"task.score_column={column} of the {split} split holds {rows.features[column].dtype}, not numbers."
+            )
+        scores = np.array([np.nan if score is None else score for score in rows[column]], np.float32)
+        if bad := np.flatnonzero(~np.isfinite(scores)).tolist():
+            where = f"column {column!r} at row {self.row_of(split)(bad[0])}"
+            raise DataError(f"The {split} split has no finite number in {where}. Remove such rows.")
+        return scores
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        """Return the tokens of all texts of each sample."""
+        return self.sizes(dataset).sum(1)
+
+    def sizes(self, dataset: Any) -> np.ndarray:
+        import numpy as np
+
+        from hftune.data.texts import lengths_of
+
+        return np.stack([lengths_of(dataset, ids_of(index)) for index in range(self._num_texts)], axis=1)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        """Return the tokens of a sample's texts, which are padded to the longest of them."""
+        return len(sizes) * max(sizes)
+
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Pad to the longest text: input_ids and attention_mask (N, T) int64, and what belongs to the samples.
+
+        The longest texts come first: without padding, texts of equal length are computed together. ``rows`` (B, K) says where
+        the texts of each sample are, ``texts`` (B, K) which of them are equal; ``score`` (B,) if the data have one.
+        """
+        import numpy as np
+        import torch
+
+        from hftune.data.texts import Ragged, ragged, values
+
+        columns = [ragged(examples, ids_of(index)).rows() for index in range(self._num_texts)]
+        all_texts = [text for texts in zip(*columns, strict=True) for text in texts]
+        order_N = np.argsort([-len(text) for text in all_texts], kind="stable")
+        ids_NT, mask_NT = Ragged.of([all_texts[index] for index in order_N]).padded(self.text_tokenizer.pad_token_id)
+        rows_BK = torch.from_numpy(np.argsort(order_N)).view(len(examples), -1)
+        names = ("texts", "score") if "score" in examples[0] else ("texts",)
+        return {
+            "input_ids": ids_NT,
+            "attention_mask": mask_NT,
+            "rows": rows_BK,
+            **{name: values(examples, name) for name in names},
+        }
+
+    # Model and loss
+
+    def build_model(self) -> PreTrainedModel:
+        return prepared(super().build_model(), self.model)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    def target(self, batch: Batch) -> dict[str, Tensor]:  # pooling needs the mask, the loss the texts
+        return {name: batch[name] for name in ("attention_mask", "rows", "texts")}
+
+    def num_items(self, target: Mapping[str, Tensor]) -> int:
+        return len(target["texts"])
+
+    def embed(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings (B, K, D), of length 1."""
+        from hftune.models.pooling import pooled
+
+        return pooled(outputs[0], target["attention_mask"], self.pooling)[target["rows"]]
+
+    def batch_labels(self, target: Mapping[str, Tensor]) -> Tensor:
+        return target["texts"]
+
+    def batch_losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        from hftune.tasks.contrastive import ranking_losses
+
+        return ranking_losses(embeddings, labels, self.scale, self.symmetric, self.mask_duplicates)
+
+    # Evaluation
+
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+        """Return rows of embeddings (K, D) and texts (K,), arrays that ``metrics`` replaces by what it finds in all rows."""
+        vectors_BKD = self.embed(outputs, self.target(batch)).cpu().numpy()
+        scores = batch["score"].tolist() if "score" in batch else []
+        rows = zip(vectors_BKD, batch["texts"].cpu().numpy(), strict=True)
+        found = [{"vectors": vectors_KD, "texts": texts_K} for vectors_KD, texts_K in rows]
+        return [{**row, "score": score} for row, score in zip(found, scores, strict=True)] if scores else found
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the loss of one batch that holds the whole split, and the retrieval metrics, or Spearman's correlation.
+
+        In each row, similarity and rank take the place of the embeddings.
+        """
+        import numpy as np
+        import torch
+
+        vectors_BKD, texts_BK = (np.stack([row.pop(name) for row in rows]) for name in ("vectors", "texts"))
+        with torch.no_grad():
+            loss = self.batch_losses(torch.from_numpy(vectors_BKD), torch.from_numpy(texts_BK)).double().mean().item()
+        similarities_B = (vectors_BKD[:, 0] * vectors_BKD[:, 1]).sum(1)
+        for row, similarity in zip(rows, similarities_B.tolist(), strict=True):
+            row["similarity"] = similarity
+        if self.score_column is not None:
+            return {"loss": loss, **self._correlation(rows)}
+        return {"loss": loss, **self._retrieval(rows, vectors_BKD, texts_BK)}
+
+    def _correlation(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        import numpy as np
+
+        from hftune.metrics.retrieval import spearman
+
+        similarities, scores = (np.array([row[name] for row in rows]) for name in ("similarity", "score"))
+        return {"spearman": spearman(similarities, scores)}
+
+    def _retrieval(self, rows: list[dict[str, Any]], vectors_BKD: np.ndarray, texts_BK: np.ndarray) -> dict[str, float]:
+        from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at
+
+        found = rank_positives(vectors_BKD[:, 0], vectors_BKD[:, 1], texts_BK[:, 0].tolist(), texts_BK[:, 1].tolist())
+        for row, rank, nearest in zip(rows, found.ranks_N.tolist(), found.nearest_N.tolist(), strict=True):
+            row |= {"rank": rank, "nearest": nearest, "error": 1 - 1 / rank}
+        recalls = {f"recall_at_{k}": recall_at(found.ranks_N, k) for k in RECALL_AT}
+        return {**recalls, "mrr_at_10": mrr_at(found.ranks_N, 10)}
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with the beginning of both texts, and that of the document that is most similar to the anchor."""
+        split = self._rows["eval"]
+        anchors, positives = (split[self._columns[key]] for key in self.text_keys)
+        described = []
+        for row, anchor, positive in zip(rows, anchors, positives, strict=True):
+            nearest = {"nearest": beginning(positives[row["nearest"]])} if "nearest" in row else {}
+            described.append({"anchor": beginning(anchor), "positive": beginning(positive), **row, **nearest})
+        return described
+
+    # The finished model
+
+    def save(self, model: PreTrainedModel, directory: Path) -> None:
+        """Write model and tokenizer for ``from_pretrained``, and what sentence-transformers needs besides."""
+        super().save(model, directory)
+        width = model.config.get_text_config().hidden_size
+        prompts = {name: self.prefixes.get(name, "") for name in PREFIXES}
+        modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        modes = ("mean_tokens", "cls_token", "lasttoken")
+        files = {
+            "modules.json": [
+                {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+                for index, (name, path) in enumerate(modules)
+            ],
+            "config_sentence_transformers.json": {
+                "prompts": prompts,
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine",
+            },
+            "sentence_bert_config.json": {"max_seq_length": self.max_length, "do_lower_case": False},
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": width,
+                **{f"pooling_mode_{mode}": mode.startswith(POOLING[self.pooling]) for mode in modes},
+                "include_prompt": True,
+            },
+        }
+        (directory / "1_Pooling").mkdir()
+        for name, content in files.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, directory: Path) -> PreTrainedModel:
+        return prepared(super().load(directory), str(directory))
+
+    def example_inputs(self) -> list[str]:
+        rows = self._rows.get("eval", self._rows["train"])
+        return rows[:2][self._columns["anchor_column"]]
+
+    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+        """Return the embedding of each text as it is, without a prefix: a list of D numbers, of length 1."""
+        from hftune.data.text import check_inputs, to_ids
+        from hftune.data.texts import Ragged
+        from hftune.models.pooling import pooled
+
+        check_inputs(inputs)
+        ids, _ = to_ids(inputs, self.text_tokenizer, self.max_length)
+        ids_NT, mask_NT = (tensor.to(model.device) for tensor in Ragged.of(ids).padded(self.text_tokenizer.pad_token_id))
+        outputs = model(input_ids=ids_NT, attention_mask=mask_NT)
+        return [{"embedding": vector} for vector in pooled(outputs[0], mask_NT, self.pooling).tolist()]
+
+
+def ids_of(index: int) -> str:
+    """Return the name of the column with the tokens of a sample's texts: 0 the anchors, 1 the positives."""
+    return f"input_ids_{index}"
+
+
+def number_of(text: str) -> int:
+    """Return a number for a text: 64 bits of its hash."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
+
+
+def prepared(model: PreTrainedModel, name: str | None) -> PreTrainedModel:
+    """Freeze the pooler that some models have for their pretraining, as the loss does not see it; keep no keys and values.
+
+    Raises:
+        ConfigError: the model has an encoder and a decoder.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        what = "task.model_config" if name is None else f"task.model={name}"
+        raise ConfigError(
+            f"{what} has an encoder and a decoder. Embeddings take models with one of them, such as BERT or Qwen3."
+        )
+    if (pooler := getattr(model, "pooler", None)) is not None:
+        pooler.requires_grad_(False)
+    if getattr(model.config, "use_cache", False):
+        model.config.use_cache = False
+    return model

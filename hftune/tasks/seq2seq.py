@@ -1,0 +1,419 @@
+"""Sequence to sequence, such as translation or summarization, with an encoder-decoder of transformers: T5, BART, mBART, Marian.
+
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.tasks.source_to_target import SourceToTarget
+from hftune.tasks.text import NO_LABEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from hftune.task import Batch, Direction
+
+SOURCES = ("source", "document", "article", "dialogue", "text", "input", "question")
+"""Usual names of a column of source texts."""
+TARGETS = ("target", "summary", "highlights", "title", "output", "answer", "translation")
+"""Usual names of a column of target texts."""
+SPLITS = ("train", "eval", "test")
+SCORES = {
+    "rouge": ("rouge_1", "rouge_2", "rouge_l"),
+    "bleu": ("bleu",),
+    "chrf": ("chrf",),
+}
+"""The metrics that each of ``task.scores`` adds."""
+
+
+@dataclass
+class Seq2Seq(SourceToTarget):
+    """Write a target text for a source text. The loss is cross-entropy; an item is a token of the target, its end included."""
+
+    model: str | None = "google-t5/t5-small"
+    """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a byte-level
+    tokenizer trained on the texts."""
+    source_column: str | None = None
+    """Column of the source texts, such as document, or translation.en of rows with a text for each language. null: the only
+    column that can be it."""
+    target_column: str | None = None
+    """Column of the target texts, such as summary or translation.de. null: the only column that can be it."""
+    prefix: str = ""
+    """Text before each source, such as "summarize: ", which tells a model like T5 what to do."""
+    source_language: str | None = None
+    """Language code of the sources, for models of several languages: en_XX for mBART, eng_Latn for NLLB, en for M2M100."""
+    target_language: str | None = None
+    """Language code of the targets, likewise. A generated text starts with it."""
+    language: str = "en"
+    """Language of the targets (ISO 639-1), by which metrics cut words. en: stemmed words for ROUGE; zh: characters and jieba's
+    words; others: words as they are, or characters in scripts without spaces."""
+    scores: list[str] = field(default_factory=lambda: ["rouge"])
+    """Metrics of the generated texts: rouge (in [0, 1]), bleu (sacreBLEU) and chrf (both 0 to 100)."""
+
+    auto_class = "AutoModelForSeq2SeqLM"
+    libraries = (*SourceToTarget.libraries, "hftune.models.generation")
+    sample_fields = ("source", "target", "generated")
+
+    @property
+    def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores and language
+        units = {"rouge": ("_char", "_word") if self.language == "zh" else ("",)}
+        scores = [(name, unit) for score in self.scores for unit in units.get(score, ("",)) for name in SCORES.get(score, ())]
+        names = [f"{name}{unit}" for name, unit in scores]
+        rest: dict[str, Direction | None] = {"exact_match": "max", "mean_length": None, "empty_share": "min"}
+        return {**dict.fromkeys(names, "max"), **rest}
+
+    def validate(self) -> list[str]:
+        problems = [*super().validate()]
+        for score in self.scores:
+            if score not in SCORES:
+                problems.append(f"task.scores={score} is not one of {', '.join(SCORES)}.{did_you_mean(score, SCORES)}")
+        if (self.source_language is None) != (self.target_language is None):
+            missing = "source" if self.source_language is None else "target"
+            problems.append(f"task.{missing}_language is missing: set both languages or none.")
+        if re.fullmatch("[a-z]{2,3}", self.language) is None:
+            problems.append(f"task.language={self.language} is not a code of ISO 639-1, such as en, de or zh.")
+        return problems
+
+    @cached_property
+    def _unchecked(self) -> dict[str, Dataset]:
+        return {split: _flat(rows) for split, rows in self._load_rows({}, []).items()}
+
+    def columns(self, rows: Dataset) -> dict[str, str]:
+        from hftune.data.columns import choose, is_text
+
+        given = [column for column in (self.source_column, self.target_column) if column is not None]
+        source = choose("task.source_column", self.source_column, rows, is_text, SOURCES, taken=[*given, *TARGETS])
+        target = choose("task.target_column", self.target_column, rows, is_text, TARGETS, taken=[*given, source])
+        if source == target:
+            raise DataError(f"task.source_column and task.target_column are both {source}. Name the column of the targets.")
+        return {"source_column": source, "target_column": target}
+
+    @cached_property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model, or, for a new model, a byte-level one trained on the training texts."""
+        from hftune.data.byte_tokenizer import byte_tokenizer, train_bytes
+        from hftune.data.cache import cached_value
+        from hftune.models.pretrained import load_tokenizer
+
+        if self.model is not None:
+            return self._for_languages(load_tokenizer(self.model, commit=self.model_commit))
+        key = ["bytes", self._rows["train"]._fingerprint, self._text_columns, self.vocab_size, version("tokenizers")]
+        return self._for_languages(
+            byte_tokenizer(cached_value(key, lambda: train_bytes(self.training_texts(), self.vocab_size)))
+        )
+
+    def _for_languages(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """Set the languages of a tokenizer that has some.
+
+        Raises:
+            ConfigError: it needs languages that the recipe does not name, has others, or has none.
+        """
+        codes, given = language_codes(tokenizer), {"source": self.source_language, "target": self.target_language}
+        if not codes:
+            if self.source_language is not None:
+                raise ConfigError(
+                    f"task.source_language={self.source_language}: task.model={self.model} has no language codes. Leave both "
+                    "languages out; a model such as T5 is told what to do by task.prefix."
+                )
+            return tokenizer
+        for side, code in given.items():
+            if code is None:
+                raise ConfigError(
+                    f"task.model={self.model} reads and writes several languages: set task.source_language and "
+                    f"task.target_language to two of its codes, such as {' and '.join(codes[:2])}."
+                )
+            if code not in codes:
+                hint = did_you_mean(code, codes)
+                raise ConfigError(f"task.{side}_language={code} is not a language code of task.model={self.model}.{hint}")
+        tokenizer.src_lang, tokenizer.tgt_lang = self.source_language, self.target_language
+        return tokenizer
+
+    def datasets(self) -> Mapping[str, Any]:
+        """Return the tokenized splits: source, target (tokens), source_cut, target_cut (bool), index (of the row) and split."""
+        _ = self._named_config  # refuses a model that is no encoder-decoder before the data are read
+        self._check_language()
+        return super().datasets()
+
+    def _check_language(self) -> None:
+        """Refuse ROUGE for English on targets that have no letter a-z: it would be 0 for every text."""
+        targets = self._rows.get("eval", self._rows["train"])[:1000][self._target]
+        if "rouge" in self.scores and self.language == "en" and not any(re.search("[A-Za-z0-9]", text) for text in targets):
+            raise DataError(
+                f"task.language=en, but the targets have no letter from a to z, such as {targets[0][:20]!r}. Set task.language "
+                "to their language, such as zh."
+            )
+
+    def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
+        return super().source_ids([self.prefix + text for text in texts])
+
+    def encode(self, rows: dict[str, list]) -> dict[str, list]:
+        from hftune.data.text import to_ids
+
+        def as_targets(texts: list[str], **settings: Any) -> Any:
+            return self.text_tokenizer(text_target=texts, **settings)
+
+        sources, source_cut = self.source_ids(rows[self._source])
+        targets, target_cut = to_ids(rows[self._target], as_targets, self.max_target_length)
+        return {"source": sources, "target": targets, "source_cut": source_cut, "target_cut": target_cut}
+
+    def encoded_by(self) -> Any:
+        languages = (self.source_language, self.target_language)
+        return [self.prefix, *languages, self.max_source_length, self.max_target_length]
+
+    def targets(self, split: str) -> Mapping[str, np.ndarray]:
+        import numpy as np
+
+        count = len(self._rows[split])
+        return {"index": np.arange(count), "split": np.full(count, SPLITS.index(split))}
+
+    @cached_property
+    def _named_config(self) -> PreTrainedConfig:
+        """The config of the model that the recipe names, or of the new model, without the tokenizer's tokens.
+
+        Raises:
+            ConfigError: it is not an encoder-decoder for texts.
+        """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+        from hftune.models.pretrained import load_config
+
+        config = load_config(self.model, self.model_config, self.model_commit)
+        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING or not config.is_encoder_decoder:
+            key = "task.model_config.model_type" if self.model is None else f"task.model={self.model}"
+            raise ConfigError(
+                f"{key}{'=' if self.model is None else ' is a model of type '}{config.model_type}, which has no encoder and "
+                "decoder: Seq2Seq needs both, as google-t5/t5-small, facebook/bart-base or Helsinki-NLP/opus-mt-en-de have."
+            )
+        return config
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        """The config of the model, with the token that starts a target."""
+        config = self._new_config() if self.model is None else deepcopy(self._named_config)
+        given = (self.generation.get("decoder_start_token_id"), self._start_of_language)
+        known = (getattr(config, "decoder_start_token_id", None), self._own_generation.decoder_start_token_id)
+        config.decoder_start_token_id = next((token for token in (*given, *known) if token is not None), None)
+        if config.decoder_start_token_id is None:
+            raise ConfigError(
+                f"task.model={self.model} does not say which token starts a target: set task.generation.decoder_start_token_id."
+            )
+        return config
+
+    def _new_config(self) -> PreTrainedConfig:
+        """Return the config of a new model, with the tokenizer's special tokens; padding starts a target, as T5's does."""
+        from hftune.models.pretrained import load_config
+
+        tokens = self.text_tokenizer
+        pad, end = tokens.pad_token_id, tokens.eos_token_id
+        special = {"pad_token_id": pad, "bos_token_id": pad, "eos_token_id": end}
+        special |= {"decoder_start_token_id": pad, "forced_eos_token_id": end}
+        known = {name: token for name, token in special.items() if hasattr(self._named_config, name)}
+        config = load_config(None, {**self.model_config, **known, "vocab_size": len(tokens)})
+        config.decoder_start_token_id = pad  # which T5's config has no field for
+        return config
+
+    @cached_property
+    def _language_token(self) -> tuple[int | None, bool]:
+        """The token of the target language, None if there is none, and whether a target begins with it, or ends."""
+        tokens = self.text_tokenizer
+        if self.target_language is None:
+            return None, False
+        ids = tokens(text_target="")["input_ids"]
+        (code,) = {token for token in ids if token != tokens.eos_token_id}
+        return code, ids[0] == code
+
+    @property
+    def _start_of_language(self) -> int | None:
+        """mBART's first version starts a target with the language code that ends it; its later ones force the code instead."""
+        code, is_first = self._language_token
+        return None if is_first else code
+
+    @cached_property
+    def _own_generation(self) -> GenerationConfig:
+        """The generation settings that come with the model; none for a new one."""
+        from transformers import GenerationConfig
+
+        from hftune.models.pretrained import CONFIG, folder_of
+
+        if self.model is None:
+            tokens = self.text_tokenizer
+            return GenerationConfig(pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id)
+        folder = folder_of(self.model, self.model_commit, CONFIG)
+        if (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_model_config(self._named_config)
+
+    @cached_property
+    def _generation_config(self) -> GenerationConfig:
+        """The model's own settings, changed by the recipe's.
+
+        Raises:
+            ConfigError: task.generation has an unknown key, or values that cannot be used together.
+        """
+        config = deepcopy(self._own_generation)
+        config.update(decoder_start_token_id=self._config.decoder_start_token_id, max_length=None)
+        code, is_first = self._language_token
+        if is_first:
+            config.update(forced_bos_token_id=code)
+        return self._set_generation(config)
+
+    def _set_generation(self, config: GenerationConfig) -> GenerationConfig:
+        """Change generation settings as the recipe says."""
+        try:
+            unknown = config.update(**{"max_new_tokens": self.max_target_length, **self.generation})
+        except ValueError as error:
+            raise ConfigError(f"task.generation={self.generation} cannot be used: {str(error).splitlines()[0]}") from error
+        for key in unknown:
+            hint = did_you_mean(key, config.to_dict())
+            raise ConfigError(f"task.generation.{key} is not a key of transformers' GenerationConfig.{hint}")
+        return config
+
+    @property
+    def rows_per_sample(self) -> int:
+        return int(self._generation_config.num_beams or 1)
+
+    def build_model(self) -> PreTrainedModel:
+        """Load the model, or build a new one, and set its generation config."""
+        from transformers import AutoModelForSeq2SeqLM
+
+        from hftune.models.pretrained import load_model
+
+        generation = self._generation_config
+        model = load_model(AutoModelForSeq2SeqLM, self.model, self._config, self.model_commit)
+        self._check_positions(model)
+        model.generation_config = generation
+        return model
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        own = {key: value for key, value in self._generation_config.to_diff_dict().items() if key in TOLD}
+        own = {key: value for key, value in own.items() if key not in self.generation}
+        settings = ", ".join(f"{key}={value}" for key, value in own.items())
+        said = [f"Texts are generated with the model's own {settings}; task.generation changes that."] if settings else []
+        return super().notices(datasets, model) + self._cut_notices(datasets, "Targets") + said
+
+    @cached_property
+    def _shift(self) -> Callable[[Tensor], Tensor]:
+        """The model's own function from labels to decoder inputs: mBART's puts the last token first, T5's its start token.
+
+        It is a method that needs no more of the model than its config, so an instance without layers has it.
+        """
+        from torch import nn
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+        kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(self._config)]
+        if not hasattr(kind, "prepare_decoder_input_ids_from_labels"):  # M2M100 and others, which start as T5 does
+            return partial(_shifted, start=self._config.decoder_start_token_id, pad=self.text_tokenizer.pad_token_id)
+        model = kind.__new__(kind)
+        nn.Module.__init__(model)
+        model.config = self._config
+        return model.prepare_decoder_input_ids_from_labels
+
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Pad sources to the longest, S, and targets to the longest, T.
+
+        Returns:
+            input_ids and attention_mask (N, S), decoder_input_ids and labels (N, T): int64. index (N,): row of the split;
+            split (N,): its number in SPLITS.
+        """
+        from hftune.data.texts import ragged, values
+
+        ids_NS, mask_NS = ragged(examples, "source").padded(self.text_tokenizer.pad_token_id)
+        labels_NT = ragged(examples, "target").padded(NO_LABEL)[0]
+        batch = {"input_ids": ids_NS, "attention_mask": mask_NS, "decoder_input_ids": self._shift(labels_NT.clone())}
+        return {**batch, "labels": labels_NT, "index": values(examples, "index"), "split": values(examples, "split")}
+
+    def split_of(self, batch: Batch) -> str:
+        return SPLITS[int(batch["split"][0])]
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        names = ("input_ids", "attention_mask", "decoder_input_ids")
+        return {**{name: batch[name] for name in names}, "use_cache": False}
+
+    def prompt(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    def empty_target(self) -> dict[str, Any]:
+        return {"target": [self.text_tokenizer.eos_token_id], "split": 0}
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with each text's ROUGE-L, or else its chrF, and what it lacks to a perfect score as the error."""
+        texts, targets = [row["generated"] for row in rows], [row["target"] for row in rows]
+        if "chrf" in self.scores and "rouge" not in self.scores:
+            from hftune.metrics.translation import chrf_of_each
+
+            name, top, scores = "chrf", 100, chrf_of_each(texts, targets)
+        else:
+            from hftune.metrics.rouge import rouge_for, rouge_l_of_each
+
+            kind = rouge_for(self.language)[0]
+            name, top, scores = f"rouge_l{kind.suffix}", 1, rouge_l_of_each(texts, targets, kind.tokenizer)
+        return [
+            {**row, name: round(score, 6), "error": round(1 - score / top, 6)} for row, score in zip(rows, scores, strict=True)
+        ]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        from hftune.metrics.rouge import ExactMatch, PredictionLength, rouge_for
+
+        texts, targets = [row["generated"] for row in rows], [row["target"] for row in rows]
+        found: dict[str, Any] = {}
+        kinds = [*(rouge_for(self.language) if "rouge" in self.scores else ()), ExactMatch, PredictionLength]
+        for kind in kinds:
+            found |= kind().compute(predictions=texts, references=targets)
+        if "bleu" in self.scores:
+            from hftune.metrics.translation import bleu
+
+            found |= bleu(texts, targets, self.language)
+        if "chrf" in self.scores:
+            from hftune.metrics.translation import chrf
+
+            found |= chrf(texts, targets)
+        return found
+
+    def load(self, directory: Path) -> PreTrainedModel:
+        model = super().load(directory)
+        self.text_tokenizer = self._for_languages(self.text_tokenizer)
+        self._config = model.config
+        self._generation_config = self._set_generation(model.generation_config)  # the recipe's may have changed since
+        return model
+
+
+TOLD = ("num_beams", "length_penalty", "min_length", "max_length", "no_repeat_ngram_size", "early_stopping", "do_sample")
+"""Generation settings of a model that a user should know of."""
+
+
+def language_codes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the codes of the languages that a tokenizer marks its texts with; none for those of T5, BART or Marian."""
+    if not hasattr(tokenizer, "src_lang"):
+        return []
+    if codes := getattr(tokenizer, "lang_code_to_id", None):
+        return [*codes]
+    return [token for token in tokenizer.all_special_tokens if re.fullmatch(r"[a-z]{2,3}_[A-Za-z]{2,4}", token)]
+
+
+def _shifted(labels_NT: Tensor, start: int, pad: int) -> Tensor:
+    """Return decoder inputs: ``start``, then all labels but the last."""
+    ids_NT = labels_NT.roll(1, 1)
+    ids_NT[:, 0] = start
+    return ids_NT.masked_fill_(ids_NT == NO_LABEL, pad)
+
+
+def _flat(rows: Dataset) -> Dataset:
+    """Give each text of a column with several, such as translation, a column of its own: translation.en."""
+    from datasets import Translation
+
+    has_parts = any(isinstance(kind, (dict, Translation)) for kind in rows.features.values())
+    return rows.flatten() if has_parts else rows

@@ -1,0 +1,135 @@
+"""Embeddings beside sentence-transformers: the same loss, gradient and vectors; and what a user can get wrong."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    CachedMultipleNegativesSymmetricRankingLoss,
+)
+
+import hftune
+from hftune import ConfigError, DataError, Recipe, train
+from hftune.build import build_model, load_datasets, plan_batches
+from hftune.cli import main
+from hftune.strategies.data_parallel import DataParallel
+from tests.support.runs import NO_DROPOUT, TINY
+from tests.support.tasks import few_questions
+
+QUICK = (
+    *(word for word in TINY if "max_length" not in word),
+    *("task.dataset=tests.support.tasks:few_questions", "task.vocab_size=300", "train.batch_size=16"),
+    *("train.epochs=1", "train.micro_batch_tokens=null", "train.micro_batch_size=4", "train.packing=off"),
+)
+PREFIXES = "task.prefixes={query: 'ask ', document: 'tell '}"
+TEXTS = ["who fed the dog ?", "a grower fattened a puppy by starlight .", "tea"]
+
+
+def quick(*overrides):
+    recipe = Recipe.load("embeddings_demo", *QUICK, *overrides)
+    recipe.validate()
+    return recipe
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_loss_and_gradient_are_those_of_sentence_transformers(tmp_path, symmetric):
+    recipe = quick(*NO_DROPOUT, "task.negative_columns=[negative]", PREFIXES, f"task.symmetric={symmetric}", "task.scale=15")
+    recipe.task.mask_duplicates = False  # it has no such thing
+    task, datasets = recipe.task, load_datasets(recipe)
+    model = build_model(recipe)
+    task.save(model, tmp_path)
+    strategy = DataParallel(Accelerator(cpu=True), task)
+    strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = next(strategy.batches(datasets["train"], plan_batches(recipe, datasets["train"]).epoch(0), 0, num_workers=0))
+    strategy.forward_backward(batch, seed=0, step=0)
+    report = strategy.report(strategy.clip_grad_norm(None))
+
+    theirs = SentenceTransformer(str(tmp_path), device="cpu").train()
+    rows = [few_questions("train")[sample] for micro_batch in batch.plan for sample in micro_batch.samples]
+    columns = [("ask ", "query"), ("tell ", "answer"), ("tell ", "negative")]
+    features = [theirs.preprocess([prefix + row[name] for row in rows]) for prefix, name in columns]
+    kind = CachedMultipleNegativesSymmetricRankingLoss if symmetric else CachedMultipleNegativesRankingLoss
+    loss = kind(theirs, scale=15.0, mini_batch_size=4)(features, None)
+    loss.backward()
+    assert len(batch.plan) == 4
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    wanted = dict(theirs[0].auto_model.named_parameters())
+    trained = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
+    assert len(wanted) - len(trained) == 2  # the pooler, which is frozen
+    for name, gradient in trained.items():
+        torch.testing.assert_close(gradient, wanted[name].grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "out"
+    overrides = (PREFIXES, "task.score_column=score", "eval.metric=spearman", "task.pooling=cls", "train.packing=auto")
+    return train(quick(*overrides, f"output_dir={folder}"))
+
+
+def test_the_export_loads_in_sentence_transformers(trained):
+    ours = [row["embedding"] for row in hftune.load_model(trained.output_dir, trust_code=True).predict(TEXTS)]
+    theirs = SentenceTransformer(str(trained.model_dir), device="cpu")
+    torch.testing.assert_close(torch.tensor(ours), theirs.encode(TEXTS, convert_to_tensor=True), rtol=0, atol=1e-6)
+    asked = hftune.load_model(trained.output_dir, trust_code=True).predict([f"ask {TEXTS[0]}"])[0]["embedding"]
+    torch.testing.assert_close(torch.tensor(asked), torch.tensor(theirs.encode_query(TEXTS[0])), rtol=0, atol=1e-6)
+
+
+def test_predict_prints_embeddings(trained, capsys):
+    assert main(["predict", str(trained.output_dir), "--text", "tea", "--json", "--trust-code"]) == 0
+    vector = json.loads(capsys.readouterr().out)["embedding"]
+    assert len(vector) == 32 and sum(number**2 for number in vector) == pytest.approx(1, abs=1e-5)
+
+
+def test_with_scores_it_reports_spearman_instead_of_recall(trained):
+    assert {*trained.metrics} == {"loss", "spearman"} and -1 <= trained.metrics["spearman"] <= 1
+    row = json.loads((trained.output_dir / "predictions.jsonl").read_text().splitlines()[3])
+    assert row["score"] == 3 and row["anchor"] == few_questions("eval")[3]["query"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("task.pooling=max", "task.pooling='max' is not one of mean, cls, last."),
+        ("task.scale=0", "task.scale=0 must be above 0; 20 is usual."),
+        ("task.prefixes.querry=x", "task.prefixes.querry is not one of query, document. Did you mean 'query'?"),
+        ("task.negative_columns=[answer,answer]", "Column 'answer' is named twice by task.anchor_column"),
+        ("task.score_column=score", "eval.metric='recall_at_1' is not computed by Embeddings. It computes: loss, spearman."),
+    ],
+)
+def test_bad_keys_are_refused_in_a_sentence(override, message):
+    with pytest.raises(ConfigError) as error:
+        quick(override)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["task.positive_column=reply"],
+            "task.positive_column=reply is not a column of the train split. It has: query, answer",
+        ),
+        (["task.negative_columns=[hard]"], "task.negative_columns[0]=hard is not a column of the train split."),
+        (["task.negative_columns=[score]"], "Column 'score' of the train split holds int64, not text."),
+        (["task.score_column=answer", "eval.metric=spearman"], "task.score_column=answer of the eval split holds string"),
+        (
+            ["task.dataset=hftune.data.demo:reviews"],
+            "task.positive_column is not set, and no column of the train split would do",
+        ),
+    ],
+)
+def test_bad_data_are_refused_before_a_model_is_built(overrides, message):
+    with pytest.raises(DataError) as error:
+        load_datasets(quick(*overrides))
+    assert message in str(error.value)
+
+
+def test_an_encoder_decoder_is_refused():
+    recipe = quick()
+    recipe.task.model_config = {"model_type": "t5", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    with pytest.raises(ConfigError, match="has an encoder and a decoder"):
+        build_model(recipe)

@@ -1,0 +1,122 @@
+"""Sequence to sequence from the command line to a model that writes the same texts again."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+
+from hftune import Recipe, cli, load_model
+from hftune.build import build_model, load_datasets, plan_batches
+from hftune.commands.evaluate import evaluate
+from tests.support.runs import Run, train_on
+
+SIZES = "d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4"
+T5 = f"task.model_config={{model_type: t5, {SIZES}, dropout_rate: 0.1}}"
+BART = (
+    "task.model_config={model_type: bart, d_model: 32, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 4, "
+    "decoder_attention_heads: 4, encoder_ffn_dim: 48, decoder_ffn_dim: 48, dropout: 0.1, attention_dropout: 0.1, init_std: 0.2}"
+)
+SMALL = (
+    *("task.model=null", "task.dataset=hftune.data.demo_spoken:sentences", "task.vocab_size=400", "task.max_train_samples=80"),
+    *("task.max_eval_samples=13", "task.scores=[rouge, bleu, chrf]", "task.max_source_length=64", "task.max_target_length=24"),
+    *("task.generation={num_beams: 2, min_new_tokens: 8}", "train.batch_size=16", "train.micro_batch_tokens=300"),
+    *("train.log_every=1", "train.epochs=2", "train.lr=5e-3", "train.warmup_ratio=0", "eval.every=epoch"),
+)
+JOBS = {"t5": (*SMALL, T5), "bart": (*SMALL, BART)}
+ALONE = ("train.epochs=4", "train.micro_batch_tokens=null", "train.micro_batch_size=16", "eval.every=never")
+TRAINER = (*SMALL, T5.replace("0.1", "0.0"), *ALONE)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    jobs = {1: {**JOBS, "trainer": TRAINER}, 2: JOBS, 4: JOBS}
+    found = {(name, size): run for size in jobs for name, run in train_on(size, jobs[size], folder, "seq2seq").items()}
+    stopped = {"resumed": (*JOBS["t5"], f"output_dir={folder}/resumed", "checkpoint.every=2")}
+    train_on(1, stopped, folder, "seq2seq", stops={"resumed": (5, 0)})
+    return found | {("resumed", 2): train_on(2, stopped, folder, "seq2seq")["resumed"]}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_texts_and_scores_do_not_depend_on_processes_with_dropout_on(runs, name, size):
+    one, many = runs[name, 1], runs[name, size]
+    expected = one.logged("train/loss")
+    assert len(expected) == 10 and expected[-1] < expected[0]
+    assert many.logged("train/loss") == pytest.approx(expected, rel=1e-5)
+    assert one.predictions == many.predictions and len(one.predictions) == 13
+    metrics = [run.result["metrics"] for run in (one, many)]
+    assert metrics[0].pop("loss") == pytest.approx(metrics[1].pop("loss"), rel=1e-5)
+    assert metrics[0] == metrics[1] and metrics[0].keys() >= {"rouge_l", "bleu", "chrf", "exact_match"}
+
+
+def test_run_that_was_stopped_and_resumed_is_the_one_that_was_not(runs):
+    whole, resumed = runs["t5", 2], runs["resumed", 2]
+    assert resumed.logged("train/loss")[-5:] == whole.logged("train/loss")[-5:]
+    assert resumed.result["metrics"] == whole.result["metrics"]
+
+
+class PlannedTrainer(Seq2SeqTrainer):
+    """Seq2SeqTrainer on the batches of hftune's plan, with labels alone: the model makes decoder inputs and loss itself."""
+
+    def __init__(self, recipe, dataset, **kwargs):
+        super().__init__(**kwargs)
+        plan, names = plan_batches(recipe, dataset), ("input_ids", "attention_mask", "labels")
+        samples = [part.samples.tolist() for epoch in range(4) for step in plan.epoch(epoch) for part in step]
+        self.loader = DataLoader(
+            dataset,
+            batch_sampler=samples,
+            collate_fn=lambda rows: {name: recipe.task.collate(rows)[name] for name in names},
+        )
+
+    def get_train_dataloader(self):
+        return self.loader
+
+
+def test_twenty_steps_equal_those_of_seq2seq_trainer(runs, tmp_path):
+    ours = runs["trainer", 1].logged("train/loss")
+    recipe = Recipe.load("seq2seq", *TRAINER)
+    dataset, config = load_datasets(recipe)["train"], recipe.train
+    set_seed(0)
+    arguments = Seq2SeqTrainingArguments(
+        **{"output_dir": str(tmp_path), "learning_rate": config.lr, "weight_decay": config.weight_decay, "warmup_steps": 0},
+        **{"lr_scheduler_type": "linear", "max_grad_norm": config.clip_norm, "max_steps": 20, "logging_steps": 1},
+        **{"optim": "adamw_torch_fused", "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True},
+    )
+    trainer = PlannedTrainer(recipe, dataset, model=build_model(recipe), args=arguments, train_dataset=dataset)
+    trainer.train()
+    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(ours) == 20 and torch.tensor(ours).std() > 0.05
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_export_writes_the_same_texts_again(runs, name):
+    run = runs[name, 1]
+    texts = [row["source"] for row in run.predictions]
+    expected = [row["generated"] for row in run.predictions]
+    tokens, model = (kind.from_pretrained(run.folder / "model_last") for kind in (AutoTokenizer, AutoModelForSeq2SeqLM))
+    said = [model.eval().generate(**tokens(text, return_tensors="pt", truncation=True, max_length=64))[0] for text in texts]
+    assert tokens.batch_decode(said, skip_special_tokens=True) == expected
+    loaded = load_model(run.folder / "model_last", device="cpu")
+    assert [row["generated"] for row in loaded.predict(texts, batch_size=5)] == expected
+    again = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model_last").metrics
+    assert again == run.result["metrics"]
+
+
+def load_rows():
+    from hftune.data.demo_spoken import sentences
+
+    return sentences("eval")
+
+
+def test_command_and_card_show_the_texts(runs, capsys):
+    run = runs["t5", 1]
+    text = next(iter(load_rows()))["source"]
+    assert cli.main(["predict", str(run.folder), "--text", text, "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)] == ["generated"]
+    assert "that writes a text for a text" in (run.folder / "model" / "README.md").read_text()
+    assert {"source", "target", "generated", "rouge_l", "error"} <= run.predictions[0].keys()
+    assert isinstance(run, Run)

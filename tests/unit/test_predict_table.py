@@ -1,0 +1,205 @@
+"""hftune predict --data on one process: formats, columns, order, what is refused, and going on after a kill."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pandas
+import pytest
+from PIL import Image
+
+from hftune import cli, load_model
+from hftune.commands import predict_rows
+from hftune.tasks import SequenceClassification
+from tests.support.predictions import untrained
+from tests.support.runs import TINY
+
+TEXTS = [
+    "The food was superb.",
+    "Cold, and late; never again. " * 9,
+    "So so",
+    'Great\nplace, "really" great.',
+    "I would not go.",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return untrained("yelp_demo", tmp_path_factory.mktemp("run"), *TINY)
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    return load_model(run, device="cpu").predict(TEXTS, probabilities=True)
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A table as a competition gives it: an id with zeros in front, a column in between, no labels."""
+    path = tmp_path / "test.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "stars_seen", "text"])
+        writer.writerows([f"{index:03d}", index or None, text] for index, text in enumerate(TEXTS))
+    return path
+
+
+def predict(run, *words):
+    return cli.main(["predict", str(run), *map(str, words)])
+
+
+def check(rows, expected):
+    assert [row["label"] for row in rows] == [row["label"] for row in expected]
+    found = [float(row["probability"]) for row in rows]
+    assert found == pytest.approx([row["probability"] for row in expected], abs=2e-6)  # rounded to 1e-6; batches differ
+
+
+def test_a_submission_has_the_columns_asked_for_in_the_order_of_the_rows(run, table, expected, tmp_path, capsys):
+    output = tmp_path / "submission.csv"
+    assert predict(run, "--data", table, "--output", output, "--columns", "id,label", "--batch-size", 2) == 0
+    assert output.read_text().splitlines()[:2] == ["id,label", f"000,{expected[0]['label']}"]
+    rows = list(csv.DictReader(output.open()))
+    assert [row["id"] for row in rows] == ["000", "001", "002", "003", "004"]
+    assert [row["label"] for row in rows] == [row["label"] for row in expected]
+    assert capsys.readouterr().out.splitlines()[-1] == str(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["submission.csv", "test.csv"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_each_format_is_read_and_written_with_all_its_cells(run, table, expected, tmp_path, kind):
+    frame = pandas.read_csv(table, dtype={"id": str})
+    source, output = tmp_path / f"in.{kind}", tmp_path / f"out.{kind}"
+    if kind == "parquet":
+        frame.to_parquet(source)
+    elif kind == "jsonl":
+        frame.to_json(source, orient="records", lines=True)
+    else:
+        frame.to_csv(source, index=False, sep="\t" if kind == "tsv" else ",")
+    assert predict(run, "--data", source, "--output", output, "--probabilities") == 0
+    read = {
+        "parquet": lambda: pandas.read_parquet(output),
+        "jsonl": lambda: pandas.read_json(output, lines=True, dtype={"id": str}),
+    }.get(kind, lambda: pandas.read_csv(output, dtype={"id": str}, sep="\t" if kind == "tsv" else ","))
+    found = read()
+    classes = list(expected[0]["probabilities"])
+    assert list(found.columns) == ["id", "stars_seen", "text", *classes, "label", "probability"]
+    assert list(found["id"]) == list(frame["id"]) and list(found["text"]) == TEXTS
+    assert np.isnan(found["stars_seen"][0]) and list(found["stars_seen"][1:]) == [1, 2, 3, 4]
+    check(found.to_dict("records"), expected)
+    assert found[classes].sum(axis=1).to_numpy() == pytest.approx(1, abs=1e-5)
+
+
+def test_the_datas_own_label_is_kept_beside_the_prediction(run, tmp_path, write_rows, expected, capsys):
+    path = write_rows("eval.jsonl", [{"text": text, "label": index} for index, text in enumerate(TEXTS)])
+    assert predict(run, "--data", path, "--output", tmp_path / "out.jsonl") == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["label_given"] for row in rows] == [0, 1, 2, 3, 4]
+    check(rows, expected)
+    assert "note: The data's own values are in label_given." in capsys.readouterr().out
+
+
+def test_a_text_column_of_another_name_is_mapped_or_asked_for(run, table, tmp_path, capsys):
+    output = tmp_path / "out.csv"
+    other = tmp_path / "other.csv"
+    other.write_text(table.read_text().replace(",text", ",review"))
+    assert predict(run, "--data", other, "--output", output) == 2
+    assert capsys.readouterr().err == (
+        f"hftune: --data {other} has no column 'text'. It has: id, stars_seen, review. Name the right one: --map text=COLUMN.\n"
+    )
+    assert predict(run, "--data", other, "--output", output, "--map", "text=review", "--columns", "label") == 0
+    assert len(output.read_text().splitlines()) == 6
+    assert predict(run, "--data", other, "--output", output, "--map", "text=reviews") == 2
+    assert "has no such column. It has: id, stars_seen, review. Did you mean 'review'?" in capsys.readouterr().err
+    assert predict(run, "--data", other, "--output", output, "--map", "text=stars_seen") == 2
+    assert "column 'stars_seen' holds numbers, not texts." in capsys.readouterr().err
+    assert predict(run, "--data", other, "--output", output, "--map", "texts=review") == 2
+    assert "--map texts=review: this task's inputs are called text." in capsys.readouterr().err
+    lines = tmp_path / "lines.txt"  # a single column, whatever its name
+    lines.write_text("\n".join(["Good.", "Bad."]))
+    assert predict(run, "--data", lines, "--output", output, "--columns", "label") == 0
+    assert len(output.read_text().splitlines()) == 3
+
+
+def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, write_rows, capsys):
+    path = write_rows("holes.jsonl", [{"id": 0, "text": "Good."}, {"id": 1, "text": " "}, {"id": 2, "text": None}])
+    output = tmp_path / "out.csv"
+    assert predict(run, "--data", path, "--output", output) == 2
+    assert "has no input in column 'text' at row 1, 2 (counted from 0)." in capsys.readouterr().err
+    assert predict(run, "--data", path, "--output", output, "--empty", "null", "--columns", "id,label") == 0
+    assert [line.split(",")[1] == "" for line in output.read_text().splitlines()[1:]] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "x.csv", "--data", "nope.csv"], "--data nope.csv: there is no such file."),
+        (["--data", "test.csv"], "--data needs a file for the predictions: --output FILE (.csv, .tsv, .jsonl, .parquet)."),
+        (["--data", "test.csv", "--output", "x.xlsx"], "--output x.xlsx: its name does not end in one of .csv,"),
+        (["--data", "test.csv", "--output", "none/x.csv"], "--output none/x.csv: there is no folder "),
+        (["--data", "empty.csv", "--output", "x.csv"], "--data empty.csv is empty."),
+        (["--data", "header.csv", "--output", "x.csv"], "--data header.csv has no rows."),
+        (["--data", "ragged.csv", "--output", "x.csv"], "--data ragged.csv cannot be read as csv: Error tokenizing data."),
+        (
+            ["--data", "test.csv", "--output", "x.csv", "--columns", "id,lable"],
+            "--columns: there is no column 'lable'. There are:",
+        ),
+        (["--data", "test.csv", "--output", "x.csv", "--text", "x"], "--text does not go with --data."),
+        (["--data", "owner/name", "--output", "x.csv"], "--data=owner/name cannot be loaded: HF_HUB_OFFLINE is set"),
+        (["--text", "x", "--map", "text=a"], "--map is for tables: --data FILE."),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"empty.csv": "", "header.csv": "text\n", "ragged.csv": "text\na\nb,c,d\n"}.items():
+        (tmp_path / name).write_text(text)
+    assert predict(run, *words) == 2
+    assert capsys.readouterr().err.startswith(f"hftune: {said}")
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, table, expected, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict_rows, "PART", 2)
+    output, calls, predict_one = tmp_path / "out.csv", [], SequenceClassification.predict
+
+    def dying(self, model, inputs, **options):
+        calls.extend(inputs)
+        if len(calls) > 4:
+            raise KeyboardInterrupt
+        return predict_one(self, model, inputs, **options)
+
+    monkeypatch.setattr(SequenceClassification, "predict", dying)
+    assert predict(run, "--data", table, "--output", output) == 130
+    assert not output.exists() and len(list((tmp_path / "out.csv.parts").glob("rows_*.jsonl"))) == 2
+    shutil.copytree(tmp_path / "out.csv.parts", tmp_path / "kept")
+    calls.clear()
+    assert predict(run, "--data", table, "--output", output) == 0
+    assert calls == TEXTS[4:] and not (tmp_path / "out.csv.parts").exists()
+    assert "note: Going on after 4 of 5 rows, which are predicted already." in capsys.readouterr().out
+    check(list(csv.DictReader(output.open())), expected)
+
+    shutil.copytree(tmp_path / "kept", tmp_path / "out.csv.parts")
+    table.write_text(table.read_text() + "005,,Fine.\n")
+    monkeypatch.setattr(SequenceClassification, "predict", predict_one)
+    assert predict(run, "--data", table, "--output", output, "--batch-size", 3) == 0
+    assert "out.csv.parts belongs to a different input and options: starting over." in capsys.readouterr().out
+    assert len(output.read_text().splitlines()) > 6
+
+
+def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys):
+    folder = untrained("mnist_demo", tmp_path / "run")
+    digits = tmp_path / "digits" / "some"
+    digits.mkdir(parents=True)
+    for index in range(3):
+        Image.fromarray(np.full((28, 28), 60 * index, np.uint8)).save(digits / f"{index}.png")
+    output = tmp_path / "out.csv"
+    assert predict(folder, "--data", digits.parent, "--output", output, "--columns", "image,label") == 0
+    by_folder = output.read_text().splitlines()
+    assert [line.split(",")[0] for line in by_folder[1:]] == ["some/0.png", "some/1.png", "some/2.png"]
+    table = digits.parent / "list.csv"
+    table.write_text("file_name\nsome/2.png\nsome/0.png\n")
+    assert predict(folder, "--data", table, "--output", output, "--columns", "file_name,label") == 0
+    assert output.read_text().splitlines()[1:] == [by_folder[3], by_folder[1]]
+    table.write_text("file_name\nsome/9.png\n")
+    assert predict(folder, "--data", table, "--output", output) == 2
+    assert "names an image that is not there, at row 0: some/9.png." in capsys.readouterr().err

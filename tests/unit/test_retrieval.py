@@ -1,0 +1,53 @@
+"""Ranks of positives among all documents, and what pools tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from hftune.metrics import retrieval
+from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at, spearman
+from hftune.models.pooling import pooled
+
+
+def vectors(*angles):
+    return np.array([[np.cos(angle), np.sin(angle)] for angle in np.radians(angles)], np.float32)
+
+
+def test_a_positive_is_ranked_among_the_distinct_documents(monkeypatch):
+    anchors, positives = vectors(0, 40, 90, 10), vectors(5, 95, 60, 5)  # the first and last positive are the same text
+    for at_once in (2**24, 3):  # all at once, and an anchor at a time
+        monkeypatch.setattr(retrieval, "AT_ONCE", at_once)
+        found = rank_positives(anchors, positives, [1, 2, 3, 4], [10, 11, 12, 10])
+        assert found.ranks_N.tolist() == [1, 3, 2, 1]
+        assert found.nearest_N.tolist() == [0, 2, 1, 0]
+
+
+def test_another_answer_to_the_same_question_does_not_count_against_one():
+    anchors, positives = vectors(0, 0, 50), vectors(10, 5, 55)
+    assert rank_positives(anchors, positives, [1, 1, 2], [10, 11, 12]).ranks_N.tolist() == [1, 1, 1]
+    assert rank_positives(anchors, positives, [1, 3, 2], [10, 11, 12]).ranks_N.tolist() == [2, 1, 1]
+
+
+def test_a_model_that_embeds_all_texts_alike_finds_nothing():
+    ranks = rank_positives(vectors(0, 0, 0), vectors(0, 0, 0), [1, 2, 3], [4, 5, 6]).ranks_N
+    assert ranks.tolist() == [3, 3, 3] and recall_at(ranks, 1) == 0
+
+
+def test_recall_and_mrr():
+    ranks = np.array([1, 2, 20, 5])
+    assert (recall_at(ranks, 1), recall_at(ranks, 5)) == (0.25, 0.75)
+    assert mrr_at(ranks, 10) == pytest.approx((1 + 0.5 + 0.2) / 4)
+
+
+def test_spearman_counts_order_alone():
+    assert spearman(np.array([0.1, 0.2, 0.9]), np.array([1, 2, 3])) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "last"])
+def test_pooling_sees_real_tokens_alone_on_either_side(how):
+    hidden = torch.randn(2, 4, 3)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1]])
+    found = pooled(hidden, mask, how)
+    real = [hidden[0, :2], hidden[1, 1:]]
+    wanted = [{"mean": rows.mean(0), "cls": rows[0], "last": rows[-1]}[how] for rows in real]
+    torch.testing.assert_close(found, torch.nn.functional.normalize(torch.stack(wanted), dim=-1))

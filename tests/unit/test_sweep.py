@@ -1,0 +1,202 @@
+"""hftune sweep without trainings: what it tries, how it names and runs trials, and how it goes on. Trials are shell scripts."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hftune import cli
+from hftune.commands import sweep
+from hftune.commands.sweep_space import Range, parse, split, trial_name
+from hftune.errors import ConfigError
+
+TRIAL = """
+echo $LR >>"{log}"
+case "{fails}" in *" $LR "*) echo "hftune: The loss is not finite."; exit 1;; esac
+if [ -e "{stops}" ]; then trap 'exit 75' TERM; touch "$OUT/began"; while :; do sleep 0.02; done; fi
+echo '{{"best": {{"metric": "accuracy", "value": '$VALUE', "step": 5}}, "seconds": 3.0}}' >"$OUT/result.json"
+"""
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Replace trainings by a shell script; return the learning rates of those that were begun."""
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log"
+    state = {"fails": "", "stops": tmp_path / "stops"}
+
+    def command(self, trial):
+        rate = trial.values["train.lr"]
+        value = 1 - abs(float(rate) - 3e-5) * 1e4 + 0.01 * int(trial.values.get("seed", 0))
+        variables = [f"LR={rate}", f"OUT={trial.folder}", f"VALUE={value:.4f}"]
+        return ["env", *variables, "sh", "-c", TRIAL.format(log=log, **state)]
+
+    monkeypatch.setattr(sweep.Sweep, "command", command)
+
+    def rates():
+        found = log.read_text().split() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return sorted(found)
+
+    rates.state = state
+    return rates
+
+
+def swept(*words):
+    return cli.main(["sweep", "recipe=yelp_demo", *words])
+
+
+def summary(folder="outputs/yelp_demo/sweep"):
+    return json.loads((Path(folder) / "sweep.json").read_text())
+
+
+def test_commas_outside_of_brackets_and_quotes_separate_values():
+    assert split("1e-5,3e-5") == ["1e-5", "3e-5"]
+    assert split("[0.9,0.95],[0.9,0.99]") == ["[0.9,0.95]", "[0.9,0.99]"]
+    assert split("{a: [1,2], b: 3}") == ["{a: [1,2], b: 3}"]
+    assert split("'a,b',\"c,d\"") == ["'a,b'", '"c,d"']
+    space = parse(["recipe=yelp", "train.lr=1e-5,3e-5", "task.label_names=[a,b]", "seed=1,2"])
+    assert space.fixed == ["task.label_names=[a,b]"]
+    assert space.grid()[1] == {"train.lr": "1e-5", "seed": "2"} and len(space.grid()) == 4
+
+
+def test_ranges_are_logarithmic_from_a_factor_of_ten():
+    space = parse(["recipe=x", "train.lr=1e-5..1e-3", "train.weight_decay=0.0..0.1", "train.epochs=2..5", "a=../x"])
+    assert space.ranges == {
+        "train.lr": Range(1e-5, 1e-3),
+        "train.weight_decay": Range(0.0, 0.1),
+        "train.epochs": Range(2, 5),
+    }
+    assert [part.is_log for part in space.ranges.values()] == [True, False, False]
+    assert space.ranges["train.epochs"].is_whole and space.fixed == ["a=../x"]
+
+
+def test_trials_have_readable_names_that_differ():
+    assert trial_name({"train.lr": "1e-5", "seed": "1"}, ["train.lr", "seed"]) == "lr_1e-5_seed_1"
+    keys = ["train.batch_size", "eval.batch_size"]
+    assert trial_name(dict.fromkeys(keys, "8"), keys) == "train.batch_size_8_eval.batch_size_8"
+    listed = {trial_name({"a": value}, ["a"]) for value in ("[1,2]", "[12]", "1-2", "x" * 300, "x" * 301)}
+    assert len(listed) == 5 and all(len(name) < 120 and "/" not in name for name in listed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.lr=1e-5"], "Nothing varies."),
+        (["train.lr=1,x"], "train.lr='x' is not a number"),
+        (["train.lr=1,1"], "train.lr=1,1: a value is given twice."),
+        (["train.lr=1,2,"], "train.lr=1,2,: a value is missing."),
+        (["seed=1,2", "seed=3"], "seed is given twice."),
+        (["train.lrs=1,2"], "train.lrs is not a key of a recipe. Did you mean 'train.lr'?"),
+        (["output_dir=a,b"], "output_dir cannot vary in a sweep."),
+        (["train.lr=1e-5..1e-3"], "train.lr=1e-05..0.001 is a range: --optuna N searches it."),
+        (["train.lr=1e-3..1e-5", "--optuna", "2"], "train.lr=1e-3..1e-5: the first end must be below the second."),
+        (["train.lr=0..1e-5", "--optuna", "2"], "train.lr=0.0 must be above 0."),
+        (["seed=1,2", "--jobs", "0"], "--jobs 0 must be at least 1."),
+        (["recipe=yelp", "seed=1,2"], "Name one recipe"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(trained, capsys, words, said):
+    assert swept(*words) == 2
+    assert capsys.readouterr().err.startswith(f"hftune: {said}")
+    assert not trained() and not Path("outputs").exists()
+
+
+def test_a_grid_trains_every_combination_and_shows_the_best_first(trained, capsys):
+    assert swept("train.lr=1e-5,3e-5", "seed=1,2,3", "--jobs", "2") == 0
+    assert trained() == ["1e-5"] * 3 + ["3e-5"] * 3
+    said = capsys.readouterr().out
+    lines = said[said.index("\n\n") :].split("\n")
+    assert lines[2].split() == ["train.lr", "seed", "accuracy", "at", "step", "time"]
+    assert lines[3].split()[:3] == ["3e-5", "3", "1.030"]
+    assert lines[8].split()[:3] == ["1e-5", "1", "0.810"]
+    assert ["3e-5", "1.020", "±", "0.0100", "3"] in [line.split() for line in lines]
+    found = summary()
+    assert [trial["name"] for trial in found["trials"]][:2] == ["lr_3e-5_seed_3", "lr_3e-5_seed_2"]
+    assert found["objective"] == {"metric": "accuracy", "greater_is_better": True}
+    assert found["over_seeds"][0]["mean"] == pytest.approx(1.02)
+    assert "lr_3e-5_seed_3" in Path("outputs/yelp_demo/sweep/compare.html").read_text()
+    assert swept("train.lr=1e-5,3e-5,1e-4", "seed=1,2,3") == 0
+    assert trained() == ["1e-4"] * 3, "finished trials are not trained again"
+
+
+def test_a_failed_trial_does_not_end_the_others_and_is_tried_again(trained, capsys):
+    trained.state["fails"] = " 1e-5 "
+    assert swept("train.lr=1e-5,3e-5") == 1
+    said = capsys.readouterr().out
+    assert (
+        "lr_1e-5: failed: hftune: The loss is not finite. (exit code 1; see outputs/yelp_demo/sweep/lr_1e-5/train.log)" in said
+    )
+    assert [trial["state"] for trial in summary()["trials"]] == ["finished", "failed"]
+    trained.state["fails"] = ""
+    assert trained() == ["1e-5", "3e-5"]
+    assert swept("train.lr=1e-5,3e-5") == 0
+    assert trained() == ["1e-5"]
+
+
+def test_another_sweep_in_the_same_folder_is_refused(trained, capsys):
+    assert swept("train.lr=1e-5,3e-5", "train.epochs=1") == 0
+    for words, said in {
+        (
+            "train.lr=1e-5,3e-5",
+            "train.epochs=2",
+        ): "has other keys that all trials share (train.epochs=1 instead of train.epochs=2)",
+        ("train.lr=1e-5", "seed=1,2", "train.epochs=1"): "has other keys that all trials share",
+        ("train.lr=1e-5,3e-5", "train.epochs=1", "--optuna", "2"): "has other way to choose values (grid instead of optuna)",
+    }.items():
+        assert swept(*words) == 2
+        assert f"outputs/yelp_demo/sweep holds a sweep that {said}" in capsys.readouterr().err
+    assert swept("train.lr=1e-5,3e-5", "train.epochs=2", "output_dir=outputs/two") == 0
+    assert summary("outputs/two/sweep")["trials"]
+
+
+@pytest.mark.parametrize("optuna", [False, True])
+def test_ctrl_c_stops_all_trials_and_the_same_command_goes_on(trained, tmp_path, capsys, optuna):
+    words = ["train.lr=1e-5..1e-4", "--optuna", "4"] if optuna else ["train.lr=1e-5,3e-5,1e-4,2e-5"]
+    if optuna:
+        pytest.importorskip("optuna")
+    trained.state["stops"].touch()
+
+    def interrupt():
+        until = time.monotonic() + 20
+        while len(list(tmp_path.glob("outputs/yelp_demo/sweep/*/began"))) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert swept(*words, "--jobs", "2") == 75
+    assert "The same command goes on." in capsys.readouterr().err
+    begun = trained()
+    assert len(begun) == 2 and [trial["state"] for trial in summary()["trials"]].count("stopped") == 2
+    trained.state["stops"].unlink()
+    assert swept(*words, "--jobs", "2") == 0
+    again = trained()
+    assert len(again) == 4 and set(begun) <= set(again), "those that were interrupted come again, with the same values"
+    assert len(summary()["trials"]) == 4 and all(trial["state"] == "finished" for trial in summary()["trials"])
+
+
+def test_optuna_searches_a_range_and_goes_on_with_more_trials(trained, capsys):
+    pytest.importorskip("optuna")
+    assert swept("train.lr=1e-5..1e-3", "train.schedule=linear,cosine", "--optuna", "3") == 0
+    first = trained()
+    assert len(set(first)) == 3 and all(1e-5 <= float(rate) <= 1e-3 for rate in first)
+    assert swept("train.lr=1e-5..1e-3", "train.schedule=linear,cosine", "--optuna", "5") == 0
+    second = trained()
+    assert len(second) == 2 and not {*second} & {*first}
+    found = [trial["value"] for trial in summary()["trials"]]
+    assert found == sorted(found, reverse=True) and len(found) == 5
+    assert {trial["values"]["train.schedule"] for trial in summary()["trials"]} <= {"linear", "cosine"}
+
+
+def test_gpus_are_shared_out_among_jobs(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert sweep.share_gpus(2, 2) == ["4", "5", "6", "7"]
+    with pytest.raises(ConfigError, match="needs 6 GPUs; there are 4"):
+        sweep.share_gpus(3, 2)
+    one = sweep.Sweep(None, None, None, 2, 2, None, ["4", "5", "6", "7"])
+    assert [one.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
