@@ -24,7 +24,13 @@ from hftune.task import Task
 if TYPE_CHECKING:
     import numpy as np
 
-USUAL = {"text": TEXTS, "source": ("content", *TEXTS), "image": ("image", "file_name", "path", "file")}
+USUAL = {
+    "text": TEXTS,
+    "source": ("content", *TEXTS),
+    "words": ("words", "tokens", *TEXTS),
+    "anchor": ("anchor", "query", "question", *TEXTS),
+    "image": ("image", "file_name", "path", "file"),
+}
 """Usual names of input columns, by what ``Task.input_columns`` calls them."""
 PATHS = ("image", "mask")
 """Inputs that a table may name by their paths."""

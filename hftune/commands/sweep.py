@@ -205,6 +205,8 @@ def prepare(options: argparse.Namespace) -> Sweep:
         words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in values.items())]
         Recipe.from_argv(words).validate()
     recipe = Recipe.from_argv([f"recipe={space.recipe}", *space.fixed])
+    if recipe.eval.every == "never":
+        raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
     folder = Path(recipe.output_dir) / "sweep"
     sweep = Sweep(space, recipe, folder, options.jobs, options.processes, options.optuna)
     if options.jobs > 1:

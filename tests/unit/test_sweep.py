@@ -98,6 +98,7 @@ def test_trials_have_readable_names_that_differ():
         (["train.lr=0..1e-5", "--optuna", "2"], "train.lr=0.0 must be above 0."),
         (["seed=1,2", "--jobs", "0"], "--jobs 0 must be at least 1."),
         (["recipe=yelp", "seed=1,2"], "Name one recipe"),
+        (["seed=1,2", "eval.every=never"], "A sweep compares evaluations, and eval.every=never makes none."),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(trained, capsys, words, said):
