@@ -55,6 +55,8 @@ class Job:
     options: dict[str, Any]
     """Arguments of ``Task.predict``."""
     batch_size: int
+    mixed_precision: str | None
+    """None: that of the run's evaluations."""
     notices: list[str]
     """What a user should know, one sentence each."""
 
@@ -109,7 +111,9 @@ def prepare(options: argparse.Namespace) -> Job:
         if column != task.input_columns()[name] and name not in given
     ]
     size = options.batch_size or recipe.eval.batch_size
-    return Job(recipe, model, table, columns, sizes, empty, options.output, selected, kwargs, size, notices)
+    return Job(
+        recipe, model, table, columns, sizes, empty, options.output, selected, kwargs, size, options.mixed_precision, notices
+    )
 
 
 def check_output(path: Path | None) -> None:
