@@ -323,7 +323,7 @@ class Runner:
                 return
             trial.folder.mkdir(parents=True, exist_ok=True)
             trial.state = "running"
-            with (trial.folder / "train.log").open("ab") as log:
+            with (trial.folder / "output.log").open("ab") as log:
                 # A session of its own: the terminal would also send Ctrl-C to it, which would then receive it twice.
                 process = subprocess.Popen(
                     self.sweep.command(trial),
@@ -355,8 +355,8 @@ class Runner:
             print(f"{trial.name}: stopped", flush=True)
         else:
             trial.state = "failed"
-            trial.error = trial.error or last_line(trial.folder / "train.log") or f"exit code {code}"
-            print(f"{trial.name}: failed: {trial.error} (exit code {code}; see {trial.folder / 'train.log'})", flush=True)
+            trial.error = trial.error or last_line(trial.folder / "output.log") or f"exit code {code}"
+            print(f"{trial.name}: failed: {trial.error} (exit code {code}; see {trial.folder / 'output.log'})", flush=True)
         if trial.state != "stopped":
             self.chooser.ended(trial)
 

@@ -130,7 +130,7 @@ def test_a_failed_trial_does_not_end_the_others_and_is_tried_again(trained, caps
     assert swept("train.lr=1e-5,3e-5") == 1
     said = capsys.readouterr().out
     assert (
-        "lr_1e-5: failed: hftune: The loss is not finite. (exit code 1; see outputs/yelp_demo/sweep/lr_1e-5/train.log)" in said
+        "lr_1e-5: failed: hftune: The loss is not finite. (exit code 1; see outputs/yelp_demo/sweep/lr_1e-5/output.log)" in said
     )
     assert [trial["state"] for trial in summary()["trials"]] == ["finished", "failed"]
     trained.state["fails"] = ""
