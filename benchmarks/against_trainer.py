@@ -1,6 +1,6 @@
 """Train each kind of task beside transformers' Trainer, with the same settings: the metric, and samples a second.
 
-    python benchmarks/against_trainer.py [--data FOLDER] [--tasks reviews tags pictures ...] [--rounds 2]
+    python benchmarks/against_trainer.py [--data FOLDER] [--tasks reviews tags] [--rounds 2]
 
 FOLDER holds the real data, in the folders yelp, mnist and so on; without it, all tasks train on generated samples. Both start
 from the same new weights, with the same optimizer, schedule, clipping and batch, in float32. Trainer shuffles and pads as it
@@ -37,12 +37,6 @@ TASKS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         ("task.data_files.train={}/yelp/train.jsonl", "task.data_files.eval={}/yelp/test.jsonl", "task.label_column=label"),
     ),
     "tags": ("token_classification_demo", "f1", ("train.epochs=3",), ()),
-    "pictures": (
-        "image_classification_demo",
-        "accuracy",
-        ("task.augmentation=null", "task.mixup=0", "train.epochs=1", "train.lr=2e-3", "eval.every=epoch"),
-        ("task.dataset=idx", "task.data_dir={}/mnist", "task.image_size=28", "task.eval_split=test"),
-    ),
 }
 """The recipe, the metric, settings, and the settings for real data."""
 

@@ -26,7 +26,8 @@ from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import compute_padding
-from hftune.optim import check_schedule, optimizer_class
+from hftune.models.weights import load_weights, weight_files
+from hftune.optim import check_schedule, freeze, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model, repeated_layers
@@ -71,7 +72,7 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
         DataError: the data cannot be trained on.
     """
     is_main = ProcessInfo.from_environment().is_main
-    optimizer_class(recipe.train)
+    check_names(recipe)
     if is_main:  # it alone computes them
         load_metrics(recipe.eval.metrics)
     progress.stage("preparing the data")
@@ -80,12 +81,26 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     num_steps = total_steps(recipe.train, plan)
     check_schedule(recipe.train, num_steps, plan.num_steps)
     progress.stage("building the model")
-    model = build_model(recipe)
+    said: list[str] = []
+    model = build_model(recipe, said)
     check_pipeline(recipe, plan, datasets["train"], model)
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
-        parts.notices = check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
+        parts.notices = said + check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse an optimizer and weights that are not there, before data and model are loaded, or raise ConfigError."""
+    optimizer_class(recipe.train)
+    if (path := own_weights(recipe)) is not None:
+        weight_files(path)
+
+
+def own_weights(recipe: Recipe) -> str | None:
+    """Return the path of the task's field ``weights``, from which training starts; None if it has none."""
+    path = getattr(recipe.task, "weights", None)
+    return path if isinstance(path, str) else None
 
 
 def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
@@ -251,14 +266,23 @@ def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def build_model(recipe: Recipe) -> nn.Module:
+def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     """Build the task's model, with the same initial weights on every process.
 
+    Args:
+        notices: gets sentences on what weights of one's own leave out. None: nobody reads them.
+
     Raises:
-        ConfigError: the model does not support the gradient checkpointing that the recipe asks for.
+        ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights`` or
+            ``train.freeze`` do not fit it.
     """
     torch.manual_seed(recipe.seed)
     model = recipe.task.build_model()
+    if (path := own_weights(recipe)) is not None and torch.get_default_device().type != "meta":
+        said = load_weights(model, path)
+        if notices is not None:
+            notices += said
+    freeze(model, recipe.train.freeze)
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")

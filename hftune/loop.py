@@ -24,7 +24,7 @@ from hftune.distributed.pulse import marked_while_moving
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
-from hftune.optim import lr_at
+from hftune.optim import ema_decay_at, lr_at
 from hftune.reporting.page import Reporter
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.task import ask
@@ -70,13 +70,29 @@ class Run:
         """Return the seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
 
+    def has_ended(self) -> bool:
+        """Return whether no step is left to take; equal on all processes."""
+        return self.state.has_ended(self.num_steps, self.recipe.eval.patience)
+
+    def stopped_early(self) -> str | None:
+        """Return why training ends before the last step of its schedule, as a sentence; None if it does not."""
+        state, config = self.state, self.recipe.eval
+        if state.step == self.num_steps or not state.is_out_of(config.patience):
+            return None
+        least = f" by more than {config.min_improvement:g}" if config.min_improvement else ""
+        count = f"{config.patience} evaluations" if config.patience > 1 else "the last evaluation"
+        return (
+            f"Stopped after step {state.step:,} of {self.num_steps:,}: {count} did not improve eval/{config.metric}{least} "
+            f"(eval.patience={config.patience})."
+        )
+
     def epoch(self) -> float:
         """Return the number of finished passes over the training data, with a fraction."""
         return self.state.progress(self.plan.num_steps)
 
 
 def fit(run: Run) -> None:
-    """Train from the state's step to the last one, evaluating and saving on the way. Collective.
+    """Train from the state's step to the last one, or until ``eval.patience`` is exhausted. Collective.
 
     Raises:
         Interrupted: a process was asked to stop; the step was finished and a checkpoint written.
@@ -84,16 +100,18 @@ def fit(run: Run) -> None:
     config, state, strategy = run.recipe.train, run.state, run.strategy
     if state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         evaluate_and_keep(run)
+        if run.has_ended():
+            save_checkpoint(run)
     dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
     with frozen_garbage() as freeze:
-        while state.step < run.num_steps:
+        while not run.has_ended():
             strategy.progress.stage(f"step {state.step + 1}")
             steps = run.plan.epoch(state.epoch)
             run.profiler.before(state.step + 1)
             with closing(strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers, state.epoch)) as batches:
                 for batch in batches:
                     take_step(run, batch)
-                    if state.step == run.num_steps:
+                    if run.has_ended():
                         return
                     strategy.progress.stage(f"step {state.step + 1}")
                     with run.throughput.paused():
@@ -139,6 +157,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
     report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
     stop_unless_finite(run, batch, report)
     strategy.optimizer_step(lr)
+    strategy.average_weights(ema_decay_at(state.step, config))
 
     state.step += 1
     state.step_in_epoch += 1
@@ -149,18 +168,25 @@ def take_step(run: Run, batch: StepBatch) -> None:
     run.console.advance(state.step, report.loss)
     with run.throughput.paused():
         run.profiler.after(state.step)
-    is_last = state.step == run.num_steps
-    if state.step == 1 or state.step % config.log_every == 0 or is_last:
-        losses = {"train/loss": state.take_mean_loss(), "train/loss_step": report.loss}
-        values = {**losses, "train/lr": lr, "train/grad_norm": report.grad_norm, **performance(run)}
-        log(run, values)
-        run.console.logged(state.step, run.epoch(), values)
+    is_logged = state.step == 1 or state.step % config.log_every == 0 or state.step == run.num_steps
+    if is_logged:
+        log_step(run, report, lr)
     if report.stop:
         stop(run)
     if evaluation_is_due(run):
         evaluate_and_keep(run)
+    if run.has_ended() and not is_logged:
+        log_step(run, report, lr)
     if checkpoint_is_due(run):
         save_checkpoint(run)
+
+
+def log_step(run: Run, report: StepReport, lr: float) -> None:
+    """Record the present step, and the mean loss since the last record. Collective."""
+    losses = {"train/loss": run.state.take_mean_loss(), "train/loss_step": report.loss}
+    values = {**losses, "train/lr": lr, "train/grad_norm": report.grad_norm, **performance(run)}
+    log(run, values)
+    run.console.logged(run.state.step, run.epoch(), values)
 
 
 def stop(run: Run) -> NoReturn:
@@ -183,7 +209,7 @@ def checkpoint_is_due(run: Run) -> bool:
     """Say whether to write a checkpoint after this step; see CheckpointConfig."""
     state = run.state
     is_best = state.best_step == state.step  # so that the best model's checkpoint is one of those that are kept
-    return is_best or run.recipe.checkpoint.falls_on(state.step, run.num_steps, run.plan.num_steps)
+    return is_best or run.has_ended() or run.recipe.checkpoint.falls_on(state.step, run.num_steps, run.plan.num_steps)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -222,45 +248,58 @@ def evaluate_and_keep(run: Run) -> None:
         Interrupted: a process was asked to stop; a resumed run starts with this evaluation.
         TrainingError: the task did not compute ``eval.metric``, or it is not a finite number.
     """
-    config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
+    config, state = run.recipe.eval, run.state
     with run.throughput.paused():
         run.strategy.progress.stage(f"the evaluation after step {state.step}")
         workers = run.recipe.train.num_workers
-        evaluation = evaluate(
-            run.strategy,
-            run.datasets["eval"],
-            config.batch_size,
-            workers,
-            lambda: bool(run.stop),
-            config.show_samples,
-            config.metrics,
-            run.console.scored,
-            config.batch_tokens,
-        )
-        if evaluation is None:
+        with run.strategy.averaged():
+            evaluation = evaluate(
+                run.strategy,
+                run.datasets["eval"],
+                config.batch_size,
+                workers,
+                lambda: bool(run.stop),
+                config.show_samples,
+                config.metrics,
+                run.console.scored,
+                config.batch_tokens,
+            )
+            if evaluation is not None:
+                keep(run, evaluation)
+        if evaluation is None:  # with the weights in training, which the checkpoint needs
             stop(run)
-        log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
-        score = score_of(evaluation.metrics, config.metric, state.step)
-        is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
+
+
+def keep(run: Run, evaluation: Evaluation) -> None:
+    """Log an evaluation, write its predictions, and export the model if it is the best so far. Collective.
+
+    Raises:
+        TrainingError: as ``evaluate_and_keep``.
+    """
+    config, state, output_dir = run.recipe.eval, run.state, Path(run.recipe.output_dir)
+    log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+    score = score_of(evaluation.metrics, config.metric, state.step)
+    is_best = state.best is None or (score > state.best if run.recipe.greater_is_better else score < state.best)
+    if is_best:
+        state.best, state.best_step = score, state.step
+    state.note_score(score, run.recipe.greater_is_better, config.min_improvement)
+    run.console.evaluated(state.step, run.epoch(), evaluation.metrics, state.best, state.best_step)
+    model = run.strategy.unwrap() if is_best else None
+
+    def write() -> None:
         if is_best:
-            state.best, state.best_step = score, state.step
-        run.console.evaluated(state.step, run.epoch(), evaluation.metrics, state.best, state.best_step)
-        model = run.strategy.unwrap() if is_best else None
+            about = {"step": state.best_step, "metric": config.metric, "value": state.best}
+            export(run.recipe.task, model, output_dir / "model", about)
+        with marked_while_moving(run.strategy.progress):  # the other processes wait, however long it takes
+            rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)
+            show_evaluation(run, evaluation, rows)
+            write_rows(output_dir / "predictions.jsonl", rows, run.strategy.progress.tick)
+            if state.best_step == state.step:  # also when it is evaluated again after an interruption
+                write_fold(run, rows)
+            run.reporter.write(output_dir, run.console.line)
 
-        def write() -> None:
-            if is_best:
-                about = {"step": state.best_step, "metric": config.metric, "value": state.best}
-                export(run.recipe.task, model, output_dir / "model", about)
-            with marked_while_moving(run.strategy.progress):  # the other processes wait, however long it takes
-                rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)
-                show_evaluation(run, evaluation, rows)
-                write_rows(output_dir / "predictions.jsonl", rows, run.strategy.progress.tick)
-                if state.best_step == state.step:  # also when it is evaluated again after an interruption
-                    write_fold(run, rows)
-                run.reporter.write(output_dir, run.console.line)
-
-        run.strategy.progress.stage(f"saving after step {state.step}")
-        run.strategy.on_main(write)
+    run.strategy.progress.stage(f"saving after step {state.step}")
+    run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     import numpy as np
+    import torch
     from torch import Tensor, nn
 
     Batch = dict[str, Tensor]
@@ -124,6 +125,17 @@ class Task(ABC):
         """Return number of samples and weight of each data set that the training data consist of, in their order.
 
         None, the default: an epoch has each sample once. See ``BatchPlan.mixture`` for what a weight means.
+        """
+        return None
+
+    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer | None:
+        """Return an optimizer of your own for the model's trainable parameters; None, the default: ``train.optimizer``.
+
+        It is built on the CPU, before the model is moved and wrapped. The learning rates of its groups are their peaks: the
+        schedule scales them alike.
+
+        Args:
+            config: the recipe's ``train`` section, a TrainConfig.
         """
         return None
 

@@ -112,6 +112,7 @@ def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
     """Hand model and optimizer to the strategy. Collective."""
     strategy.progress.stage("preparing model and optimizer")
     strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
+    strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 
 
@@ -128,6 +129,8 @@ def changed_precision(recipe: Recipe, strategy: Strategy, before: str | None) ->
 def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> TrainResult:
     """Say on the main process that there is nothing left to train, and return the result."""
     limit = "train.epochs" if recipe.train.max_steps is None else "train.max_steps or train.epochs, whichever ends it"
+    if result.stopped_early:
+        limit = "eval.patience"
     if strategy.is_main:
         print(
             f"{recipe.output_dir} is finished: {result.steps} steps, {describe_best(result.best)}. "
@@ -259,10 +262,12 @@ def say_result(run: Run, result: TrainResult) -> None:
     evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
     rows = {
         "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
+        "stopped": result.stopped_early,
         "model": f"{result.model_dir} ({'the last one' if run.recipe.eval.is_off else 'the last one: model_last'})",
         "report": str(report) if report.is_file() else f"none, see above; {log_file} has all numbers",
     }
-    print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, rows)
+    shown = {name: text for name, text in rows.items() if text}
+    print_summary(evaluations | ({"test": result.test} if result.test else {}), result.best, shown)
 
 
 def warm_up(run: Run) -> None:
@@ -294,17 +299,20 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     """
     recipe, strategy = run.recipe, run.strategy
     strategy.progress.stage("saving the last model")
-    model = strategy.unwrap()
     best: dict[str, Any] = {"metric": recipe.eval.metric, "value": run.state.best, "step": run.state.best_step}
     if recipe.eval.is_off:
         best = {"step": run.state.step}
-        strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best))
-    else:
-        strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last"))
+    with strategy.averaged():
+        model = strategy.unwrap()
+        if recipe.eval.is_off:
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best))
+        else:
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last"))
     test = test_best(run, output) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,
         test=test,
+        stopped_early=run.stopped_early(),
         best=best,
         commits=run.provenance.commits,
         steps=run.state.step,

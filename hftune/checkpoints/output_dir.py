@@ -28,6 +28,8 @@ OUT_OF_FOLD = "out_of_fold.jsonl"
 """Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
 PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
+NEW_STATE = {"last_improvement", "evaluations_since"}
+"""Fields of the state that the first checkpoints of hftune 0.3 lack; no run waited for an improvement then."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
 """Files that a run resumed into a new folder brings along."""
 
@@ -40,6 +42,8 @@ class TrainResult:
     """Those of the last evaluation."""
     test: dict[str, Any] = field(default_factory=dict)
     """Metrics of the best model on the test split; empty if the task has none."""
+    stopped_early: str | None = None
+    """Why training ended before the last step of its schedule, if ``eval.patience`` was exhausted."""
     best: dict[str, Any]
     """metric, value and step of the model in model_dir; of a run that never evaluates, only the step, the last one."""
     commits: dict[str, str] = field(default_factory=dict)
@@ -148,7 +152,7 @@ class OutputDir:
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""
-        return strategy.on_main(self._result) if state.step == num_steps else None
+        return strategy.on_main(self._result) if state.has_ended(num_steps, self.recipe.eval.patience) else None
 
     def _result(self) -> TrainResult | None:
         is_there = (self.path / "result.json").is_file() and (self.path / "model").is_dir()
@@ -233,7 +237,7 @@ def read_state(path: str, values: Mapping[str, Any]) -> TrainState:
         ConfigError: a different version of hftune wrote it, whose state has other fields.
     """
     known = {item.name for item in fields(TrainState)}
-    if odd := sorted(values.keys() ^ known):
+    if odd := sorted((values.keys() ^ known) - NEW_STATE):
         raise ConfigError(
             f"{path} was written by a different version of hftune: its state differs in {', '.join(odd)}. Resume with that "
             "version; or start over with resume=never or a different output_dir."

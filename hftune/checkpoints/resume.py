@@ -21,7 +21,7 @@ from hftune.config.sections import OPTIMIZER_KEYS
 from hftune.distributed.process_info import launcher
 from hftune.errors import ConfigError, did_you_mean, format_value
 
-FIXED = ("task.", "seed", "train.batch_size", "train.optimizer")
+FIXED = ("task.", "seed", "train.batch_size", "train.optimizer", "train.freeze", "train.groups", "train.layer_decay")
 """Keys (or prefixes) that cannot change on resume: they decide which samples form a step, or what is learned from them."""
 FREE = ("recipe", "output_dir", "resume")
 """Keys that do not describe the training itself; changes to them are not reported."""
@@ -39,7 +39,7 @@ HARMLESS = (
     *("eval.batch_size", "eval.batch_tokens", "eval.show_samples", "checkpoint.", "track."),
 )
 """Keys (or prefixes) that change how a run is computed or shown, but not its result."""
-LENGTH = ("train.epochs", "train.max_steps")
+LENGTH = ("train.epochs", "train.max_steps", "eval.patience", "eval.min_improvement")
 """Keys that matter only if they change the number of steps."""
 
 BEGUN = ".begun"
@@ -126,11 +126,14 @@ def check_finished(start: Start, recipe: Recipe, num_steps: int) -> None:
     Raises:
         ConfigError: no step is left to train, and keys that affect the result have changed.
     """
-    if start.checkpoint is None or start.checkpoint.step != num_steps:
+    if start.checkpoint is None:
+        return
+    patience, waited = recipe.eval.patience, start.checkpoint.progress["state"].get("evaluations_since", 0)
+    if start.checkpoint.step != num_steps and (patience is None or waited < patience):
         return
     if differing := [text for key, text in start.changed.items() if not key.startswith((*HARMLESS, *LENGTH))]:
         raise ConfigError(
-            f"{recipe.output_dir} holds a finished run of {num_steps} steps, and this recipe differs from it: "
+            f"{recipe.output_dir} holds a finished run of {start.checkpoint.step} steps, and this recipe differs from it: "
             f"{', '.join(differing)}. Nothing would be trained. Set output_dir=... to a new folder, or resume=never to replace "
             "that run."
         )

@@ -17,6 +17,10 @@ class TrainState:
     best: float | None = None
     """The best value of ``eval.metric`` so far."""
     best_step: int | None = None
+    last_improvement: float | None = None
+    """The value of ``eval.metric`` that was last better than the one before by more than ``eval.min_improvement``."""
+    evaluations_since: int = 0
+    """Evaluations since then."""
     evaluated_step: int = 0
     """Step of the last evaluation; 0 before the first."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -38,9 +42,26 @@ class TrainState:
         mean, self.mean_loss, self.mean_items = self.mean_loss, 0.0, 0.0
         return mean
 
+    def note_score(self, score: float, greater_is_better: bool, min_improvement: float) -> None:
+        """Count an evaluation for ``eval.patience``."""
+        before, sign = self.last_improvement, 1 if greater_is_better else -1
+        if before is None or sign * (score - before) > min_improvement:
+            self.last_improvement, self.evaluations_since = score, 0
+        else:
+            self.evaluations_since += 1
+
+    def has_ended(self, num_steps: int, patience: int | None) -> bool:
+        """Say whether no step is left, or ``eval.patience`` is exhausted."""
+        return self.step == num_steps or self.is_out_of(patience)
+
+    def is_out_of(self, patience: int | None) -> bool:
+        """Say whether ``eval.patience`` is exhausted."""
+        return patience is not None and self.evaluations_since >= patience
+
     def forget_best(self) -> None:
         """Look for the best model from here on, starting with an evaluation of this step if one is due."""
         self.best, self.best_step, self.evaluated_step = None, None, 0
+        self.last_improvement, self.evaluations_since = None, 0
 
     def progress(self, steps_per_epoch: int) -> float:
         """Return the epochs done, with a fraction."""

@@ -6,6 +6,7 @@ The scoring is evaluation.py, which the loop calls, too: the numbers are the run
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,10 @@ from hftune.evaluation import Evaluation
 from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.optim import build_optimizer
+from hftune.strategies.averages import averages_itself
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
+from hftune.strategies.sharding import SavedState
 from hftune.task import ask
 from hftune.tracking.jsonl import write_rows
 
@@ -87,15 +90,16 @@ def evaluate(
         config = recipe.eval
         shown = 0 if tracked_as is None else config.show_samples
         workers = recipe.train.num_workers
-        evaluation = score(
-            strategy,
-            datasets[split],
-            config.batch_size,
-            workers,
-            num_images=shown,
-            metrics=config.metrics,
-            batch_tokens=config.batch_tokens,
-        )
+        with strategy.averaged() if checkpoint is not None else nullcontext():
+            evaluation = score(
+                strategy,
+                datasets[split],
+                config.batch_size,
+                workers,
+                num_images=shown,
+                metrics=config.metrics,
+                batch_tokens=config.batch_tokens,
+            )
     folder = str(model if checkpoint is None else checkpoint)
     result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
     if tracked_as is not None and strategy.is_main:
@@ -121,6 +125,15 @@ def track_evaluation(recipe: Recipe, result: Score, evaluation: Evaluation, spli
         write_rows(Path(recipe.output_dir) / "predictions.jsonl", rows, lambda: None)
 
 
+def weights_of(saved: Checkpoint, strategy: Strategy) -> SavedState:
+    """Return what the training evaluated: its moving average, or what its optimizer needs to average the weights."""
+    model = {**saved.tensors["model"], **saved.tensors.get("ema", {})}
+    if averages_itself(strategy.sharding.bare_optimizer):
+        options = {name: value for name, value in saved.progress["values"].items() if name.startswith("optimizer")}
+        return {"model": model, "optimizer": saved.tensors["optimizer"]}, options
+    return {"model": model, "optimizer": {}}, {}
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """On the main process: verify and read a checkpoint, or raise ConfigError."""
     if not ProcessInfo.from_environment().is_main:
@@ -142,6 +155,6 @@ def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, diges
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
     try:
-        strategy.load_state(None if saved is None else ({"model": saved.tensors["model"], "optimizer": {}}, {}))
+        strategy.load_state(None if saved is None else weights_of(saved, strategy))
     except ValueError as error:
         raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -217,6 +217,8 @@ ELSEWHERE = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "train.betas"),
     **{"adam_epsilon": "train.eps", "warmup_steps": "train.warmup_ratio", "full_determinism": "train.deterministic"},
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "train.clip_norm"),
+    **{"early_stopping_patience": "eval.patience", "early_stopping_threshold": "eval.min_improvement"},
+    **{"ema": "train.ema_decay", "layerwise_lr_decay": "train.layer_decay", "unfrozen_parameters": "train.freeze"},
     **{"lr_scheduler_type": "train.schedule", "optim": "train.optimizer", "logging_steps": "train.log_every"},
     **{
         **dict.fromkeys(("eval_steps", "eval_strategy"), "eval.every"),
@@ -545,7 +547,9 @@ class _Schema:
         hints = {name: get_type_hints(type_) for name, type_ in self.types.items()}
         self.hints = {name: {key: hints[name][key] for key in self.values[name]} for name in self.types}
         self.known = ["task.type", *(key_of(key) if name == "top" else f"{name}.{key_of(key)}" for name, key in keys)]
-        self.mappings = {f"{name}.{key}" for name, key in keys if holds(dict, self.hints[name][key])}
+        self.mappings = {
+            f"{name}.{key}" for name, key in keys if holds(dict, hint := self.hints[name][key]) and get_origin(hint) is not list
+        }
 
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""

@@ -54,7 +54,7 @@ def _docstrings(type_: type) -> dict[str, str]:
 def _default(item: dataclasses.Field) -> str:
     if item.default_factory is not dataclasses.MISSING:
         return str(item.default_factory())
-    return "required" if item.default is dataclasses.MISSING else format_value(item.default).strip("'")
+    return "required" if item.default is dataclasses.MISSING else format_value(item.default).strip("'") or '""'
 
 
 def section_text(name: str) -> str | None:

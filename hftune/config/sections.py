@@ -10,9 +10,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hftune.errors import ConfigError, did_you_mean, format_value, type_problem
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adafactor", "lion", "schedule_free", "adamw_8bit")
 """The bare names of ``train.optimizer``; hftune.optim.OPTIMIZERS has the classes."""
-SCHEDULES = ("linear", "cosine", "constant", "step")
+UNSHARDED = {
+    "adafactor": "keeps statistics of whole rows and columns",
+    "adamw_8bit": "keeps its state in blocks of 256 numbers, with a scale for each",
+}
+"""The optimizers that cannot work on the parts of weights that FSDP leaves on each process, and why."""
+SCHEDULES = ("linear", "cosine", "constant", "step", "wsd", "cosine_restarts", "inverse_sqrt", "polynomial")
 """The bare names of ``train.schedule``; hftune.optim.SCHEDULES has the functions."""
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
 """The bare names of ``track.with``; hftune.tracking.tracker.TRACKERS has the classes."""
@@ -72,29 +77,53 @@ class TrainConfig(Section):
     lr: float = 5e-5
     """Peak learning rate."""
     optimizer: str = "adamw"
-    """adamw (decoupled weight decay), adam (weight decay in the gradient) or sgd; or the dotted path of a torch.optim.Optimizer
-    class of your choice, such as torch.optim.RMSprop."""
+    """adamw (decoupled weight decay), adam (weight decay in the gradient), sgd, muon (for the matrices between embeddings and
+    head; adamw for all else), adafactor, lion, schedule_free (AdamW that averages the weights itself; needs schedule: constant)
+    or adamw_8bit; or the dotted path of a torch.optim.Optimizer class of your choice, such as torch.optim.RMSprop."""
     optimizer_args: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the optimizer class. Learning rate and weight decay are train.lr and train.weight_decay."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of Adam's two moment estimates, each in [0, 1)."""
+    """Decay rates of Adam's two moment estimates, each in [0, 1); for all optimizers that are a kind of Adam."""
     eps: float = 1e-8
     """Constant added to the denominator of Adam's update."""
     momentum: float = 0.0
     """SGD momentum, 0 or more."""
     weight_decay: float = 0.0
     """Weight decay of matrices and embeddings; biases and norm parameters (fewer than 2 dimensions) have none."""
+    freeze: list[str] = field(default_factory=list)
+    """Regular expressions, searched for in the names of parameters: those that match are not trained. ^ and $ stand for the
+    beginning and the end of a name, such as bert.embeddings.word_embeddings.weight."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Parameters with learning rates or weight decay of their own: a list of {match: REGEX, lr: 1e-4, weight_decay: 0.1}, of
+    which lr or weight_decay can be left out. The first that matches a name counts. lr is absolute, and the schedule scales it
+    like train.lr; weight_decay applies to all that matches, biases included."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from each layer to the one below it, in (0, 1], such as 0.8: the head has train.lr, and
+    embeddings the lowest. For models with a stack of layers, as those of transformers; not for what has an lr in train.groups.
+    null: all layers have train.lr."""
     warmup_ratio: float = 0.0
     """Share of all steps in which the learning rate rises linearly from 0, in [0, 1). The last step is never part of it."""
     schedule: str = "linear"
-    """Learning rate after the warmup: linear or cosine decay to min_lr, constant, or step (multiplied by gamma every step_size
-    epochs); or the dotted path of a function f(step, num_steps, steps_per_epoch) that returns the factor of train.lr."""
+    """Learning rate after the warmup: linear or cosine decay to min_lr; constant; step (multiplied by gamma every step_size
+    epochs); wsd (constant, then linear decay in the last decay_ratio of the steps); cosine_restarts (cosine decay, cycles
+    times); inverse_sqrt; polynomial (decay to the power of power); or the dotted path of a function f(step, num_steps,
+    steps_per_epoch) that returns the factor of train.lr."""
     min_lr: float = 0.0
-    """Final learning rate of the schedules linear and cosine."""
+    """Final learning rate of the schedules linear, cosine, wsd, cosine_restarts and polynomial."""
+    decay_ratio: float = 0.1
+    """Share of all steps in which the learning rate falls at the end of schedule=wsd, in (0, 1]."""
+    cycles: int = 2
+    """Number of times that the learning rate falls from its peak with schedule=cosine_restarts, at least 1."""
+    power: float = 2.0
+    """Exponent of schedule=polynomial, above 0; 1 is linear."""
     gamma: float | None = None
     """Decay factor for schedule=step, in (0, 1]."""
     step_size: int = 1
     """Epochs between two decays for schedule=step, as StepLR.step_size."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the weights, in (0, 1), such as 0.999. The average is evaluated and exported;
+    training goes on with the weights themselves. After each step it takes in 1 - ema_decay of the weights; more in early steps,
+    whose decay is at most (1 + step) / (10 + step). BatchNorm's statistics are averaged alike. null: no average."""
     clip_norm: float | None = 1.0
     """Maximum norm of the global gradient; a larger gradient is scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] = "no"
@@ -186,10 +215,13 @@ class TrainConfig(Section):
         if self.min_lr > self.lr > 0:
             yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
         if self.min_lr > 0 and self.schedule not in SCHEDULE_KEYS["min_lr"]:
-            others = {"constant": "never falls", "step": "falls by train.gamma"}
+            others = {"constant": "never falls", "step": "falls by train.gamma", "inverse_sqrt": "has no end to fall to"}
             reason = f"{self.schedule} {others.get(self.schedule, 'decides by itself where it ends')}"
-            yield f"train.min_lr={self.min_lr} needs train.schedule=linear or cosine: {reason}."
+            falling = f"{', '.join(SCHEDULE_KEYS['min_lr'][:-1])} or {SCHEDULE_KEYS['min_lr'][-1]}"
+            yield f"train.min_lr={self.min_lr} needs train.schedule={falling}: {reason}."
         yield from self._step_problems()
+        yield from self._schedule_problems()
+        yield from self._group_problems()
         for name in ("weight_decay", "momentum", "num_workers", "eps", "min_lr"):
             if not getattr(self, name) >= 0:
                 yield f"train.{name}={getattr(self, name)} must not be negative."
@@ -208,6 +240,8 @@ class TrainConfig(Section):
             yield f"train.betas={list(self.betas)} must both be in [0, 1)."
         if not 0 <= self.warmup_ratio < 1:
             yield f"train.warmup_ratio={self.warmup_ratio} must be in [0, 1): it is a share of all steps."
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            yield f"train.ema_decay={self.ema_decay} must be in (0, 1), such as 0.999; null keeps no average."
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield f"train.clip_norm={self.clip_norm} must be above 0; null turns clipping off."
 
@@ -217,12 +251,19 @@ class TrainConfig(Section):
             if name in self.optimizer_args and self.optimizer in owners:
                 instead = "the task gives the parameters" if name == "params" else f"set train.{name} instead"
                 yield f"train.optimizer_args.{name} does not belong there: {instead}."
-        for name, owners in OPTIMIZER_KEYS.items() if is_dotted(self.optimizer) else ():
-            if (value := getattr(self, name)) != getattr(type(self), name):
+        for name, owners in OPTIMIZER_KEYS.items() if self.optimizer not in ("adamw", "adam", "sgd") else ():
+            if self.optimizer not in owners and (value := getattr(self, name)) != getattr(type(self), name):
                 yield (
                     f"train.{name}={format_value(value)} is for train.optimizer={' or '.join(owners)}. Give {self.optimizer} "
                     "its arguments in train.optimizer_args."
                 )
+        if self.optimizer == "schedule_free" and self.schedule != "constant":
+            yield (
+                f"train.optimizer=schedule_free does without train.schedule={self.schedule}: it averages the weights instead. "
+                "Set train.schedule=constant; a warmup is welcome."
+            )
+        if self.optimizer == "schedule_free" and self.ema_decay is not None:
+            yield f"train.ema_decay={self.ema_decay}: train.optimizer=schedule_free averages the weights. Set it to null."
 
     def _step_problems(self) -> Iterator[str]:
         if self.schedule != "step":
@@ -237,6 +278,41 @@ class TrainConfig(Section):
         if self.step_size < 1:
             yield f"train.step_size={self.step_size} must be at least 1 epoch."
 
+    def _schedule_problems(self) -> Iterator[str]:
+        for name in ("decay_ratio", "cycles", "power"):
+            owner, value = SCHEDULE_KEYS[name][0], getattr(self, name)
+            if self.schedule != owner and value != getattr(type(self), name):
+                yield f"train.{name}={value} needs train.schedule={owner}, not {self.schedule}."
+        if not 0 < self.decay_ratio <= 1:
+            yield f"train.decay_ratio={self.decay_ratio} must be in (0, 1]: it is a share of all steps."
+        if self.cycles < 1:
+            yield f"train.cycles={self.cycles} must be at least 1."
+        if not 0 < self.power < math.inf:
+            yield f"train.power={self.power} must be above 0 and finite."
+
+    def _group_problems(self) -> Iterator[str]:
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            yield f"train.layer_decay={self.layer_decay} must be in (0, 1], such as 0.8; null gives all layers the same rate."
+        for index, pattern in enumerate(self.freeze):
+            yield from _regex_problem(f"train.freeze[{index}]", pattern)
+        for index, group in enumerate(self.groups):
+            key = f"train.groups[{index}]"
+            for name in group:
+                if name not in GROUP_KEYS:
+                    yield f"{key}.{name} is not one of {', '.join(GROUP_KEYS)}.{did_you_mean(name, GROUP_KEYS)}"
+            if "match" not in group:
+                yield f"{key} has no match: a regular expression for the names of its parameters."
+            else:
+                yield from _regex_problem(f"{key}.match", group["match"])
+            if not group.keys() & {"lr", "weight_decay"}:
+                yield f"{key} sets neither lr nor weight_decay."
+            for name in ("lr", "weight_decay"):
+                value = group.get(name, 1)
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    yield f"{key}.{name}={format_value(value)} is not a number, such as 1e-4."
+                elif not (value > 0 if name == "lr" else value >= 0) or math.isinf(value):
+                    yield f"{key}.{name}={value} must be finite and {'above 0' if name == 'lr' else 'not negative'}."
+
     @property
     def max_rows(self) -> int | None:
         """Maximum number of samples in one forward pass, the default of ``micro_batch_size`` filled in; None for no limit."""
@@ -247,10 +323,33 @@ class TrainConfig(Section):
         return self.micro_batch_size
 
 
-SCHEDULE_KEYS = {"gamma": ("step",), "step_size": ("step",), "min_lr": ("linear", "cosine")}
+def _regex_problem(key: str, pattern: Any) -> Iterator[str]:
+    if not isinstance(pattern, str) or not pattern:
+        yield f"{key}={format_value(pattern)} is not a regular expression for the names of parameters."
+        return
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        yield f"{key}={pattern!r} is not a regular expression: {error}."
+
+
+GROUP_KEYS = ("match", "lr", "weight_decay")
+"""Keys of each of ``train.groups``."""
+SCHEDULE_KEYS = {
+    "gamma": ("step",),
+    "step_size": ("step",),
+    "min_lr": ("linear", "cosine", "wsd", "cosine_restarts", "polynomial"),
+    "decay_ratio": ("wsd",),
+    "cycles": ("cosine_restarts",),
+    "power": ("polynomial",),
+}
 """Keys of ``train`` that only these schedules use."""
-OPTIMIZER_KEYS = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentum": ("sgd",)}
-"""Keys of ``train`` that only these optimizers use."""
+OPTIMIZER_KEYS = {
+    "betas": (ADAMS := ("adamw", "adam", "muon", "schedule_free", "adamw_8bit")),
+    "eps": ADAMS,
+    "momentum": ("sgd",),
+}
+"""Keys of ``train`` that only these optimizers use; muon, for what it leaves to adamw."""
 
 
 @dataclass
@@ -272,6 +371,12 @@ class EvalConfig(Section):
     functions that take the rows of a whole split and return a dict of metrics or one number."""
     greater_is_better: bool | None = None
     """Whether a greater eval.metric is better. null: as the task declares; required if it does not."""
+    patience: int | None = None
+    """Number of evaluations in a row that may pass without improving eval.metric by more than eval.min_improvement; after the
+    last of them training stops. null: it never stops early."""
+    min_improvement: float = 0.0
+    """An evaluation counts as an improvement if it is better than the last such one by more than this. For eval.patience; the
+    best model is the best one in any case."""
     show_samples: int = 3
     """Number of samples to show after each evaluation, the first of the dataset, for tasks that show samples (titles and
     images)."""
@@ -282,6 +387,14 @@ class EvalConfig(Section):
                 yield f"eval.{name}={value} must be at least 1."
         if self.show_samples < 0:
             yield f"eval.show_samples={self.show_samples} must not be negative."
+        if self.patience is not None and self.patience < 1:
+            yield f"eval.patience={self.patience} must be at least 1; null never stops early."
+        if self.patience is not None and self.is_off:
+            yield f"eval.patience={self.patience} needs evaluations, but eval.every=never. Leave one of them out."
+        if not 0 <= self.min_improvement < math.inf:
+            yield f"eval.min_improvement={self.min_improvement} must be a finite number of at least 0."
+        elif self.min_improvement > 0 and self.patience is None:
+            yield f"eval.min_improvement={self.min_improvement} needs eval.patience, the number of evaluations to wait for it."
         if isinstance(self.every, int) and self.every < 1:
             yield f"eval.every={self.every} must be at least 1."
         if isinstance(self.every, str) and not re.fullmatch(r"never|epoch|[1-9]\d* epochs?", self.every):

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils.environment import parse_flag_from_env
 
 from hftune.config import Recipe
-from hftune.config.sections import TrainConfig
+from hftune.config.sections import UNSHARDED, TrainConfig
 from hftune.distributed.accelerator import asks_for_fsdp, on_cpu
 from hftune.distributed.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.distributed.process_info import ProcessInfo
@@ -75,6 +75,11 @@ def _check_fsdp(recipe: Recipe) -> None:
     if on_cpu() and torch.accelerator.is_available():  # torch would shard the weights over the GPUs all the same
         raise ConfigError(
             "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
+        )
+    if reason := UNSHARDED.get(recipe.train.optimizer):
+        raise ConfigError(
+            f"train.optimizer={recipe.train.optimizer} does not work under FSDP: it {reason}. Train without FSDP, or choose "
+            "adamw, muon, lion or schedule_free."
         )
     if asks_auto := auto_key(recipe.train):
         raise ConfigError(

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hftune.strategies.averages import averaged_names, to_training
+
 NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,6 +45,8 @@ class StepMemory:
     """Those that exist at the peak."""
     optimizer_bytes: int
     """What the optimizer keeps for each parameter."""
+    average_bytes: int
+    """The moving average of ``train.ema_decay``."""
     activations_bytes: int
     """The rest: the batch, what the forward pass keeps for the backward pass, and intermediate results."""
 
@@ -156,8 +160,17 @@ def pass_memory(
     return found
 
 
+def average_bytes(model: nn.Module) -> int:
+    """Return the bytes of a moving average of a model's weights, as ``train.ema_decay`` keeps it."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    persistent = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in (parameters | buffers).items() if name in parameters or name in persistent}
+    return sum(tensors[name].nbytes for name in averaged_names(parameters, tensors))
+
+
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Take an optimizer step, so that the optimizer has all of its state. Clears the gradients."""
+    to_training(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
@@ -166,11 +179,16 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_memory(
-    model: nn.Module, optimizer: torch.optim.Optimizer, forward_backward: Callable[[], None], has_gradients: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forward_backward: Callable[[], None],
+    has_gradients: bool,
+    average_bytes: int = 0,
 ) -> StepMemory:
     """Measure one forward and backward pass of a model whose optimizer has its state; the gradients are kept.
 
     Args:
+        average_bytes: of the moving average of the weights, which exists all the time.
         has_gradients: memory for all gradients is taken before the pass, by an earlier pass or by DDP's buckets.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -192,4 +210,5 @@ def step_memory(
     for hook in hooks:
         hook.remove()
     rest = counter.peak - weights_bytes - optimizer_bytes - counter.gradients_at_peak
-    return StepMemory(counter.peak, weights_bytes, counter.gradients_at_peak, optimizer_bytes, rest)
+    peak_bytes = counter.peak + average_bytes
+    return StepMemory(peak_bytes, weights_bytes, counter.gradients_at_peak, optimizer_bytes, average_bytes, rest)

@@ -21,7 +21,15 @@ from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
-from hftune.planning.memory import NEEDS_VALUES, PassMemory, StepMemory, TensorBytes, pass_memory, without_values
+from hftune.planning.memory import (
+    NEEDS_VALUES,
+    PassMemory,
+    StepMemory,
+    TensorBytes,
+    average_bytes,
+    pass_memory,
+    without_values,
+)
 from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.packing import PACKING, compute, inputs_of, install_packing
 from hftune.strategies.pipeline import PipelineMicroBatch, Stage
@@ -145,6 +153,7 @@ class PipelineMeter:
             ConfigError: the model cannot be cut as the recipe says.
         """
         self.task, self.config, self.optimizer = recipe.task, recipe.parallel, optimizer
+        self.keeps_average = recipe.train.ema_decay is not None
         self.device = next(model.parameters()).device
         is_bf16, count = recipe.train.mixed_precision == "bf16", self.config.num_stages
         precision = SimpleNamespace(autocast=partial(torch.autocast, self.device.type, torch.bfloat16, is_bf16))
@@ -221,8 +230,9 @@ class PipelineMeter:
             if what in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
                 given |= {value for value in self.stages[stage].parameters() if value.requires_grad}
                 gradients = sum(value.nbytes for value in given)
-        whole = weights + moments + buffers + batch + peak
-        return PlaceMemory(whole, weights, gradients_at_peak, moments, batch + peak - gradients_at_peak, buffers)
+        average = average_bytes(nn.ModuleList(self.stages[index].stage for index in own)) if self.keeps_average else 0
+        whole = weights + moments + average + buffers + batch + peak
+        return PlaceMemory(whole, weights, gradients_at_peak, moments, average, batch + peak - gradients_at_peak, buffers)
 
     def _held_always(self, own: Sequence[int]) -> tuple[int, int, int, int]:
         """Return the bytes of weights, optimizer moments, torch's receive buffers, and the micro-batches of a step."""

@@ -20,6 +20,7 @@ from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.build import (
     build_model,
     check_micro_batches,
+    check_names,
     largest_micro_batch_size,
     largest_micro_batch_tokens,
     load_datasets,
@@ -38,7 +39,15 @@ from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
 from hftune.models.packing import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
-from hftune.planning.memory import NEEDS_VALUES, StepMemory, as_fake, make_optimizer_state, step_memory, without_values
+from hftune.planning.memory import (
+    NEEDS_VALUES,
+    StepMemory,
+    as_fake,
+    average_bytes,
+    make_optimizer_state,
+    step_memory,
+    without_values,
+)
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
 from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
@@ -109,6 +118,22 @@ class Rate:
     when: str
 
 
+@dataclass
+class Group:
+    """Parameters with the same learning rate and weight decay."""
+
+    parameters: int
+    lr: float
+    """At the peak of the schedule."""
+    weight_decay: float | None
+    """null if the optimizer has none."""
+    names: list[str]
+    """Of its tensors."""
+
+
+CURVE = 64
+"""Steps, evenly spread, whose learning rate is drawn."""
+
 Collate = Callable[[list[Any]], dict[str, Any]]
 """Makes a batch of samples."""
 
@@ -162,6 +187,8 @@ class Plan:
     work: Work
     learning_rate: list[Rate]
     """At a few characteristic steps."""
+    learning_rate_curve: list[float]
+    """Of steps that are evenly spread from the first to the last."""
     evaluations: list[int]
     """Steps that an evaluation follows."""
     checkpoints: list[int]
@@ -169,6 +196,8 @@ class Plan:
     parameters: int | None = None
     """null if the model cannot be built without values, as are the following."""
     trainable_parameters: int | None = None
+    groups: list[Group] | None = None
+    """Of the optimizer."""
     unused_parameters: list[str] | None = None
     """Names of the trainable parameters that get no gradient. If there are any, training stops at its first step."""
     memory: Memory | None = None
@@ -197,6 +226,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     num_machines = count_machines(num_processes, gpus_per_machine)
     recipe.validate()
     unsure: list[str] = []
+    check_names(recipe)
     on_device = target_device(device, unsure)
     recipe = settle_precision(recipe, on_device, device, unsure)
     parallel = recipe.parallel
@@ -223,6 +253,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         Steps(num_steps, batches.num_steps, num_steps / batches.num_steps, batches.batch_size),
         found.work,
         learning_rates(recipe, num_steps, batches.num_steps),
+        curve(recipe, num_steps, batches.num_steps),
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
@@ -386,6 +417,12 @@ def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list
     return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), names[step]) for step in sorted(names)]
 
 
+def curve(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[float]:
+    """Return the learning rates of at most CURVE steps, evenly spread, the first and the last among them."""
+    steps = np.linspace(0, num_steps - 1, min(CURVE, num_steps)).round().astype(int).tolist()
+    return [lr_at(step, num_steps, recipe.train, steps_per_epoch) for step in steps]
+
+
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
     """List the steps that an evaluation, or a checkpoint, follows."""
     return [step for step in range(1, num_steps + 1) if config.falls_on(step, num_steps, steps_per_epoch)]
@@ -440,6 +477,7 @@ def add_model(
         as_fake(model, device)
         try:
             optimizer = build_optimizer(model.train(), recipe)
+            plan.groups = groups_of(optimizer, model)
             make_optimizer_state(optimizer)
         except (ConfigError, *NEEDS_VALUES) as error:
             cause = error.__cause__ if isinstance(error, ConfigError) else error
@@ -450,9 +488,9 @@ def add_model(
             )
             return
         tensors = checkpoint_tensors(model, optimizer)
-        plan.disk = disk(
-            recipe, plan, *(sum(value.nbytes for value in tensors[name].values()) for name in ("model", "optimizer"))
-        )
+        sizes = {name: sum(value.nbytes for value in group.values()) for name, group in tensors.items()}
+        average = average_bytes(model) if recipe.train.ema_decay is not None else 0
+        plan.disk = disk(recipe, plan, sizes["model"], sizes["optimizer"] + average)
         before = buffer_versions(model)
         try:
             count_memory(model, optimizer)
@@ -461,6 +499,20 @@ def add_model(
         classes = class_names(written_buffers(model, before))
         if sentence := notice(classes, recipe.train.batch_norm, recipe.train.micro_batch_size):
             plan.notices.append(sentence)
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
+    """Describe the parameter groups of an optimizer."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [
+        Group(
+            sum(parameter.numel() for parameter in group["params"]),
+            group["lr"],
+            group.get("weight_decay"),
+            [names[parameter] for parameter in group["params"]],
+        )
+        for group in optimizer.param_groups
+    ]
 
 
 def count_in_process(
@@ -475,7 +527,8 @@ def count_in_process(
     if any(PACKING in batch for _, batch in heaviest):
         install_packing(model)
     for item, batch in heaviest:
-        found.append(candidate_memory(plan, model, optimizer, item, partial(forward_backward, recipe, model, batch)))
+        compute_it, keeps_average = partial(forward_backward, recipe, model, batch), recipe.train.ema_decay is not None
+        found.append(candidate_memory(plan, model, optimizer, item, compute_it, keeps_average))
         if plan.unused_parameters is None:
             plan.unused_parameters = without_gradient(dict(model.named_parameters()))
     plan.memory = max(found, key=lambda memory: memory.peak_bytes)
@@ -516,14 +569,20 @@ def count_in_pipeline(
 
 
 def candidate_memory(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, item: Candidate, forward_backward: Callable[[], None]
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    item: Candidate,
+    forward_backward: Callable[[], None],
+    keeps_average: bool,
 ) -> Memory:
     """Measure the memory of a process while it computes one micro-batch.
 
     Under DDP the gradients are in its buckets, from the beginning.
     """
     many, samples = plan.processes > 1, len(item.micro_batch.samples)
-    step = step_memory(model, optimizer, forward_backward, has_gradients=many or not item.is_first)
+    average = average_bytes(model) if keeps_average else 0
+    step = step_memory(model, optimizer, forward_backward, has_gradients=many or not item.is_first, average_bytes=average)
     buckets, step.gradients_bytes = (step.gradients_bytes, 0) if many else (0, step.gradients_bytes)
     return Memory(
         **asdict(step),
@@ -564,9 +623,13 @@ def needs_values(error: Exception) -> str:
     return f"needs the values of tensors, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
 
 
-def disk(recipe: Recipe, plan: Plan, model_bytes: int, optimizer_bytes: int) -> Disk:
-    """Return what the output folder holds at most."""
+def disk(recipe: Recipe, plan: Plan, model_bytes: int, further_bytes: int) -> Disk:
+    """Return what the output folder holds at most.
+
+    Args:
+        further_bytes: of a checkpoint, besides the model: the optimizer's state, and a moving average of the weights.
+    """
     written = len({*plan.evaluations, *plan.checkpoints})
-    checkpoint_bytes, checkpoints, models = model_bytes + optimizer_bytes, min(recipe.checkpoint.keep + 2, written), 3
+    checkpoint_bytes, checkpoints, models = model_bytes + further_bytes, min(recipe.checkpoint.keep + 2, written), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

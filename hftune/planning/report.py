@@ -14,6 +14,10 @@ HEADING = 15
 """Columns that the headings take."""
 LINE = 96
 """Columns of a line of text behind the heading."""
+CURVE_LINES = 4
+"""Lines of the curve of the learning rate."""
+FEWEST = 16
+"""Points of a curve that is worth drawing."""
 BAR = 20
 """Columns of a full bar."""
 
@@ -32,6 +36,7 @@ def plan_text(plan: Plan) -> str:
             f"after {listed(plan.checkpoints)}" + (", and after each new best evaluation" if plan.evaluations else "")
         ],
         "model": model(plan),
+        "groups": groups(plan),
         "pipeline": pipeline(plan.pipeline) if plan.pipeline else [],
         "memory": memory(plan) if plan.memory else [],
         "disk": disk(plan.disk) if plan.disk else [],
@@ -79,7 +84,8 @@ def steps(plan: Plan) -> Iterator[str]:
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:
-    """A table with bars."""
+    """A curve, and a table with bars."""
+    yield from drawn(plan.learning_rate_curve)
     rates, peak = plan.learning_rate, max(rate.lr for rate in plan.learning_rate)
     width = len(f"{plan.steps.total:,}")
     for rate in rates:
@@ -90,12 +96,24 @@ def model(plan: Plan) -> Iterator[str]:
     """Parameters, and those without a gradient, which training would refuse."""
     if plan.parameters is None:
         return
-    same = plan.parameters == plan.trainable_parameters
-    yield f"{plan.parameters:,} parameters, {'all' if same else f'{plan.trainable_parameters:,} of them'} trained"
+    frozen = plan.parameters - plan.trainable_parameters
+    trained = f"{plan.trainable_parameters:,} of them trained, {frozen:,} frozen" if frozen else "all trained"
+    yield f"{plan.parameters:,} parameters, {trained}"
     if unused := plan.unused_parameters:
         yield f"{len(unused)} of its tensors get no gradient; training would stop at the first step:"
         yield from (f"  {name}" for name in unused)
         yield "Freeze them in build_model (requires_grad_(False)), or leave them out of the model."
+
+
+def groups(plan: Plan) -> Iterator[str]:
+    """The optimizer's parameter groups, if their learning rates differ or there are more than the usual two."""
+    found = plan.groups or []
+    if len(found) <= 2 and len({group.lr for group in found}) <= 1:
+        return
+    for group in sorted(found, key=lambda group: -group.lr):
+        decay = "" if group.weight_decay is None else f"weight decay {group.weight_decay:<6.3g} "
+        rest = f" and {len(group.names) - 1} more" if len(group.names) > 1 else ""
+        yield f"lr {group.lr:<9.3g} {decay}{group.parameters:>13,} parameters  {group.names[0]}{rest}"
 
 
 def pipeline(found: PipelinePlan) -> Iterator[str]:
@@ -157,6 +175,7 @@ def memory(plan: Plan) -> Iterator[str]:
         "gradients": found.gradients_bytes,
         "DDP gradient buckets": found.ddp_buckets_bytes,
         "optimizer": found.optimizer_bytes,
+        "average of the weights": found.average_bytes,
         "activations": found.activations_bytes,
         "receive buffers": found.receive_bytes,
     }
@@ -183,6 +202,21 @@ def listed(steps: Sequence[int], most: int = 6) -> str:
     if len(steps) > most:
         formatted = [*formatted[: most - 2], "\N{HORIZONTAL ELLIPSIS}", f"{formatted[-1]} ({len(steps):,} in all)"]
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(formatted)}"
+
+
+EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+"""Blocks of 0 to 8 eighths of a line's height."""
+
+
+def drawn(rates: Sequence[float]) -> Iterator[str]:
+    """Draw a curve, CURVE_LINES lines high; nothing if it has few points or does not change."""
+    peak = max(rates)
+    if len(rates) < FEWEST or min(rates) == peak:
+        return
+    heights = [round(rate / peak * CURVE_LINES * 8) for rate in rates]
+    for line in reversed(range(CURVE_LINES)):
+        blocks = (EIGHTHS[min(8, max(0, height - 8 * line))] for height in heights)
+        yield f"{f'{peak:.3g}' if line == CURVE_LINES - 1 else '':>9} {''.join(blocks)}".rstrip()
 
 
 def bar(value: float, full: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from hftune.strategies.pipeline_stages import outermost_lists
+from hftune.models.stacks import outermost_lists
 
 MOST_UNKNOWN = 0.05
 """Share of the layers' trained weights that may be in other modules than linear ones, such as norms: else the layers are of a

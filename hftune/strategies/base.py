@@ -256,6 +256,15 @@ class Strategy(Collectives, Step):
         """See ``Sharding.unwrap``. Collective."""
         return self.sharding.unwrap()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """See ``Sharding.averaged``. Not collective."""
+        return self.sharding.averaged()
+
+    def average_weights(self, decay: float) -> None:
+        """Take the weights after a step into their moving average, if there is one. Not collective."""
+        if self.sharding.average is not None:
+            self.sharding.average.update(decay)
+
     def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches that this process computes, balanced by cost. Not collective."""
         indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]

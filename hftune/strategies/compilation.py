@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftune.models import dropout
-from hftune.strategies.pipeline_stages import outermost_lists
+from hftune.models.stacks import outermost_lists
 
 
 def compile_model(model: nn.Module) -> None:

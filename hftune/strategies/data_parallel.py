@@ -152,7 +152,8 @@ class DataParallel(Strategy):
                 return cache(task, batch, [embeddings.detach()], [labels], self.sum).of(index, embeddings)
 
             return exchange
-        cached = cache(task, batch, *self._embed(task, batch, seed, step), self.sum)
+        embeddings, labels = self._embed(task, batch, seed, step)
+        cached = cache(task, batch, embeddings, labels, self.sum)
         return lambda index, outputs, target: cached.of(index, task.embed(outputs, target))
 
     @torch.no_grad()

@@ -24,12 +24,13 @@ from hftune.batch_plan import MicroBatch
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
+from hftune.models.stacks import outermost_lists
+from hftune.optim.muon import Muon
 from hftune.strategies.absent_model import absent_model
 from hftune.strategies.base import StepBatch, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
 from hftune.strategies.optimizer_state import check_optimizer
-from hftune.strategies.pipeline_stages import outermost_lists
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Replicated, start_equal
 from hftune.task import Task
@@ -184,6 +185,8 @@ class ShardedWeights(Replicated):
         start_equal(model, self.group)
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
         self.meta_model = meta_copy(model)
+        if isinstance(optimizer, Muon):
+            optimizer.whole, optimizer.part = self.whole, part_like
         if isinstance(optimizer, torch.optim.SGD):
             for group in optimizer.param_groups:
                 group["fused"] = False  # torch 2.13 has no fused step of SGD for DTensors, only one of Adam
@@ -222,7 +225,7 @@ class ShardedWeights(Replicated):
             return
         everything = torch.empty(shape, dtype=dtype, device=self.group.device)
         super().scatter(everything, whole, shape, dtype)
-        part.copy_(distribute_tensor(everything, part.device_mesh, part.placements, src_data_rank=None))
+        part.copy_(part_like(everything, part))
 
     def unwrap(self) -> nn.Module:
         return self.whole_copy(torch.device("cpu"), everywhere=False)
@@ -242,6 +245,11 @@ class ShardedWeights(Replicated):
                     yield name, value.to(device, copy=True)
 
         return materialize(self.meta_model, gathered())
+
+
+def part_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Return this process's part of a tensor that every process has, sharded like a different one. Local."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def block_classes(model: nn.Module) -> list[str]:

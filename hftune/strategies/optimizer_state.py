@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hftune.errors import ConfigError
+from hftune.strategies.averages import to_training
 
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """Classes that need no trial: their state consists of tensors with the shape of their parameters, and counters of steps."""
@@ -119,6 +120,7 @@ def _stepped_twin(
     parameters = [parameter for group in groups for parameter in group["params"]]
     try:
         twin = type(optimizer)(groups, **arguments)
+        to_training(twin)
         for scale in (1.0, 0.5):
             for parameter in parameters:
                 factor = last if parameter is parameters[-1] else 1.0

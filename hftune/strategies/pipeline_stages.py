@@ -10,7 +10,7 @@ Stages hold the model's own parameters, not copies; a parameter may be in severa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import accumulate, pairwise
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hftune.errors import ConfigError
+from hftune.models.stacks import outermost_lists
 
 HOW = (
     "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
@@ -134,15 +135,6 @@ def balanced(costs: Sequence[int], count: int) -> list[int]:
         return min(candidates)
 
     return [*best(0, count)[1]]
-
-
-def outermost_lists(module: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
-    """Yield the ModuleLists that are not inside another one, each with the module that holds it."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield module, child
-        else:
-            yield from outermost_lists(child)
 
 
 def _body_and_layers(model: nn.Module) -> tuple[nn.Module | None, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -20,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftune.distributed.collectives import Collectives
 from hftune.errors import TrainingError
+from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, kept_values, part_here, to_training
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
 
 Tensors = dict[str, dict[str, Tensor]]
-"""By group and name: "model" has parameters and buffers, "optimizer" has moments, named ``parameter/moment``."""
+"""By group and name: "model" has parameters and buffers; "optimizer" has moments, named ``parameter/moment``; "ema" has moving
+averages of the model's tensors, if training keeps them."""
 SavedState = tuple[Tensors, dict[str, Any]]
 """Tensors, and plain values (the gradient scaler's)."""
 
@@ -46,6 +48,8 @@ class Sharding(ABC):
     """Of the optimizer's parameter groups before the first step: a checkpoint holds those that the optimizer has changed."""
     keeps_gradient = False
     """Whether the gradient has its memory between steps, too."""
+    average: MovingAverage | None = None
+    """Of what this process holds, with ``train.ema_decay``."""
 
     def __init__(self, accelerator: Accelerator, group: Collectives):
         self.accelerator, self.group = accelerator, group
@@ -107,6 +111,38 @@ class Sharding(ABC):
         Collective.
         """
 
+    def begin_training(self, keeps_average: bool) -> None:
+        """Get ready for optimizer steps, after ``prepare``; with a moving average of the weights, if asked for. Local."""
+        to_training(self.bare_optimizer)
+        if keeps_average:
+            tensors = self.tensors()["model"]
+            self.average = MovingAverage({name: tensors[name] for name in averaged_names(self.parameters(), tensors)})
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the weights to evaluate and to export; then those in training again, to the bit. Local.
+
+        The former are the moving averages, or what an optimizer averages itself; without either, they are the same.
+        """
+        if self.average is not None:
+            self.average.exchange()
+            try:
+                yield
+            finally:
+                self.average.exchange()
+        elif averages_itself(optimizer := self.bare_optimizer):
+            kept = kept_values(optimizer)
+            optimizer.eval()
+            try:
+                yield
+            finally:
+                optimizer.train()
+                with torch.no_grad():
+                    for parameter, values in kept:  # to the bit: the way there and back rounds
+                        part_here(parameter.detach()).copy_(values)
+        else:
+            yield
+
     def clear_gradient(self) -> None:
         """Clear the gradient after a step. Local."""
         self.optimizer.zero_grad()
@@ -129,7 +165,8 @@ class Sharding(ABC):
 
         The tensors are whole and on the host. They are copies, which the next call overwrites.
         """
-        for name, group in self.tensors().items():
+        averages = {} if self.average is None else {"ema": self.average.values}
+        for name, group in (self.tensors() | averages).items():
             copies = self._host.setdefault(name, {})
             for key, whole in self.gather(group):
                 if key not in copies:
@@ -176,6 +213,7 @@ class Sharding(ABC):
             self.scatter(value, tensors["optimizer"].get(key), shape, dtype)
             if parameter is not None:
                 state[parameter][moment] = value.cpu() if moment == "step" and parameter not in on_device else value
+        self._load_average(incoming.get("ema"), tensors.get("ema", {}))
         for key, value in incoming.get("optimizer_plain", {}).items():
             name, _, moment = key.rpartition("/")
             if name in parameters:
@@ -186,6 +224,17 @@ class Sharding(ABC):
         if scaler is not None and "scaler" in incoming:
             values = incoming["scaler"]
             scaler.load_state_dict({**values, "scale": values["scale"] / self.group.num_processes})
+
+    def _load_average(
+        self, described: Sequence[tuple[str, torch.Size, torch.dtype]] | None, saved: Mapping[str, Tensor]
+    ) -> None:
+        """Load the moving averages; they start here if there are none yet. Collective."""
+        if self.average is None:
+            return
+        if described is None:
+            self.average.restart()
+        for name, shape, dtype in described or []:
+            self.scatter(self.average.values.get(name), saved.get(name), shape, dtype)
 
     def _describe(self, saved: SavedState) -> dict[str, Any]:
         """Check a saved state against this model; return names, shapes and types of the tensors to come, and the values."""
@@ -232,6 +281,8 @@ class Replicated(Sharding):
                 yield key, whole
 
     def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        if part is None:  # no process has it
+            return
         if whole is not None:
             part.copy_(whole)
         self.group.broadcast_tensor(part)

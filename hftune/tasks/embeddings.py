@@ -203,10 +203,10 @@ class Embeddings(TextTask, BatchLossTask):
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    def target(self, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]  # pooling needs the mask, the loss the texts
+    def target(self, batch: Batch) -> dict[str, Tensor]:  # pooling needs the mask, the loss the texts
         return {name: batch[name] for name in ("attention_mask", "rows", "texts")}
 
-    def num_items(self, target: Mapping[str, Tensor]) -> int:  # type: ignore[override]
+    def num_items(self, target: Mapping[str, Tensor]) -> int:
         return len(target["texts"])
 
     def embed(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:

@@ -105,7 +105,7 @@ class ImageClassification(ImageTask):
             *self._split_problems(folders=("train_split", "eval_split")),
             *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
-            *self._network_problems(),
+            *self.network_problems(),
             *self._value_problems(),
             *self._augmentation_problems(),
         ]
@@ -115,8 +115,8 @@ class ImageClassification(ImageTask):
         """Whether the model is one of transformers, pretrained or new, rather than a network."""
         return self.model is not None or bool(self.model_config)
 
-    def _network_problems(self) -> Iterator[str]:
-        yield from super()._network_problems()
+    def network_problems(self) -> Iterator[str]:
+        yield from super().network_problems()
         if not self._is_of_transformers:
             return
         name = f"task.model={self.model}" if self.model is not None else "task.model_config"

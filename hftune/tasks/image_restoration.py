@@ -65,7 +65,7 @@ class ImageRestoration(ImageTask):
         return [
             *self._split_problems(),
             *bound_problems(self, minimum),
-            *self._network_problems(),
+            *self.network_problems(),
             *self._value_problems(),
         ]
 

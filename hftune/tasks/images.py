@@ -103,7 +103,7 @@ class ImageTask(Task):
         """Return those of ``totals``, the images used and all images of each split, that a limit applies to."""
         return {} if self.eval_fold else {split: totals[split] for split in totals if self._counts[split] is not None}
 
-    def _network_problems(self) -> Iterator[str]:
+    def network_problems(self) -> Iterator[str]:
         if self.network_args and self.network is None:
             yield "task.network_args is for a network of your own: set task.network=package.module.Class."
 

@@ -428,6 +428,14 @@ class SlowEmbedding(NextToken):
 
 
 @dataclass
+class OwnOptimizer(NextToken):
+    """Builds its own optimizer."""
+
+    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam([{"params": model.parameters()}], lr=2 * config.lr)
+
+
+@dataclass
 class StoppedWhileEvaluated(NextToken):
     """The process that scores gets SIGTERM in the first evaluation of a folder's first run."""
 

@@ -39,7 +39,7 @@ def test_version_is_printed(capsys):
 
 
 def test_predicting_without_an_input_is_refused(capsys, tmp_path):
-    assert refused(capsys, "predict", tmp_path) == "There is no input. Give --text, --text-file or --input."
+    assert refused(capsys, "predict", tmp_path) == "There is no input. Give --data, --text, --text-file or --input."
 
 
 def test_file_that_is_not_there_or_not_utf8(capsys, tmp_path):
@@ -160,7 +160,7 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
-COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, folds, push, report, configs, slurm, audit, doctor, vocab, completion"
+COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, folds, sweep, push, report, configs, slurm, audit, doctor, vocab, completion"
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,8 @@ def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_is_accepted(name, write, tmp_path):
     files = [f"task.data_files.{part}={write('rows.jsonl', '{}')}" for part in ("train", "eval")]
-    missing = {"bigbird": files, "restoration": [f"task.data_dir={tmp_path}"]}  # they have no data of their own
+    folder = [f"task.data_dir={tmp_path}"]
+    missing = {"bigbird": files, "restoration": folder, "image_classification": folder}  # they have no data of their own
     needs_files = Recipe.load(name).task.dataset is None  # a recipe for a problem, and data of one's own
     recipe = Recipe.from_argv([f"recipe={name}", *missing.get(name, files if needs_files else [])])
     recipe.validate()
@@ -483,7 +484,10 @@ def test_a_key_without_its_section_suggests_the_full_one(plain, key, full_key):
 @pytest.mark.parametrize(
     ("key", "known"),
     [
-        ("eval.xyz", "Keys of eval: every, batch_size, batch_tokens, metric, metrics, greater_is_better, show_samples."),
+        (
+            "eval.xyz",
+            "Keys of eval: every, batch_size, batch_tokens, metric, metrics, greater_is_better, patience, min_improvement, show_samples.",
+        ),
         ("track.xyz", "Keys of track: with, project, run_name, entity, group, tags, notes, job_type, upload, register."),
         ("xyz", SECTIONS),
         ("xyz.uvw", SECTIONS),
@@ -579,20 +583,20 @@ def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_tex
     [
         (
             "train.schedule=cosin",
-            "train.schedule='cosin' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?",
+            "train.schedule='cosin' is not one of linear, cosine, constant, step, wsd, cosine_restarts, inverse_sqrt, polynomial, nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?",
         ),
         (
             "train.schedule=stair",
-            "train.schedule='stair' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule.",
+            "train.schedule='stair' is not one of linear, cosine, constant, step, wsd, cosine_restarts, inverse_sqrt, polynomial, nor a dotted path such as my_module.my_schedule.",
         ),
         ("train.schedule=null", "train.schedule=null is not a string, such as linear."),
         (
             "train.optimizer=adaw",
-            "train.optimizer='adaw' is not one of adamw, adam, sgd, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
+            "train.optimizer='adaw' is not one of adamw, adam, sgd, muon, adafactor, lion, schedule_free, adamw_8bit, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
         ),
         (
             "train.optimizer=AdamW",
-            "train.optimizer='AdamW' is not one of adamw, adam, sgd, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
+            "train.optimizer='AdamW' is not one of adamw, adam, sgd, muon, adafactor, lion, schedule_free, adamw_8bit, nor a dotted path such as torch.optim.RMSprop. Did you mean 'adamw'?",
         ),
         ("train.mixed_precision=fp61", "train.mixed_precision='fp61' is not one of no, bf16, fp16, auto. Did you mean 'fp16'?"),
         ("train.mixed_precision=true", "train.mixed_precision=true is not one of no, bf16, fp16, auto."),
@@ -719,7 +723,7 @@ def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
         (lambda: TrainConfig(lr=0.0), "train.lr=0.0 must be above 0."),
         (
             lambda: TrainConfig(schedule="cosin"),
-            "train.schedule='cosin' is not one of linear, cosine, constant, step, nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?",
+            "train.schedule='cosin' is not one of linear, cosine, constant, step, wsd, cosine_restarts, inverse_sqrt, polynomial, nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?",
         ),
         (lambda: EvalConfig(every=0), "eval.every=0 must be at least 1."),
         (
@@ -1254,7 +1258,7 @@ def test_keys_of_another_optimizer_in_the_base_are_dropped(write):
         ),
         (
             ("train.schedule=my.schedule", "train.min_lr=1e-6"),
-            "train.min_lr=1e-06 needs train.schedule=linear or cosine: my.schedule decides by itself where it ends.",
+            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial: my.schedule decides by itself where it ends.",
         ),
         (("eval.metrics=[f1,f1]",), "eval.metrics=['f1', 'f1'] names f1 twice."),
     ],

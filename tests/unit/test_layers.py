@@ -11,7 +11,8 @@ errors  atomic
 task  batch_plan
 config
 data  metrics
-models  optim  distributed
+models  distributed
+optim
 tasks  strategies
 build  checkpoints  evaluation
 inference

@@ -8,8 +8,20 @@ from torch import nn
 from transformers import get_scheduler
 
 from hftune import ConfigError, Recipe, TrainingError
-from hftune.config import TrainConfig, sections
-from hftune.optim import OPTIMIZERS, SCHEDULES, build_optimizer, check_schedule, lr_at, parameter_groups
+from hftune.checkpoints.train_state import TrainState
+from hftune.config import EvalConfig, TrainConfig, sections
+from hftune.distributed.preflight import check_launcher
+from hftune.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    build_optimizer,
+    check_schedule,
+    ema_decay_at,
+    freeze,
+    lr_at,
+    parameter_groups,
+)
+from hftune.strategies.optimizer_state import check_optimizer
 from tests.support.tasks import Tagging
 
 
@@ -239,3 +251,315 @@ def test_a_factor_that_goes_wrong_later_stops_training():
     config = TrainConfig(schedule=f"{__name__}.broken")
     with pytest.raises(TrainingError, match=r"returned -0.5 for step 9 of 10\.$"):
         lr_at(9, 10, config, steps_per_epoch=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "specific"),
+    [
+        ({"schedule": "wsd", "decay_ratio": 0.25}, "warmup_stable_decay", {"num_decay_steps": 10, "decay_type": "linear"}),
+        ({"schedule": "cosine_restarts", "cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+        ({"schedule": "inverse_sqrt"}, "inverse_sqrt", {}),
+        ({"schedule": "polynomial", "power": 3.0, "min_lr": 1e-5}, "polynomial", {"lr_end": 1e-5, "power": 3.0}),
+    ],
+)
+@pytest.mark.parametrize("num_warmup", [0, 4])
+def test_further_schedules_equal_those_of_transformers(given, name, specific, num_warmup):
+    config = TrainConfig(lr=3e-4, warmup_ratio=num_warmup / 40, **given)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+    scheduler = get_scheduler(name, optimizer, num_warmup, 40, scheduler_specific_kwargs=specific)
+    for step in range(40):
+        expected = scheduler.get_last_lr()[0]
+        assert lr_at(step, 40, config, steps_per_epoch=40) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_wsd_falls_to_min_lr_after_a_warmup_of_any_length():
+    config = TrainConfig(lr=1e-3, min_lr=1e-4, schedule="wsd", decay_ratio=1.0, warmup_ratio=0.9)
+    rates = [lr_at(step, 10, config, steps_per_epoch=10) for step in range(11)]
+    assert rates[9] == 1e-3 and rates[10] == 1e-4
+
+
+def test_the_average_takes_in_more_of_the_weights_in_early_steps():
+    config = TrainConfig(ema_decay=0.9)
+    assert [ema_decay_at(step, config) for step in (0, 2, 80, 1000)] == [0.1, 0.25, 0.9, 0.9]
+
+
+class Stacked(nn.Module):
+    """Embeddings, three layers, a norm and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+
+def rates_of(model, recipe):
+    """The learning rate and weight decay of each parameter, by name."""
+    names = {value: name for name, value in model.named_parameters()}
+    groups = parameter_groups(model, recipe)
+    assert all(group["lr_scale"] == group["lr"] / recipe.train.lr for group in groups)
+    return {names[value]: (group["lr"], group["weight_decay"]) for group in groups for value in group["params"]}
+
+
+def test_layers_learn_the_slower_the_lower_they_are():
+    rates = rates_of(Stacked(), recipe_with(lr=1.0, layer_decay=0.5, weight_decay=0.1))
+    assert {name: rate for name, (rate, _) in rates.items()} == {
+        "embed.weight": 1 / 16,
+        **{f"layers.{index}.{kind}": 1 / 2 ** (3 - index) for index in range(3) for kind in ("weight", "bias")},
+        **dict.fromkeys(("norm.weight", "norm.bias", "head.weight", "head.bias"), 1.0),
+    }
+    assert {name for name, (_, decay) in rates.items() if decay} == {name for name in rates if name.endswith(".weight")} - {
+        "norm.weight"
+    }
+
+
+def test_layers_of_transformers_are_found():
+    from transformers import (
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+        BertConfig,
+        T5Config,
+        ViTConfig,
+        ViTForImageClassification,
+    )
+
+    small = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 2}
+    t5 = T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_decoder_layers=3, num_heads=2)
+    models = {
+        "bert": (
+            AutoModelForSequenceClassification.from_config(BertConfig(vocab_size=9, **small)),
+            "bert.embeddings.LayerNorm.bias",
+            "bert.encoder.layer.1.output.dense.bias",
+            "bert.pooler.dense.bias",
+        ),
+        "vit": (
+            ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **small)),
+            "vit.embeddings.cls_token",
+            "layers.1.",
+            "classifier.bias",
+        ),
+        "t5": (AutoModelForSeq2SeqLM.from_config(t5), "shared.weight", "decoder.block.2.", "decoder.final_layer_norm.weight"),
+    }
+    for model, lowest, last, above in models.values():
+        rates = {name: rate for name, (rate, _) in rates_of(model, recipe_with(lr=1.0, layer_decay=0.5)).items()}
+        (last_rate,) = {rate for name, rate in rates.items() if last in name}
+        assert rates[lowest] == min(rates.values()) < last_rate == 0.5 and rates[above] == 1.0
+
+
+def test_groups_by_name_come_before_layers_and_keep_their_own_rates():
+    rules = [
+        {"match": r"^layers\.2", "lr": 0.3},
+        {"match": "layers", "weight_decay": 0.7},
+        {"match": "bias$", "lr": 2.0, "weight_decay": 0.0},
+    ]
+    rates = rates_of(Stacked(), recipe_with(lr=1.0, layer_decay=0.5, weight_decay=0.1, groups=rules))
+    assert rates["layers.2.weight"] == (0.3, 0.1) and rates["layers.2.bias"] == (0.3, 0.0)
+    assert rates["layers.1.weight"] == (0.25, 0.7) and rates["layers.1.bias"] == (0.25, 0.7)
+    assert rates["head.bias"] == (2.0, 0.0) and rates["head.weight"] == (1.0, 0.1) and rates["embed.weight"] == (1 / 16, 0.1)
+
+
+def test_groups_by_name_refine_the_tasks_own_groups():
+    rates = rates_of(Layered(), recipe_with(LayerWise(), lr=1.0, weight_decay=0.1, groups=[{"match": "first.bias", "lr": 5.0}]))
+    assert rates["first.weight"] == (0.1, 0.1) and rates["first.bias"] == (5.0, 0.1) and rates["head.weight"] == (1.0, 0.1)
+
+
+def test_frozen_parameters_are_in_no_group_and_tied_ones_have_both_names():
+    model = Stacked()
+    model.again = model.embed
+    freeze(model, ["^again", r"layers\.[01]\."])
+    assert {name for name, value in model.named_parameters() if value.requires_grad} == {
+        *("layers.2.weight", "layers.2.bias", "norm.weight", "norm.bias", "head.weight", "head.bias")
+    }
+    assert "embed.weight" not in rates_of(model, recipe_with())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"freeze": ["layer.0"]}, "train.freeze: 'layer.0' matches no parameter of Stacked. Near it: layers.0"),
+        (
+            {"freeze": ["zzzzzz"]},
+            "train.freeze: 'zzzzzz' matches no parameter of Stacked. It has embed.weight, layers.0.weight, layers.0.bias and so on: 11 in all.",
+        ),
+        ({"freeze": ["."]}, "train.freeze leaves no parameter of Stacked to train. Leave some names out."),
+        (
+            {"groups": [{"match": "heads", "lr": 1.0}]},
+            "train.groups[0].match: 'heads' matches no parameter of Stacked. Near it: head",
+        ),
+        (
+            {"groups": [{"match": "head", "lr": 1.0}, {"match": "head.bias", "lr": 2.0}]},
+            "train.groups[1].match: all that 'head.bias' matches is frozen, or in an earlier group.",
+        ),
+    ],
+)
+def test_names_that_lead_nowhere_are_refused(given, message):
+    def build(model, recipe):
+        freeze(model, recipe.train.freeze)
+        parameter_groups(model, recipe)
+
+    assert refused(build, Stacked(), recipe_with(**given)).startswith(message)
+
+
+def test_a_model_without_layers_has_no_layer_decay():
+    assert refused(parameter_groups, Layered(), recipe_with(layer_decay=0.5)) == (
+        "train.layer_decay=0.5: Layered has no stack of layers (an nn.ModuleList). Give its parts learning rates by name, in "
+        "train.groups."
+    )
+
+
+def stepped(optimizer, parameters, times=3):
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(times):
+        for value in parameters:
+            value.grad = torch.randn(value.shape, generator=rng)
+        optimizer.step()
+
+
+def test_muon_equals_torchs_without_its_rounding_on_matrices_and_adamw_on_the_rest(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Stacked())
+    ours = build_optimizer(models[0], recipe_with(optimizer="muon", lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9)))
+    stepped(ours, [*models[0].parameters()])
+    matrices = [layer.weight for layer in models[1].layers]
+    decayed = [models[1].embed.weight, models[1].head.weight]
+    plain = [value for value in models[1].parameters() if value.ndim < 2]
+    torchs = [
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+            lr=1e-2,
+            betas=(0.8, 0.9),
+            fused=True,
+        ),
+    ]
+    both = type("Both", (), {"step": lambda self: [one.step() for one in torchs]})()
+    stepped(both, [*models[1].parameters()])
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_muon_needs_matrices():
+    assert "train.optimizer=muon: Linear has no trainable matrices" in refused(
+        build_optimizer, nn.Linear(2, 2), recipe_with(optimizer="muon")
+    )
+
+
+def test_lion_steps_as_its_paper_says():
+    weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = build_optimizer(nn.ParameterList([weight]), recipe_with(optimizer="lion", lr=0.1))
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    expected, momentum = weight.detach().clone(), torch.zeros(3)
+    for gradient in (torch.tensor([1.0, -1.0, 0.5]), torch.tensor([-0.02, 9.0, 0.5])):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        update = torch.sign(0.9 * momentum + 0.1 * gradient)
+        expected = expected - 0.1 * (update + 0.5 * expected)
+        momentum = 0.99 * momentum + 0.01 * gradient
+    assert torch.allclose(weight, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_built_by_its_name_and_survives_the_trial(name):
+    schedule = "constant" if name == "schedule_free" else "linear"
+    optimizer = build_optimizer(Stacked(), recipe_with(optimizer=name, schedule=schedule))
+    check_optimizer(optimizer, torch.device("cpu"))
+
+
+@dataclass
+class Builds(Tagging):
+    """Builds its own optimizer."""
+
+    leave_out: bool = False
+
+    def optimizer(self, model, config):
+        parts = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.first.bias, *model.norm.parameters()]}]
+        return torch.optim.RMSprop([*parts, *([] if self.leave_out else [{"params": model.head.parameters()}])], lr=1e-3)
+
+
+def test_a_task_may_build_its_own_optimizer():
+    optimizer = build_optimizer(Layered(), recipe_with(Builds(), lr=1e-3))
+    assert type(optimizer) is torch.optim.RMSprop
+    assert [group["lr_scale"] for group in optimizer.param_groups] == [pytest.approx(100), 1.0, 1.0]
+    assert refused(build_optimizer, Layered(), recipe_with(Builds(leave_out=True))) == (
+        "Builds.optimizer returned head.weight in no group: it would not be trained."
+    )
+    assert refused(build_optimizer, Layered(), recipe_with(Builds(), layer_decay=0.5)) == (
+        "Builds.optimizer builds the optimizer and its groups. Leave train.groups and train.layer_decay out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"optimizer": "schedule_free"},
+            "train.optimizer=schedule_free does without train.schedule=linear: it averages the weights instead. Set train.schedule=constant; a warmup is welcome.",
+        ),
+        (
+            {"optimizer": "lion", "betas": (0.9, 0.95)},
+            "train.betas=[0.9, 0.95] is for train.optimizer=adamw or adam or muon or schedule_free or adamw_8bit. Give lion its arguments in train.optimizer_args.",
+        ),
+        ({"decay_ratio": 0.2}, "train.decay_ratio=0.2 needs train.schedule=wsd, not linear."),
+        ({"schedule": "wsd", "decay_ratio": 0.0}, "train.decay_ratio=0.0 must be in (0, 1]: it is a share of all steps."),
+        ({"schedule": "polynomial", "power": 0.0}, "train.power=0.0 must be above 0 and finite."),
+        (
+            {"schedule": "inverse_sqrt", "min_lr": 1e-6},
+            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial: inverse_sqrt has no end to fall to.",
+        ),
+        (
+            {"freeze": ["bert("]},
+            "train.freeze[0]='bert(' is not a regular expression: missing ), unterminated subpattern at position 4.",
+        ),
+        (
+            {"groups": [{"match": "x", "lrr": 1.0}]},
+            "train.groups[0].lrr is not one of match, lr, weight_decay. Did you mean 'lr'?",
+        ),
+        ({"groups": [{"lr": 1.0}]}, "train.groups[0] has no match: a regular expression for the names of its parameters."),
+        ({"groups": [{"match": "x"}]}, "train.groups[0] sets neither lr nor weight_decay."),
+        ({"groups": [{"match": "x", "lr": "fast"}]}, "train.groups[0].lr='fast' is not a number, such as 1e-4."),
+        ({"groups": [{"match": "x", "lr": 0.0}]}, "train.groups[0].lr=0.0 must be finite and above 0."),
+        ({"layer_decay": 1.5}, "train.layer_decay=1.5 must be in (0, 1], such as 0.8; null gives all layers the same rate."),
+        ({"ema_decay": 1.0}, "train.ema_decay=1.0 must be in (0, 1), such as 0.999; null keeps no average."),
+    ],
+)
+def test_values_out_of_bounds_are_refused_at_once(given, message):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**given)
+    assert message in caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"patience": 0}, "eval.patience=0 must be at least 1; null never stops early."),
+        ({"patience": 1, "min_improvement": -1.0}, "eval.min_improvement=-1.0 must be a finite number of at least 0."),
+        ({"min_improvement": 0.1}, "eval.min_improvement=0.1 needs eval.patience, the number of evaluations to wait for it."),
+    ],
+)
+def test_patience_out_of_bounds_is_refused(given, message):
+    with pytest.raises(ConfigError) as caught:
+        EvalConfig(**given)
+    assert caught.value.problems == [message]
+
+
+def test_patience_counts_from_the_last_improvement_that_was_large_enough():
+    state = TrainState(step=5)
+    counts = []
+    for score in (0.5, 0.55, 0.62, 0.6, 0.71, 0.73):
+        state.note_score(score, greater_is_better=True, min_improvement=0.1)
+        counts.append(state.evaluations_since)
+    assert counts == [0, 1, 0, 1, 2, 0] and not state.has_ended(10, 1) and state.has_ended(5, None)
+
+
+@pytest.mark.parametrize("name", sorted(sections.UNSHARDED))
+def test_optimizers_that_need_whole_weights_are_refused_under_fsdp_before_anything_is_loaded(name, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    for variable, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(variable, value)
+    assert refused(check_launcher, recipe_with(optimizer=name)) == (
+        f"train.optimizer={name} does not work under FSDP: it {sections.UNSHARDED[name]}. Train without FSDP, or choose adamw, "
+        "muon, lion or schedule_free."
+    )

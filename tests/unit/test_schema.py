@@ -75,7 +75,11 @@ def test_recipes_of_the_pages_are_valid():
         ("train: {tf32: 1}", "train.tf32", "1 is not of type 'boolean'"),
         ("train: {betas: [0.9]}", "train.betas", "[0.9] is too short"),
         ("train: {mixed_precision: bf8}", "train.mixed_precision", "'bf8' is not one of ['no', 'bf16', 'fp16', 'auto'"),
-        ("train: {optimizer: adamm}", "train.optimizer", "'adamm' is not one of ['adamw', 'adam', 'sgd']"),
+        (
+            "train: {optimizer: adamm}",
+            "train.optimizer",
+            "'adamm' is not one of ['adamw', 'adam', 'sgd', 'muon', 'adafactor', 'lion', 'schedule_free', 'adamw_8bit']",
+        ),
         ("train: {micro_batch_size: all}", "train.micro_batch_size", "'all' is not one of ['auto']"),
         ("eval: {every: epochs}", "eval.every", "'epochs' does not match"),
         ("eval: {metrics: accuracy}", "eval.metrics", "'accuracy' is not of type 'array'"),
@@ -84,7 +88,11 @@ def test_recipes_of_the_pages_are_valid():
         ("track: {upload: bset}", "track.upload", "'bset' is not one of ['none', 'best', 'all', None]"),
         ("base: yelpp", "base", "'yelpp' is not one of ['bigbird'"),
         ("replace: task", "replace", "'task' is not of type 'array'"),
-        ("task: {type: SequenceClasification}", "task.type", "'SequenceClasification' is not one of ['ImageClassification'"),
+        (
+            "task: {type: SequenceClasification}",
+            "task.type",
+            "'SequenceClasification' is not one of ['Embeddings', 'ImageClassification'",
+        ),
         ("task: {type: SequenceClassification, width: 2}", "task", "'width' was unexpected"),
         ("task: {type: TitleGeneration, architecture: decoder}", "task.architecture", "'decoder' is not one of ['prefix_lm'"),
         ("task: {width: 2}", "task", "'width' was unexpected"),  # of yelp's task

@@ -1,0 +1,117 @@
+"""Weights of one's own to start from: read from a file or folder, and compared with the model. Independent of tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hftune.errors import ConfigError
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+"""Files with all weights of a folder, in the order they are looked for."""
+INDICES = tuple(f"{name}.index.json" for name in FILES)
+"""Files that list those with parts of the weights."""
+WRAPPERS = ("state_dict", "model")
+"""Names under which scripts put the weights beside other things into a file."""
+PREFIXES = ("module.", "_orig_mod.")
+"""What DDP and torch.compile put before each name."""
+SHOWN = 4
+"""Names to list; of more, their number."""
+
+
+def weight_files(path: str, key: str = "task.weights") -> list[Path]:
+    """Return the files of weights that a path leads to: itself, or those in a folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise ConfigError(f"{key}={path}: there is no such file or folder. Models of the Hub are named in task.model.")
+    if found := next((place / name for name in FILES if (place / name).is_file()), None):
+        return [found]
+    if index := next((place / name for name in INDICES if (place / name).is_file()), None):
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [place / name for name in dict.fromkeys(listed)]
+    inner = next((name for name in ("model", "model_last") if (place / name / FILES[0]).is_file()), None)
+    hint = f" Did you mean {place / inner}?" if inner else ""
+    raise ConfigError(f"{key}={path} holds neither {', '.join(FILES)} nor an index of parts.{hint}")
+
+
+def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list[str]:
+    """Copy the weights of a file or folder into a model, by name; return sentences on what had no counterpart.
+
+    Raises:
+        ConfigError: a file cannot be read; it holds no tensor of the model; or one has a different shape.
+    """
+    found: dict[str, Tensor] = {}
+    for file in weight_files(path, key):
+        found |= read_tensors(file, f"{key}={path}")
+    for prefix in PREFIXES:
+        if found and all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    persistent, own = model.state_dict(keep_vars=True), dict(chain(model.named_parameters(), model.named_buffers()))
+    for name, value in found.items():
+        if name in persistent and persistent[name].shape != value.shape:
+            shapes = [str(tuple(tensor.shape)) for tensor in (value, persistent[name])]
+            raise ConfigError(
+                f"{key}={path}: {name} is {shapes[0]} there and {shapes[1]} in {type(model).__name__}. Change the model's "
+                "sizes, or leave this tensor out of the file."
+            )
+    used = [name for name in found if name in persistent]
+    if not used:
+        raise ConfigError(
+            f"{key}={path} holds no tensor of {type(model).__name__}: it has {_listed([*found])}, and the model "
+            f"{_listed([*persistent])}."
+        )
+    with torch.no_grad():
+        for name in used:
+            persistent[name].copy_(found[name])
+    given = {id(persistent[name]) for name in used}  # tied tensors may be there under one name
+    missing = [name for name, value in own.items() if name in persistent and id(value) not in given]
+    return _sentences(f"{key}={path}", missing, [name for name in found if name not in persistent])
+
+
+def _sentences(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    said = []
+    if missing:
+        said.append(f"{what} lacks {len(missing)} of the model's tensors, which begin as they were: {_listed(missing)}.")
+    if unexpected:
+        said.append(f"{what} has {len(unexpected)} tensors that the model lacks: {_listed(unexpected)}.")
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+
+
+def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
+    """Return the tensors of a file by name. Nothing in it is executed.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ConfigError(f"{what}: {file.name} cannot be read as tensors ({type(error).__name__}: {reason}).") from error
+    for name in WRAPPERS:
+        if isinstance(found, dict) and isinstance(found.get(name), dict):
+            found = found[name]
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)} if isinstance(found, dict) else {}
+    if not tensors:
+        raise ConfigError(f"{what}: {file.name} holds no tensors by name, as model.state_dict() returns them.")
+    return tensors
