@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, help="number of inputs in a batch (default 8; for --data, that of the training's evaluations)"
     )
+    parser.add_argument(
+        "--mixed-precision",
+        choices=("no", "bf16", "fp16"),
+        help="precision for --data (default: that of the run's evaluations)",
+    )
     parser.add_argument("--processes", type=int, help="number of processes to start on this machine for --data")
     parser.add_argument("--json", action="store_true", help="one JSON object per input as output")
     parser.add_argument(
@@ -64,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     check_at_least_1(options, "batch_size", "processes")
     if options.data is not None:
         return predict_table(options)
-    if odd := [name for name in ("map", "columns", "processes") if getattr(options, name)]:
-        raise ConfigError(f"--{odd[0]} is for tables: --data FILE.")
+    if odd := [name for name in ("map", "columns", "mixed_precision", "processes") if getattr(options, name)]:
+        raise ConfigError(f"--{odd[0].replace('_', '-')} is for tables: --data FILE.")
     inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
     if not inputs:
         raise ConfigError("There is no input. Give --data, --text, --text-file or --input.")
@@ -138,7 +143,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
     """Return the command line of one process of a table's prediction."""
     words = ["predict", options.folder, "--data", options.data, "--output", str(options.output), "--empty", options.empty]
     words += [word for given in options.map for word in ("--map", given)]
-    words += [word for name in ("columns", "batch_size") for word in _option(name, getattr(options, name))]
+    words += [word for name in ("columns", "batch_size", "mixed_precision") for word in _option(name, getattr(options, name))]
     return words + [f"--{name.replace('_', '-')}" for name in ("probabilities", "trust_code") if getattr(options, name)]
 
 

@@ -24,7 +24,13 @@ from hftune.task import Task
 if TYPE_CHECKING:
     import numpy as np
 
-USUAL = {"text": TEXTS, "source": ("content", *TEXTS), "image": ("image", "file_name", "path", "file")}
+USUAL = {
+    "text": TEXTS,
+    "source": ("content", *TEXTS),
+    "words": ("words", "tokens", *TEXTS),
+    "anchor": ("anchor", "query", "question", *TEXTS),
+    "image": ("image", "file_name", "path", "file"),
+}
 """Usual names of input columns, by what ``Task.input_columns`` calls them."""
 PATHS = ("image", "mask")
 """Inputs that a table may name by their paths."""
@@ -49,6 +55,8 @@ class Job:
     options: dict[str, Any]
     """Arguments of ``Task.predict``."""
     batch_size: int
+    mixed_precision: str | None
+    """None: that of the run's evaluations."""
     notices: list[str]
     """What a user should know, one sentence each."""
 
@@ -103,7 +111,9 @@ def prepare(options: argparse.Namespace) -> Job:
         if column != task.input_columns()[name] and name not in given
     ]
     size = options.batch_size or recipe.eval.batch_size
-    return Job(recipe, model, table, columns, sizes, empty, options.output, selected, kwargs, size, notices)
+    return Job(
+        recipe, model, table, columns, sizes, empty, options.output, selected, kwargs, size, options.mixed_precision, notices
+    )
 
 
 def check_output(path: Path | None) -> None:

@@ -205,6 +205,8 @@ def prepare(options: argparse.Namespace) -> Sweep:
         words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in values.items())]
         Recipe.from_argv(words).validate()
     recipe = Recipe.from_argv([f"recipe={space.recipe}", *space.fixed])
+    if recipe.eval.every == "never":
+        raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
     folder = Path(recipe.output_dir) / "sweep"
     sweep = Sweep(space, recipe, folder, options.jobs, options.processes, options.optuna)
     if options.jobs > 1:
@@ -321,7 +323,7 @@ class Runner:
                 return
             trial.folder.mkdir(parents=True, exist_ok=True)
             trial.state = "running"
-            with (trial.folder / "train.log").open("ab") as log:
+            with (trial.folder / "output.log").open("ab") as log:
                 # A session of its own: the terminal would also send Ctrl-C to it, which would then receive it twice.
                 process = subprocess.Popen(
                     self.sweep.command(trial),
@@ -353,8 +355,8 @@ class Runner:
             print(f"{trial.name}: stopped", flush=True)
         else:
             trial.state = "failed"
-            trial.error = trial.error or last_line(trial.folder / "train.log") or f"exit code {code}"
-            print(f"{trial.name}: failed: {trial.error} (exit code {code}; see {trial.folder / 'train.log'})", flush=True)
+            trial.error = trial.error or last_line(trial.folder / "output.log") or f"exit code {code}"
+            print(f"{trial.name}: failed: {trial.error} (exit code {code}; see {trial.folder / 'output.log'})", flush=True)
         if trial.state != "stopped":
             self.chooser.ended(trial)
 

@@ -84,6 +84,10 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         f"this run are {finished}/model and model_last.",
         ("predict", f"{finished}/checkpoints/step_00000005", "--text", "x"): f"{finished}/checkpoints/step_00000005 is a "
         "checkpoint, which a run resumes from. ",
+        ("predict", str(finished), "--data", "nope.csv", "--output", "x.csv"): "--data nope.csv: there is no such file.",
+        ("predict", str(finished), "--data", "nope.csv", "--output", "x"): "--output x: its name does not end in one of .csv, ",
+        ("sweep", "recipe=yelp_demo", "train.lr=1e-5"): "Nothing varies. ",
+        ("sweep", "recipe=yelp_demo", "train.lr=1e-5,x"): "train.lr='x' is not a number, such as 5e-05.",
         ("push", str(finished), "bert"): "bert is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.",
         ("push", "nope", "me/bert"): "nope: there is no such folder.",
         ("push", f"{finished}/model", "me/bert"): f"{finished}/model is a single model. Name the output folder of its run, ",

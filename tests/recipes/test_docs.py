@@ -17,6 +17,7 @@ import yaml
 
 import hftune
 from hftune import Recipe, Task, cli, spark
+from hftune.commands.sweep_space import parse as parse_sweep
 from hftune.config import reference
 from hftune.config.shipped_files import config_names
 from tests.support.pages import (
@@ -113,6 +114,9 @@ def test_command_is_understood_and_its_recipe_is_accepted(page, command, tmp_pat
     elif name != "reference":
         options = cli.parse([name, *words])
         words = getattr(options, "words", [])
+    if name == "sweep":
+        space = parse_sweep(words)
+        words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in next(space.corners()).items())]
     if words:
         Recipe.from_argv(words).validate()
     return None

@@ -114,6 +114,16 @@ def typed(hub, folder, *words, variables=None):
     return codes.wait(), log.read_text()
 
 
+def test_a_table_of_the_hub_is_predicted(hub, runs, tmp_path):
+    output, log = tmp_path / "out.csv", tmp_path / "said.log"
+    for data, code in (("Yelp/yelp_review_full:test", 0), ("Yelp/yelp_review_full:tests", 2)):
+        words = ["predict", str(runs["yelp"].folder), "--data", data, "--output", str(output), "--columns", "label_given,label"]
+        assert Group(1, [("hftune.cli", words, None, {})], log, hub.online, as_typed=True).wait() == [code], log.read_text()
+    head, *rows = output.read_text().splitlines()
+    assert head == "label_given,label" and len(rows) > 8 and {row.partition(",")[0] for row in rows} <= set("01234")
+    assert "hftune: --data Yelp/yelp_review_full cannot be loaded: Unknown split" in log.read_text()
+
+
 def test_a_resume_with_another_commit_is_refused_and_the_old_one_can_be_pinned(hub, runs, tmp_path):
     out = shutil.copytree(runs["yelp"].folder, tmp_path / "out")
     command = ("recipe=yelp", *SMALL["yelp"], "train.max_steps=3", f"output_dir={out}")

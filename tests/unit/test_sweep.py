@@ -98,6 +98,7 @@ def test_trials_have_readable_names_that_differ():
         (["train.lr=0..1e-5", "--optuna", "2"], "train.lr=0.0 must be above 0."),
         (["seed=1,2", "--jobs", "0"], "--jobs 0 must be at least 1."),
         (["recipe=yelp", "seed=1,2"], "Name one recipe"),
+        (["seed=1,2", "eval.every=never"], "A sweep compares evaluations, and eval.every=never makes none."),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(trained, capsys, words, said):
@@ -129,7 +130,7 @@ def test_a_failed_trial_does_not_end_the_others_and_is_tried_again(trained, caps
     assert swept("train.lr=1e-5,3e-5") == 1
     said = capsys.readouterr().out
     assert (
-        "lr_1e-5: failed: hftune: The loss is not finite. (exit code 1; see outputs/yelp_demo/sweep/lr_1e-5/train.log)" in said
+        "lr_1e-5: failed: hftune: The loss is not finite. (exit code 1; see outputs/yelp_demo/sweep/lr_1e-5/output.log)" in said
     )
     assert [trial["state"] for trial in summary()["trials"]] == ["finished", "failed"]
     trained.state["fails"] = ""
