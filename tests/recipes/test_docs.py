@@ -91,7 +91,7 @@ def test_every_page_is_in_the_navigation_once():
 def test_command_is_understood_and_its_recipe_is_accepted(page, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("moons", "mine"):
+    for name in ("moons", "mine", "votes"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     if (config := launch_config(command)) is not None:
         assert config in config_names()
