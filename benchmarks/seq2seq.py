@@ -85,7 +85,7 @@ def recipe_of(options: argparse.Namespace, folder: str, turn: int) -> Recipe:
 
 def train_ours(recipe: Recipe) -> dict[str, Any]:
     result = train(recipe)
-    model = load_model(f"{result.output_dir}/model_last", device=device()).model
+    model = load_model(result.output_dir, device=device()).model
     return {**timed(result.seconds, recipe), "scores": scores_of(recipe, model)}
 
 

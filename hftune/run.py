@@ -10,7 +10,6 @@ import errno
 import io
 import os
 import sys
-import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from hftune import __version__
 from hftune.config.shipped_files import recipe_names
-from hftune.distributed.failure_report import INTERRUPTED, PATIENCE_S, STOPPED, Report, exit_code, is_known, say_last
+from hftune.distributed.failure_report import (
+    GOT_SIGTERM,
+    INTERRUPTED,
+    PATIENCE_S,
+    STOPPED,
+    Report,
+    exit_code,
+    is_known,
+    say_last,
+)
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
@@ -149,7 +157,7 @@ def fail(error: BaseException) -> int:
         say_last(report.text, report.kind)
     elif report.code not in (INTERRUPTED, STOPPED) and ProcessInfo.from_environment().world_size > 1:
         # After these two every process ends by itself, and `hftune train --processes` has waited for the one that reports.
-        time.sleep(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
+        GOT_SIGTERM.wait(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
     return report.code
 
 

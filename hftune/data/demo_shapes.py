@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-NUM_SHAPES = {"train": 900, "eval": 200}
+NUM_SHAPES = {"train": 1000, "eval": 200}
 NAMES = ("circle", "cross", "ring", "square", "star", "triangle")
 SCALE = 2
 """Shapes are drawn this many times larger and then averaged, for smooth edges."""
@@ -35,10 +35,9 @@ def shapes(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict
 
 def _draw(name: str, rng: np.random.RandomState) -> Image.Image:
     width, height = (int(value) for value in rng.randint(40, 65, size=2))
-    ground = rng.randint(0, 256, size=3)
-    colour = (ground + rng.randint(80, 176, size=3)) % 256  # unlike the ground in each of red, green and blue
+    ground, colour = rng.randint(0, 90, size=3), rng.randint(130, 256, size=3)
     canvas = Image.new("RGB", (width * SCALE, height * SCALE), tuple(ground.tolist()))
-    radius = rng.uniform(0.26, 0.4) * min(canvas.size)
+    radius = rng.uniform(0.28, 0.42) * min(canvas.size)
     x, y = (rng.uniform(radius, side - radius) for side in canvas.size)
     turn, pen, ink = rng.uniform(0, 2 * math.pi), ImageDraw.Draw(canvas), tuple(colour.tolist())
     if name in ("circle", "ring"):
@@ -49,7 +48,7 @@ def _draw(name: str, rng: np.random.RandomState) -> Image.Image:
     else:
         pen.polygon([(x + radius * a, y + radius * b) for a, b in _corners(name, turn)], fill=ink)
     pixels = np.asarray(canvas.reduce(SCALE), dtype=np.float32)
-    noisy = pixels + rng.normal(0, 1, size=pixels.shape) * rng.uniform(0, 20)
+    noisy = pixels + rng.normal(0, 1, size=pixels.shape) * rng.uniform(0, 12)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, T
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": a signal asked to stop, and a checkpoint was written
 PATIENCE_S = 15.0  # for the process that prints the report to do so; its launcher ends the silent ones meanwhile
+
+GOT_SIGTERM = threading.Event()
+"""Set when a launcher sends SIGTERM to those who outlive a failed process: it knows of the failure, and nobody has to wait."""
 
 SECOND_HAND = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket Timeout"),

@@ -22,7 +22,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from hftune.distributed.failure_report import PATIENCE_S, Report, say_last, stack_location
+from hftune.distributed.failure_report import GOT_SIGTERM, PATIENCE_S, Report, say_last, stack_location
 from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
@@ -354,6 +354,7 @@ class Watchdog:
 
 def _let_one_pass(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    GOT_SIGTERM.set()
 
 
 @cache

@@ -87,7 +87,8 @@ def _sentences(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> 
     if missing:
         said.append(f"{what} lacks {len(missing)} of the model's tensors, which begin as they were: {_listed(missing)}.")
     if unexpected:
-        said.append(f"{what} has {len(unexpected)} tensors that the model lacks: {_listed(unexpected)}.")
+        tensors = "tensors" if len(unexpected) > 1 else "tensor"
+        said.append(f"{what} has {len(unexpected)} {tensors} that the model lacks: {_listed(unexpected)}.")
     return said
 
 

@@ -27,6 +27,8 @@ class ImageTask(Task):
     """Import path of your own network class, package.module.Class. null: hftune's network."""
     network_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own network class."""
+    weights: str | None = None
+    """Weights of your own to start from: a safetensors or PyTorch file, or a folder with one, copied by name. null: none."""
     dataset: str = "imagefolder"
     """Data set name on the Hub (owner/name); imagefolder with data_dir; parquet or arrow with data_files; or module:function
     that returns rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from hftune.data.mixture import Mixture
     from hftune.task import Batch, Direction
 
 SOURCES = ("source", "document", "article", "dialogue", "text", "input", "question")
@@ -87,6 +88,11 @@ class Seq2Seq(SourceToTarget):
         if re.fullmatch("[a-z]{2,3}", self.language) is None:
             problems.append(f"task.language={self.language} is not a code of ISO 639-1, such as en, de or zh.")
         return problems
+
+    @cached_property
+    def _mixed(self) -> Mixture | None:
+        mixed = super()._mixed
+        return None if mixed is None else replace(mixed, sources=[_flat(rows) for rows in mixed.sources])
 
     @cached_property
     def _unchecked(self) -> dict[str, Dataset]:
@@ -153,8 +159,8 @@ class Seq2Seq(SourceToTarget):
         targets = self._rows.get("eval", self._rows["train"])[:1000][self._target]
         if "rouge" in self.scores and self.language == "en" and not any(re.search("[A-Za-z0-9]", text) for text in targets):
             raise DataError(
-                f"task.language=en, but the targets have no letter from a to z, such as {targets[0][:20]!r}. Set task.language "
-                "to their language, such as zh."
+                f"task.language=en, but the targets have no letter from a to z and no digit, such as {targets[0][:20]!r}. Set "
+                "task.language to their language, such as zh."
             )
 
     def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SourceToTarget(TextTask):
     """Base of tasks that write a target text for a source text. An item is a token of the target, its end token included.
 
-    Samples have the tokens of both texts, ``source`` and ``target_name``, and ``index``, their row. Titles are generated from
+    Samples have the tokens of both texts, ``source`` and ``target_name``, and ``index``, their row. Texts are generated from
     the cache of the forward pass that computes the loss, so that an evaluation reads each source once.
     """
 

@@ -49,6 +49,9 @@ class TextTask(Task):
     """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config to override, such as hidden_dropout_prob; if model is null, the whole config."""
+    weights: str | None = None
+    """Weights of your own to start from, after those of model: a safetensors or PyTorch file, or a folder with one, copied by
+    name. null: none."""
     dataset: str | None = None
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
     parquet, arrow or text), only needed if their suffixes do not show it."""

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from hftune import ConfigError, Recipe
+from hftune.planning.plan import make_plan
 from tests.support.runs import train_on
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "next_token.yaml")
@@ -109,3 +111,24 @@ def test_a_run_that_patience_has_ended_is_finished(runs, tmp_path):
     assert "Nothing was trained. To train longer, raise eval.patience" in (tmp_path / "next_token-1.log").read_text()
     train_on(1, {"longer": (*words, "eval.patience=3")}, tmp_path, recipe=RECIPE)
     assert json.loads((run.folder / "result.json").read_text())["steps"] == 4
+
+
+def test_training_starts_from_weights_of_ones_own_and_says_what_they_lack(runs, tmp_path):
+    whole, start = runs["patience", 1].folder / "model", tmp_path / "start.safetensors"
+    tensors = {name: value for name, value in load_file(whole / "model.safetensors").items() if "ln_f" not in name}
+    save_file({**tensors, "extra": torch.ones(2)}, start)
+    job = (
+        *WORDS,
+        "task.type=tests.support.tasks.FromWeights",
+        f"task.weights={start}",
+        "train.freeze=[wpe]",
+        "train.max_steps=1",
+    )
+    run = train_on(1, {"started": job}, tmp_path, recipe=RECIPE)["started"]
+    exported, frozen = load_file(run.folder / "model" / "model.safetensors"), "transformer.wpe.weight"
+    assert torch.equal(exported[frozen], tensors[frozen])
+    said = (tmp_path / "next_token-1.log").read_text().replace("\n", " ")
+    assert "lacks 2 of the model's tensors, which begin as they were: transformer.ln_f.weight, transformer.ln_f.bias." in said
+    assert "has 1 tensor that the model lacks: extra." in said
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
+        make_plan(Recipe.load(RECIPE, *job[:-2], "task.weights=missing"))

@@ -78,6 +78,17 @@ def test_the_export_loads_in_sentence_transformers(trained):
     torch.testing.assert_close(torch.tensor(asked), torch.tensor(theirs.encode_query(TEXTS[0])), rtol=0, atol=1e-6)
 
 
+def test_a_decoder_takes_the_last_token_computes_no_padding_and_loads_there_too(tmp_path, capsys):
+    recipe = quick(f"output_dir={tmp_path / 'out'}", "task.pooling=last", "train.packing=auto", "train.max_steps=2")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    recipe.task.model_config = {"model_type": "qwen2", "num_key_value_heads": 2, **sizes}
+    result = train(recipe)
+    assert ", without padding" in capsys.readouterr().out
+    ours = [row["embedding"] for row in hftune.load_model(result.output_dir, trust_code=True).predict(TEXTS)]
+    theirs = SentenceTransformer(str(result.model_dir), device="cpu").encode(TEXTS, convert_to_tensor=True)
+    torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-6)
+
+
 def test_predict_prints_embeddings(trained, capsys):
     assert main(["predict", str(trained.output_dir), "--text", "tea", "--json", "--trust-code"]) == 0
     vector = json.loads(capsys.readouterr().out)["embedding"]

@@ -42,7 +42,7 @@ EVERYTHING = (
 RESNET = (
     *FEW,
     "task.model_config={model_type: resnet, embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}",
-    "task.mixup=0.3",
+    *("task.mixup=0.3", "train.epochs=1"),
 )
 WORLD_SIZES = (1, 2, 4)
 
@@ -51,6 +51,7 @@ WORLD_SIZES = (1, 2, 4)
 def runs(tmp_path_factory, tiny_vit):
     folder = tmp_path_factory.mktemp("runs")
     jobs = {size: {"all": EVERYTHING, "resnet": RESNET} for size in WORLD_SIZES}
+    del jobs[4]["resnet"]
     stopped = f"output_dir={folder}/stopped"
     jobs[1] |= {"still": (*EVERYTHING, "task.augmentation=null", "train.max_steps=2"), "part": (*EVERYTHING, stopped)}
     jobs[1] |= {"resumed": (*EVERYTHING, stopped), "workers": (*EVERYTHING, "train.num_workers=2", "train.max_steps=2")}
@@ -61,11 +62,10 @@ def runs(tmp_path_factory, tiny_vit):
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["all", "resnet"])
+@pytest.mark.parametrize(("name", "size"), [("all", 2), ("all", 4), ("resnet", 2)])
 def test_losses_do_not_depend_on_processes_with_everything_random_on(runs, name, size):
     run, expected = runs[name, size], runs[name, 1]
-    assert len(expected.logged("train/loss")) == 14
+    assert len(expected.logged("train/loss")) == (7 if name == "resnet" else 14)
     assert run.logged("train/loss") == pytest.approx(expected.logged("train/loss"), rel=1e-5)
     assert run.logged("eval/loss") == pytest.approx(expected.logged("eval/loss"), rel=1e-5)
     assert [row["prediction"] for row in run.predictions] == [row["prediction"] for row in expected.predictions]
@@ -136,5 +136,5 @@ def test_twenty_steps_equal_those_of_trainer(tmp_path, tiny_vit):
 
 
 def test_demo_learns_its_shapes(tmp_path):
-    run = train_on(2, {"demo": ()}, tmp_path, DEMO)["demo"]
+    run = train_on(1, {"demo": ("train.epochs=6", "eval.every=6 epochs")}, tmp_path, DEMO)["demo"]
     assert run.result["metrics"]["accuracy"] > 0.85 and run.result["metrics"]["macro_f1"] > 0.85

@@ -11,7 +11,7 @@ import torch
 
 import hftune
 from hftune import ConfigError, Recipe, cli
-from tests.support.runs import Run, environment, warm_python
+from tests.support.runs import TINY, Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -100,12 +100,18 @@ def check_own_model(run, folder, monkeypatch, capsys):
     assert str(caught.value) == wanting
 
 
-def test_own_recipe_loads(tmp_path, monkeypatch):
+def test_one_file_is_enough(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text(block("yaml", "mine.yaml"))
-    task = Recipe.load("mine.yaml").task
-    assert task.data_files == {"train": "train.jsonl", "eval": "test.jsonl"}
-    assert (task.text_column, task.label_column, task.label_names, task.ordinal) == ("review", "topic", None, False)
+    train, predict = (line.split()[1:] for line in README.splitlines() if line.startswith("    hftune") and ".csv" in line)
+    rows = [f"{word} thing,{label}" for word, label in (("good", "praise"), ("bad", "blame")) for _ in range(10)]
+    Path("reviews.csv").write_text("\n".join(["text,label", *(f"{number} {row}" for number, row in enumerate(rows)), ""]))
+    Path("new.csv").write_text("text\ngood\nbad\n")
+    small = ["task.model=null", *TINY, "train.epochs=1", "train.batch_size=6"]
+    assert cli.main([*train, *small]) == 0
+    assert cli.main(predict) == 0
+    header, *predicted = Path("labels.csv").read_text().splitlines()
+    assert header.split(",")[:2] == ["text", "label"] and [line.split(",")[0] for line in predicted] == ["good", "bad"]
+    assert {line.split(",")[1] for line in predicted} <= {"praise", "blame"}
 
 
 def test_refusal_is_the_one_shown(tmp_path):

@@ -428,6 +428,13 @@ class SlowEmbedding(NextToken):
 
 
 @dataclass
+class FromWeights(NextToken):
+    """May start from weights of one's own."""
+
+    weights: str | None = None
+
+
+@dataclass
 class OwnOptimizer(NextToken):
     """Builds its own optimizer."""
 

@@ -53,10 +53,13 @@ IMPORTED = (
 """Before there are processes. What is missing here they import themselves, each of them."""
 
 OPTIONAL = (
-    *("mlflow", "wandb", "rouge_score.rouge_scorer", "tensorboard.backend.event_processing.event_accumulator"),
+    *("mlflow", "rouge_score.rouge_scorer", "tensorboard.backend.event_processing.event_accumulator"),
     "transformers.trainer",
 )
-"""Imported, too, where they are installed: what tests and tracked runs need of them takes 4 CPU seconds."""
+"""Imported, too, where they are installed: what tests and tracked runs need of them takes seconds.
+
+Not wandb: it makes a temporary folder when it is imported, which each fork would remove at its end.
+"""
 
 COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 

@@ -27,7 +27,7 @@ PICTURES = [row["image"] for row in shapes("train", 6)]
 
 
 def fields(**changed):
-    few = {"max_train_samples": 30, "max_eval_samples": 10}
+    few = {"max_train_samples": 60, "max_eval_samples": 10}
     return {"dataset": "hftune.data.demo_shapes:shapes", "model_config": {"model_type": "vit", **TINY}, **few, **changed}
 
 
@@ -81,7 +81,7 @@ def test_batches_are_those_of_the_image_processor_and_the_head_is_new(pretrained
     torch.testing.assert_close(batch["pixel_values"], expected["pixel_values"], atol=1e-5, rtol=0)
     assert model.classifier.out_features == len(NAMES) and list(model.config.id2label.values()) == list(NAMES)
     assert task.notices(data, model)[2:5] == [
-        "Training on 30 of 900 images: task.max_train_samples=30; null takes all.",
+        "Training on 60 of 1,000 images: task.max_train_samples=60; null takes all.",
         "Evaluating on 10 of 200 images: task.max_eval_samples=10; null takes all.",
         f"task.model={pretrained}: images are RGB, 32 x 32 pixels, as its image processor prepares them; mean 0.4, 0.5, 0.6; "
         "standard deviation 0.2, 0.3, 0.25.",

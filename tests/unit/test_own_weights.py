@@ -58,7 +58,7 @@ def test_what_has_no_counterpart_is_said(tmp_path):
     head = model.head.weight.clone()
     assert load_weights(model, str(path)) == [
         f"task.weights={path} lacks 2 of the model's tensors, which begin as they were: head.weight, head.bias.",
-        f"task.weights={path} has 1 tensors that the model lacks: extra.",
+        f"task.weights={path} has 1 tensor that the model lacks: extra.",
     ]
     assert torch.equal(model.head.weight, head)
 

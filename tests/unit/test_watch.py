@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hftune import run
 from hftune.distributed import failure_report, heartbeat, peers, watchdog
-from hftune.distributed.failure_report import Report, is_second_hand, stack_location
+from hftune.distributed.failure_report import Report, is_second_hand, stack_location, with_report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo
@@ -421,3 +423,19 @@ def test_a_group_does_not_meet_the_one_that_ended_in_the_same_store(store):
             (name,) = set(pool.map(meet, range(3)))
         names.append(name)
     assert names[0] != names[1]
+
+
+def test_a_silent_process_waits_for_the_one_that_reports_only_until_its_launcher_ends_it(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    silent = with_report(ElsewhereError("elsewhere"), Report("elsewhere", code=2, is_printed_here=False))
+    before = signal.signal(signal.SIGTERM, watchdog._let_one_pass)
+    launcher = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    launcher.start()
+    began = time.monotonic()
+    try:
+        assert run.fail(silent) == 2
+    finally:
+        launcher.join()
+        signal.signal(signal.SIGTERM, before)
+        failure_report.GOT_SIGTERM.clear()
+    assert time.monotonic() - began < failure_report.PATIENCE_S / 2

@@ -43,7 +43,12 @@ def few(split):
 
 
 def task_of(kind, **fields):
-    given = {"dataset": "tests.unit.test_seq2seq:few", "max_source_length": 64, "max_target_length": 64, "vocab_size": 320}
+    given = {
+        "dataset": "tests.unit.test_encoder_decoders:few",
+        "max_source_length": 64,
+        "max_target_length": 64,
+        "vocab_size": 320,
+    }
     return Seq2Seq(model=None, model_config={"model_type": kind, **MODELS[kind]}, **{**given, **fields})
 
 
@@ -134,7 +139,7 @@ def multilingual(folder, kind):
 
 
 def task_of_folder(folder, **fields):
-    given = {"dataset": "tests.unit.test_seq2seq:few", "max_source_length": 120, "max_target_length": 120}
+    given = {"dataset": "tests.unit.test_encoder_decoders:few", "max_source_length": 120, "max_target_length": 120}
     return lambda **more: Seq2Seq(model=str(folder), **{**given, **fields, **more})
 
 
@@ -181,7 +186,7 @@ def test_languages_that_are_missing_unknown_or_of_no_use_are_refused_by_name(tmp
 def test_model_without_encoder_and_decoder_is_refused_by_its_config_alone(tmp_path, kind):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)  # no weights, no tokenizer, no data
     with pytest.raises(ConfigError) as caught:
-        Seq2Seq(model=str(tmp_path), dataset="tests.unit.test_seq2seq:nothing").datasets()
+        Seq2Seq(model=str(tmp_path), dataset="tests.unit.test_encoder_decoders:nothing").datasets()
     assert str(caught.value) == (
         f"task.model={tmp_path} is a model of type {kind}, which has no encoder and decoder: Seq2Seq needs both, as "
         "google-t5/t5-small, facebook/bart-base or Helsinki-NLP/opus-mt-en-de have."
@@ -226,7 +231,7 @@ def test_targets_in_a_script_that_english_rouge_does_not_see_are_refused(tmp_pat
     with pytest.raises(DataError) as caught:
         task_of("t5", dataset="csv", data_files=files).datasets()
     assert str(caught.value) == (
-        "task.language=en, but the targets have no letter from a to z, such as '东京'. Set task.language to their language, "
+        "task.language=en, but the targets have no letter from a to z and no digit, such as '东京'. Set task.language to their language, "
         "such as zh."
     )
     assert len(task_of("t5", dataset="csv", data_files=files, language="zh").datasets()["train"]) == 2
