@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.recipe import Recipe, type_name
 from hftune.data.columns import TEXTS, is_number
@@ -55,7 +55,7 @@ class Job:
     options: dict[str, Any]
     """Arguments of ``Task.predict``."""
     batch_size: int
-    mixed_precision: str | None
+    mixed_precision: Literal["no", "bf16", "fp16"] | None
     """None: that of the run's evaluations."""
     notices: list[str]
     """What a user should know, one sentence each."""
