@@ -74,7 +74,8 @@ def type_problem(hint: Any, value: Any, default: Any = None) -> str:
         return f"is not one of {', '.join(get_args(choices))}, null.{did_you_mean(value, get_args(choices))}"
     if isinstance(default, tuple):
         default = f"[{','.join(map(str, default))}]"
-    example = f", such as {default}" if isinstance(default, (int, float, str)) and hint is not bool else ""
+    has_example = isinstance(default, (int, float, str)) and default != "" and hint is not bool
+    example = f", such as {default}" if has_example else ""
     return f"is not {' or '.join(map(_kind, parts))}{example}."
 
 
