@@ -587,7 +587,7 @@ def is_private(name):
 
 
 def private_names(tree):
-    """Yield the private names of other modules that a module imports or reads; attributes of self and cls are its own."""
+    """Yield the private names of other modules that a module imports or reads; attributes of self, cls and super() are its own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("hftune"):
             paths = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -595,7 +595,7 @@ def private_names(tree):
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
             yield from () if is_own else (node.attr,)
 
 
