@@ -7,6 +7,7 @@ Both begin with the same weights and tokens, and see each sample once an epoch; 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="name on the Hub or folder of an encoder-decoder; default: a new small T5")
     parser.add_argument("--data", type=Path, help="folder with train.jsonl and dev.jsonl; default: the demo's sentences")
-    parser.add_argument("--prefix", default="", help="text before each source")
+    parser.add_argument("--prefix", help="text before each source")
     parser.add_argument("--samples", type=int, default=2000, help="training samples")
     parser.add_argument("--eval-samples", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=3)
@@ -72,7 +73,12 @@ def parse() -> argparse.Namespace:
 def recipe_of(options: argparse.Namespace, folder: str, turn: int) -> Recipe:
     words = [
         *(f"task.max_train_samples={options.samples}", f"task.max_eval_samples={options.eval_samples}"),
-        *("task.scores=[rouge, chrf]", f"task.prefix={options.prefix!r}", f"train.epochs={options.epochs}", f"seed={turn}"),
+        *(
+            "task.scores=[rouge, chrf]",
+            f"task.prefix={json.dumps(options.prefix)}",
+            f"train.epochs={options.epochs}",
+            f"seed={turn}",
+        ),
         *(f"train.batch_size={options.batch_size}", f"train.lr={options.lr}", "train.mixed_precision=no", "eval.every=never"),
         *("train.warmup_ratio=0", "train.log_every=20", f"output_dir={folder}/{turn}", "resume=never"),
     ]

@@ -53,8 +53,8 @@ class Seq2Seq(SourceToTarget):
     column that can be it."""
     target_column: str | None = None
     """Column of the target texts, such as summary or translation.de. null: the only column that can be it."""
-    prefix: str = ""
-    """Text before each source, such as "summarize: ", which tells a model like T5 what to do."""
+    prefix: str | None = None
+    """Text before each source, such as "summarize: ", which tells a model like T5 what to do. null: none."""
     source_language: str | None = None
     """Language code of the sources, for models of several languages: en_XX for mBART, eng_Latn for NLLB, en for M2M100."""
     target_language: str | None = None
@@ -164,7 +164,7 @@ class Seq2Seq(SourceToTarget):
             )
 
     def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
-        return super().source_ids([self.prefix + text for text in texts])
+        return super().source_ids([f"{self.prefix or ''}{text}" for text in texts])
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         from hftune.data.text import to_ids

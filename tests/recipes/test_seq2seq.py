@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
     jobs = {1: {**JOBS, "trainer": TRAINER}, 2: JOBS, 4: JOBS}
     found = {(name, size): run for size in jobs for name, run in train_on(size, jobs[size], folder, "seq2seq").items()}
     stopped = {"resumed": (*JOBS["t5"], f"output_dir={folder}/resumed", "checkpoint.every=2")}
-    train_on(1, stopped, folder, "seq2seq", stops={"resumed": (5, 0)})
+    train_on(2, stopped, folder, "seq2seq", stops={"resumed": (5, 0)})
     return found | {("resumed", 2): train_on(2, stopped, folder, "seq2seq")["resumed"]}
 
 
