@@ -60,7 +60,7 @@ def predict_rows(job: Job) -> bool:
     # Which processes share the work does not depend on how the training was spread, nor do trackers matter.
     recipe = replace(job.recipe, track=TrackConfig(), parallel=ParallelConfig())
     precision = job.mixed_precision or recipe.train.mixed_precision
-    recipe = replace(recipe, train=replace(recipe.train, fsdp_gather="float32", mixed_precision=precision))  # type: ignore[arg-type]  # of argparse
+    recipe = replace(recipe, train=replace(recipe.train, fsdp_gather="float32", mixed_precision=precision))
     with Session(recipe) as session:
         session.progress.stage("loading the model")
         model = load_export(recipe.task, job.model)
