@@ -43,7 +43,12 @@ def few(split):
 
 
 def task_of(kind, **fields):
-    given = {"dataset": "tests.unit.test_encoder_decoders:few", "max_source_length": 64, "max_target_length": 64, "vocab_size": 320}
+    given = {
+        "dataset": "tests.unit.test_encoder_decoders:few",
+        "max_source_length": 64,
+        "max_target_length": 64,
+        "vocab_size": 320,
+    }
     return Seq2Seq(model=None, model_config={"model_type": kind, **MODELS[kind]}, **{**given, **fields})
 
 
