@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,7 @@ def timed(seconds: float, recipe: Recipe) -> dict[str, float]:
 @torch.no_grad()
 def scores_of(recipe: Recipe, model: PreTrainedModel) -> dict[str, float]:
     """Generate for the evaluation rows, and score the texts."""
-    task, rows = recipe.task, []
-    load_datasets(recipe)
+    task, rows = replace(recipe.task), []  # a new one, that loads evaluation rows, too
     data, model = task._rows["eval"], model.to(device()).eval()
     for start in range(0, len(data), 50):
         part = data[start : start + 50]
