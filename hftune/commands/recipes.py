@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import yaml
-
 from hftune.config.shipped_files import recipe_names, recipe_path
 from hftune.tracking.console import printed_width
 
@@ -49,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
 def read(text: str) -> Listed:
     """Return what a recipe file says of itself."""
     columns = re.search(r"^# Columns: (.*)$", text, flags=re.MULTILINE)
+    import yaml  # here, as a module of the current folder must not take its place: see hftune.cli
+
     return Listed(purpose(text), columns[1] if columns else None, yaml.safe_load(text).get("base"))
 
 

@@ -167,7 +167,7 @@ class SequenceClassification(TextTask):
     @cached_property
     def kind(self) -> str:
         """What is predicted: ``problem_type``, or what the labels look like."""
-        from hftune.data.columns import is_label, is_list
+        from hftune.data.columns import is_label, is_list, is_number
 
         if self.problem_type is not None:
             return self.problem_type
@@ -175,8 +175,10 @@ class SequenceClassification(TextTask):
         if feature is None or is_list(feature):
             kind = "multi_label_classification"
         else:
-            kind = "single_label_classification" if is_label(feature) else "regression"
-        if kind != "single_label_classification" and (problems := [*self._needless(kind)]):
+            kind = "regression" if is_number(feature) and not is_label(feature) else "single_label_classification"
+        if kind == "regression" and [*self._needless(kind)]:  # whoever names classes does not want numbers predicted
+            return "single_label_classification"
+        if kind == "multi_label_classification" and (problems := [*self._needless(kind)]):
             raise DataError(" ".join(problems))
         return kind
 

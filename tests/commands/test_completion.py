@@ -23,10 +23,10 @@ PARAMETERS = {
     "hftune show train.mixed_precision=": [f"train.mixed_precision={name}" for name in ("no", "bf16", "fp16", "auto")],
     "hftune show train.tf32=t": ["train.tf32=true"],
     "hftune show track.with=[w": ["track.with=[wandb]"],
-    "hftune show recipe=mnist task.w": ["task.width="],
-    "hftune show recipe=mine.yaml task.w": ["task.width="],  # its base is mnist
+    "hftune show recipe=mnist task.w": ["task.weights=", "task.width="],
+    "hftune show recipe=mine.yaml task.w": ["task.weights=", "task.width="],  # its base is mnist
     "hftune show recipe=typed.yaml task.or": ["task.ordinal="],
-    "hftune show recipe=yelp task.w": [],
+    "hftune show recipe=yelp task.wi": [],
     "hftune show task.tokenizer_": ["task.tokenizer_revision="],  # of any task
     "hftune show recipe=yelp task.data_fi": ["task.data_files."],
     "hftune show recipe=yelp eval.metric=m": [f"eval.metric={name}" for name in ("macro_f1", "mcc", "micro_f1", "mae")],

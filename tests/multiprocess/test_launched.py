@@ -64,7 +64,7 @@ def test_processes_that_do_not_divide_among_the_machines_are_refused(tmp_path):
     for job in [start(*options, rank, folder=tmp_path / "out") for rank in "01"]:
         code, said = end(job)
         assert code != 0
-        assert refusals(said) == [
+        assert [line for line in refusals(said) if "This launcher has started no process for" not in line] == [
             "hftune: accelerate launch was asked for 3 processes and started 2: num_processes counts those of all machines, "
             "and has to be a multiple of num_machines."
         ]

@@ -266,7 +266,7 @@ def test_finished_run_says_so_and_trains_nothing(copy, capsys):
     assert again == first and (copy / "metrics.jsonl").read_bytes() == before
     accuracy = f"{first.best['value']:.3f}"
     assert capsys.readouterr().out == (
-        f"{copy} is finished: 14 steps, accuracy {accuracy}. Nothing was trained. To train longer, raise train.epochs; to start over, "
+        f"{copy} is finished: 14 steps, accuracy {accuracy} at step {first.best['step']}. Nothing was trained. To train longer, raise train.epochs; to start over, "
         "set resume=never or a different output_dir.\n"
     )
 

@@ -146,6 +146,11 @@ def check_scaling(speeds, balances):
         assert 1 >= number(hftune["8 processes"]) > max(0.9, number(raw["2 processes"]))
 
 
+def check_seq2seq(cells):
+    assert [row[""] for row in cells.rows] == ["hftune", "Seq2SeqTrainer"]
+    assert all(speed > 0 for speed in cells.column("samples/s")) and all(0 <= score <= 1 for score in cells.column("rouge_l"))
+
+
 def check_startup(cells):
     assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
     assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more

@@ -70,7 +70,7 @@ def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_o
     ]
     evaluations = [line for line in lines if "  eval  " in line]
     assert len(evaluations) == 2 and all(line.endswith("  best so far") for line in evaluations)
-    assert [line.split()[0] for line in lines[-10:] if line.strip()] == [
+    assert [line.split()[0] for line in lines[-11:] if line.strip()] == [
         *("best", "loss", "accuracy", "macro_f1", "mcc", "mae", "best", "steps", "model", "report"),
     ]
     assert f"{run.folder}/model" in said and f"{run.folder}/report.html" in said
@@ -93,7 +93,9 @@ def test_output_folder_holds_what_the_contract_says(demo):
         )
     }
     assert "Finished</span>" in (run.folder / "report.html").read_text()
-    assert set(run.result) == {"metrics", "test", "best", "commits", "steps", "seconds", "world_size", "versions"}
+    assert set(run.result) == {
+        *("metrics", "test", "best", "stopped_early", "commits", "steps", "seconds", "world_size", "versions")
+    }
     assert (run.result["steps"], run.result["world_size"]) == (188, 2)
     assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 188}
     assert {"step", "epoch", "train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s"} <= set(first_line(run))
@@ -209,7 +211,7 @@ def test_loss_that_is_not_finite_stops_with_step_process_and_samples(tmp_path):
             self.calls = getattr(self, "calls", 0) + torch.is_grad_enabled()
             return super().loss(outputs, target) * (float("nan") if self.calls == 5 else 1.0)
 
-    recipe = Recipe.load("yelp_demo", *QUICK, f"output_dir={tmp_path}/out", "train.micro_batch_size=8")
+    recipe = Recipe.load("yelp_demo", *QUICK, f"output_dir={tmp_path}/out", "train.micro_batch_size=8", "train.parts=4")
     recipe.task = Spoilt(**vars(recipe.task))
     with pytest.raises(TrainingError) as caught:
         train(recipe)
