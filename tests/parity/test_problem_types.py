@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import TrainingArguments, set_seed
 
 from hftune import Recipe, train
-from hftune.build import build_model, load_datasets
-from tests.parity.test_trainer import OVERRIDES, PlannedTrainer
+from hftune.build import load_datasets
+from tests.parity.test_trainer import OVERRIDES
 from tests.support.runs import SMALL, Run, train_on
+from tests.support.trainer import losses_of_trainer, planned_batches
 
 JOBS = {
     "labels": ("recipe=multi_label_demo", "task.class_weights=balanced", "task.focal_gamma=2"),
@@ -55,25 +55,6 @@ def test_a_resumed_run_ends_with_the_same_bits(runs, name):
 def test_twenty_steps_equal_those_of_trainer(tmp_path, name):
     recipe = Recipe.load(name, *OVERRIDES, f"output_dir={tmp_path}/ours")
     ours = Run(train(recipe).output_dir).logged("train/loss")
-    dataset = load_datasets(recipe)["train"]
-    set_seed(0)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "theirs"),
-        learning_rate=recipe.train.lr,
-        weight_decay=recipe.train.weight_decay,
-        warmup_steps=4,
-        lr_scheduler_type="linear",
-        max_grad_norm=recipe.train.clip_norm,
-        max_steps=20,
-        logging_steps=1,
-        optim="adamw_torch_fused",
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = PlannedTrainer(recipe, dataset, model=build_model(recipe), args=arguments, train_dataset=dataset)
-    trainer.train()
-    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    theirs = losses_of_trainer(recipe, tmp_path / "theirs", planned_batches(recipe, load_datasets(recipe)["train"]))
     assert len(ours) == 20 and torch.tensor(ours).std() > 0.005
     assert ours == pytest.approx(theirs, rel=1e-5)

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, Trainer, TrainingArguments, set_seed
+from torch.utils.data import DataLoader
+from transformers import AutoImageProcessor
 
 from hftune import Recipe, train
-from hftune.build import build_model, load_datasets, plan_batches
+from hftune.build import load_datasets, plan_batches
 from hftune.data.demo_shapes import shapes
 from hftune.tracking.ledger import audit
 from tests.support.runs import Run, train_on
+from tests.support.trainer import losses_of_trainer
 
 VIT = (
     "task.model_config={model_type: vit, image_size: 32, patch_size: 8, hidden_size: 32, num_hidden_layers: 2, "
@@ -85,21 +87,13 @@ def test_run_that_was_stopped_in_mid_epoch_ends_bit_equal(runs):
     assert [start["after_step"] for start in audit(resumed.folder).starts] == [0, 6]
 
 
-class PlannedTrainer(Trainer):
-    """Trainer on the batches of hftune's plan, with images that transformers itself prepares."""
-
-    def __init__(self, recipe, processor, **kwargs):
-        super().__init__(**kwargs)
-        task, rows = recipe.task, list(shapes("train"))
-        names, self.batches = task.labels, []
-        for step in plan_batches(recipe, task.datasets()["train"]).epoch(0):
-            chosen = [rows[task._sources["train"].rows[index]] for micro_batch in step for index in micro_batch.samples]
-            images = processor([row["image"] for row in chosen], return_tensors="pt")
-            labels = torch.tensor([names.index(row["label"]) for row in chosen])
-            self.batches.append({**images, "labels": labels})
-
-    def get_train_dataloader(self):
-        return torch.utils.data.DataLoader(self.batches, batch_size=None)
+def prepared_batches(recipe, processor):
+    """Yield the batches of the plan, with images that transformers itself prepares."""
+    task, rows = recipe.task, list(shapes("train"))
+    for step in plan_batches(recipe, task.datasets()["train"]).epoch(0):
+        chosen = [rows[task._sources["train"].rows[index]] for micro_batch in step for index in micro_batch.samples]
+        images = processor([row["image"] for row in chosen], return_tensors="pt")
+        yield {**images, "labels": torch.tensor([task.labels.index(row["label"]) for row in chosen])}
 
 
 def test_twenty_steps_equal_those_of_trainer(tmp_path, tiny_vit):
@@ -113,24 +107,9 @@ def test_twenty_steps_equal_those_of_trainer(tmp_path, tiny_vit):
     ours = Run(output).logged("train/loss")
 
     load_datasets(recipe)
-    set_seed(0)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "theirs"),
-        learning_rate=recipe.train.lr,
-        weight_decay=0.1,
-        max_grad_norm=recipe.train.clip_norm,
-        max_steps=20,
-        logging_steps=1,
-        optim="adamw_torch_fused",
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     processor = AutoImageProcessor.from_pretrained(output / "model", backend="pil")
-    trainer = PlannedTrainer(recipe, processor, model=build_model(recipe), args=arguments)
-    trainer.train()
-    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    batches = DataLoader([*prepared_batches(recipe, processor)], batch_size=None)
+    theirs = losses_of_trainer(recipe, tmp_path / "theirs", batches)
     assert len(ours) == 20 and torch.tensor(ours).std() > 0.01
     assert ours == pytest.approx(theirs, rel=1e-5)
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hftune import Recipe, cli, load_model
-from hftune.build import build_model, load_datasets, plan_batches
+from hftune.build import load_datasets
 from hftune.commands.evaluate import evaluate
 from tests.support.runs import Run, train_on
+from tests.support.trainer import losses_of_trainer, planned_batches
 
 SIZES = "d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4"
 T5 = f"task.model_config={{model_type: t5, {SIZES}, dropout_rate: 0.1}}"
@@ -58,36 +58,16 @@ def test_run_that_was_stopped_and_resumed_is_the_one_that_was_not(runs):
     assert resumed.result["metrics"] == whole.result["metrics"]
 
 
-class PlannedTrainer(Seq2SeqTrainer):
-    """Seq2SeqTrainer on the batches of hftune's plan, with labels alone: the model makes decoder inputs and loss itself."""
-
-    def __init__(self, recipe, dataset, **kwargs):
-        super().__init__(**kwargs)
-        plan, names = plan_batches(recipe, dataset), ("input_ids", "attention_mask", "labels")
-        samples = [part.samples.tolist() for epoch in range(4) for step in plan.epoch(epoch) for part in step]
-        self.loader = DataLoader(
-            dataset,
-            batch_sampler=samples,
-            collate_fn=lambda rows: {name: recipe.task.collate(rows)[name] for name in names},
-        )
-
-    def get_train_dataloader(self):
-        return self.loader
-
-
 def test_twenty_steps_equal_those_of_seq2seq_trainer(runs, tmp_path):
     ours = runs["trainer", 1].logged("train/loss")
     recipe = Recipe.load("seq2seq", *TRAINER)
-    dataset, config = load_datasets(recipe)["train"], recipe.train
-    set_seed(0)
-    arguments = Seq2SeqTrainingArguments(
-        **{"output_dir": str(tmp_path), "learning_rate": config.lr, "weight_decay": config.weight_decay, "warmup_steps": 0},
-        **{"lr_scheduler_type": "linear", "max_grad_norm": config.clip_norm, "max_steps": 20, "logging_steps": 1},
-        **{"optim": "adamw_torch_fused", "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True},
-    )
-    trainer = PlannedTrainer(recipe, dataset, model=build_model(recipe), args=arguments, train_dataset=dataset)
-    trainer.train()
-    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    def labels_alone(rows):
+        """The model makes decoder inputs and loss itself."""
+        return {name: recipe.task.collate(rows)[name] for name in ("input_ids", "attention_mask", "labels")}
+
+    batches = planned_batches(recipe, load_datasets(recipe)["train"], labels_alone)
+    theirs = losses_of_trainer(recipe, tmp_path, batches, Seq2SeqTrainer, Seq2SeqTrainingArguments)
     assert len(ours) == 20 and torch.tensor(ours).std() > 0.05
     assert ours == pytest.approx(theirs, rel=1e-5)
 
