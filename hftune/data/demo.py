@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
+
+from hftune.data.demo_rows import distinct_rows
 
 NUM_REVIEWS = {"train": 4000, "eval": 800}
 
@@ -57,14 +60,7 @@ def reviews(split: str, count: int | None = None, seed: int = 0) -> Iterator[dic
         split: "train" or "eval".
         count: number of rows; by default that of NUM_REVIEWS.
     """
-    rng = random.Random(f"{seed} {split}")
-    seen = {row["text"] for row in reviews("train", NUM_REVIEWS["train"], seed)} if split == "eval" else set()
-    for _ in range(NUM_REVIEWS[split] if count is None else count):
-        row = _review(rng)
-        while row["text"] in seen:
-            row = _review(rng)
-        seen.add(row["text"])
-        yield row
+    yield from distinct_rows(_review, NUM_REVIEWS, split, count, seed, key=itemgetter("text"))
 
 
 def _review(rng: random.Random) -> dict[str, Any]:

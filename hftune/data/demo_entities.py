@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from hftune.data.demo_rows import distinct_rows
+
 NUM_SENTENCES = {"train": 2500, "eval": 500}
 
 # Names that may be a person's, a place or a part of a firm's name: only the words around them tell.
@@ -50,15 +52,7 @@ def sentences(split: str, count: int | None = None, seed: int = 0) -> Iterator[d
         split: "train" or "eval".
         count: number of rows; by default that of NUM_SENTENCES.
     """
-    rng = random.Random(f"{seed} {split}")
-    seen = {str(row) for row in sentences("train", None, seed)} if split == "eval" else set()
-    for _ in range(NUM_SENTENCES[split] if count is None else count):
-        row = _text(rng)
-        while str(row) in seen:
-            row = _text(rng)
-        if split == "eval" or count is None:
-            seen.add(str(row))
-        yield row
+    yield from distinct_rows(_text, NUM_SENTENCES, split, count, seed)
 
 
 def _text(rng: random.Random) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 NUM_PAIRS = {"train": 4000, "eval": 500}
@@ -82,9 +83,8 @@ def questions(split: str, count: int | None = None, seed: int = 0) -> Iterator[d
         split: "train" or "eval".
         count: number of rows; by default that of NUM_PAIRS.
     """
-    rng = random.Random(f"{seed} facts")
-    facts = [(*fact,) for fact in _all_facts()]
-    rng.shuffle(facts)
+    facts = [*product(PEOPLE, ACTIONS, PLACES, TIMES)]
+    random.Random(f"{seed} facts").shuffle(facts)
     start = 0 if split == "train" else NUM_PAIRS["train"]
     rng = random.Random(f"{seed} {split}")
     for fact in facts[start : start + (NUM_PAIRS[split] if count is None else count)]:
@@ -94,11 +94,3 @@ def questions(split: str, count: int | None = None, seed: int = 0) -> Iterator[d
 
 
 SLOTS = {"person": PEOPLE, "action": ACTIONS, "place": PLACES, "time": TIMES}
-
-
-def _all_facts() -> Iterator[tuple[str, str, str, str]]:
-    for person in PEOPLE:
-        for action in ACTIONS:
-            for place in PLACES:
-                for time in TIMES:
-                    yield person, action, place, time

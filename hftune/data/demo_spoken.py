@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
+
+from hftune.data.demo_rows import distinct_rows
 
 NUM_SENTENCES = {"train": 4000, "eval": 400}
 
@@ -42,14 +45,7 @@ def sentences(split: str, count: int | None = None, seed: int = 0) -> Iterator[d
         split: "train" or "eval".
         count: number of rows; by default that of NUM_SENTENCES.
     """
-    rng = random.Random(f"{seed} {split}")
-    seen = {row["source"] for row in sentences("train", seed=seed)} if split == "eval" else set()
-    for _ in range(NUM_SENTENCES[split] if count is None else count):
-        row = _sentence(rng)
-        while row["source"] in seen:
-            row = _sentence(rng)
-        seen.add(row["source"])
-        yield row
+    yield from distinct_rows(_sentence, NUM_SENTENCES, split, count, seed, key=itemgetter("source"))
 
 
 def _sentence(rng: random.Random) -> dict[str, str]:

@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from hftune.data.demo_rows import distinct_rows
+
 NUM_TICKETS = {"train": 3000, "eval": 600}
 NUM_REPLIES = {"train": 4000, "eval": 600}
 
@@ -53,7 +55,7 @@ def tickets(split: str, count: int | None = None, seed: int = 0) -> Iterator[dic
         split: "train" or "eval".
         count: number of rows; by default that of NUM_TICKETS.
     """
-    yield from _distinct(_ticket, tickets, NUM_TICKETS, split, count, seed)
+    yield from distinct_rows(_ticket, NUM_TICKETS, split, count, seed)
 
 
 def replies(split: str, count: int | None = None, seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -61,21 +63,7 @@ def replies(split: str, count: int | None = None, seed: int = 0) -> Iterator[dic
 
     Arguments as for ``tickets``.
     """
-    yield from _distinct(_reply, replies, NUM_REPLIES, split, count, seed)
-
-
-def _distinct(
-    make: Any, whole: Any, sizes: dict[str, int], split: str, count: int | None, seed: int
-) -> Iterator[dict[str, Any]]:
-    """Yield rows that no other row of either split equals."""
-    rng = random.Random(f"{seed} {split}")
-    seen = {str(row) for row in whole("train", None, seed)} if split == "eval" else set()
-    for _ in range(sizes[split] if count is None else count):
-        row = make(rng)
-        while str(row) in seen:
-            row = make(rng)
-        seen.add(str(row))
-        yield row
+    yield from distinct_rows(_reply, NUM_REPLIES, split, count, seed)
 
 
 def _ticket(rng: random.Random) -> dict[str, Any]:
