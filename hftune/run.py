@@ -7,6 +7,7 @@ Exit codes: 0 training finished and everything was saved; 1 training failed; 2 t
 from __future__ import annotations
 
 import errno
+import faulthandler
 import io
 import os
 import sys
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code. Every process of the job calls it."""
     print_any_character()
     outlive_readers()
+    faulthandler.enable(2)  # a crash in a library's native code shows where each thread was
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(help_text(argv[1:]))

@@ -141,6 +141,14 @@ def test_a_process_that_leaves_too_early_is_no_success(tmp_path, fault, said):
     assert job.seconds < END_S
 
 
+def test_a_crash_in_native_code_shows_where_each_thread_was(tmp_path):
+    job = forked(tmp_path, "task.fault=abort")
+    assert "Fatal Python error: Aborted" in job.said
+    assert re.search(r'File ".*tasks\.py", line \d+ in strike', job.err)
+    assert job.code != 0
+    assert job.seconds < END_S
+
+
 def test_an_error_in_the_data_of_one_process_is_one_message(tmp_path):
     job = forked(tmp_path, "task.fault=data error")
     assert job.said == ["hftune: Sample 17 has no label."]

@@ -6,10 +6,12 @@ import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +44,9 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLI
 
 QUICK_JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """Java for Spark's processes, which live for seconds here: they never gain what the second compiler and the collector's threads cost."""
+
+NATIVE_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
+"""One in some ten thousand forks died of glibc's "double free or corruption" in the midst of saving, which could not be repeated."""
 
 
 @dataclass
@@ -91,7 +96,8 @@ def train_on(
     """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
 
     Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
-    ``sharded``: the jobs that train under FSDP. ``variables``: as for Group.
+    ``sharded``: the jobs that train under FSDP. ``variables``: as for Group. If a process crashes in native code, all is trained
+    once more, and a warning shows the stacks.
     """
 
     def given(name: str, key: str, default: Any) -> Any:
@@ -108,7 +114,13 @@ def train_on(
         for name, overrides in jobs.items()
     ]
     log = folder / f"{Path(recipe).stem}-{world_size}.log"
+    are_new = not any(path.exists() for path in folders.values())
     codes = Group(world_size, listed, log, variables).wait()
+    if are_new and not NATIVE_CRASHES.isdisjoint(codes):
+        warnings.warn(f"A process crashed; the jobs are trained again.\n{log.read_text()}", stacklevel=2)
+        for path in folders.values():
+            shutil.rmtree(path, ignore_errors=True)
+        codes = Group(world_size, listed, log, variables).wait()
     assert not any(codes), f"{codes}\n{log.read_text()}"
     return {name: Run(path) for name, path in folders.items()}
 

@@ -259,6 +259,8 @@ class Faulty(Task):
             raise DataError("Sample 17 has no label.")
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "abort":
+            os.abort()
         if self.fault == "hang":
             time.sleep(1000)
         if self.fault == "stop":

@@ -5,6 +5,7 @@ its variables and an agent's store (which tests/support/runs.py keeps). What tor
 tested where tests start them.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -166,6 +167,7 @@ def work(
             if code := run.main([f"recipe={source}", *overrides]):
                 run.leave(code)
             continue
+        faulthandler.enable(2)
         recipe = Recipe.load(source, *overrides)
         with weighed(Path(recipe.output_dir)):
             if stop is None:
