@@ -143,5 +143,5 @@ def test_a_model_whose_weights_were_not_all_trained_is_evaluated_again(runs, cap
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run = runs["own", 1]
     assert run.result["test"]["loss"] > 0
-    assert cli.main(["evaluate", str(run.folder), "--split", "test", "--json", "--trust-code"]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"] == run.result["test"]
+    assert cli.main(["evaluate", str(run.folder), "--split", "test", "--trust-code"]) == 0
+    assert f"{run.result['test']['loss']:.4g}" in capsys.readouterr().out
