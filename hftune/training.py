@@ -35,7 +35,7 @@ from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import Compilations
-from hftune.strategies.sharding import checkpoint_tensors
+from hftune.strategies.sharding import model_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note
 from hftune.tracking.facts import Facts, command, git_state, now
@@ -348,8 +348,7 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
 
     def read_best_model() -> None:
-        best = recipe.task.load(output.path / "model")
-        tensors.update(checkpoint_tensors(best, build_optimizer(best, recipe))["model"])
+        tensors.update(model_tensors(recipe.task.load(output.path / "model")))
 
     strategy.on_main(read_best_model)
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)

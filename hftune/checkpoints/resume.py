@@ -23,11 +23,14 @@ from hftune.errors import ConfigError, did_you_mean, format_value
 
 FIXED = ("task.", "seed", "train.batch_size", "train.optimizer", "train.freeze", "train.groups", "train.layer_decay")
 """Keys (or prefixes) that cannot change on resume: they decide which samples form a step, or what is learned from them."""
+WEIGHTS = "task.weights"
+"""Where a run has begun: its checkpoints have gone on from there, so that the file may be gone, and the key null, on resume."""
 FREE = ("recipe", "output_dir", "resume")
 """Keys that do not describe the training itself; changes to them are not reported."""
 HARMLESS = (
     *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
     "train.profile",
+    WEIGHTS,
     *(
         "train.micro_batch_size",
         "train.micro_batch_tokens",
@@ -182,7 +185,7 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     differing = [key for key in keys if not _is_same(old.get(key), new.get(key))]
     texts = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
     pins = {f"{key}_revision" for key in checkpoint.progress.get("commits", {})}  # compared once data and model are loaded
-    if fixed := [texts[key] for key in differing if key.startswith(FIXED) and key not in pins]:
+    if fixed := [texts[key] for key in differing if key.startswith(FIXED) and key not in {*pins, WEIGHTS}]:
         raise ConfigError(
             f"{checkpoint.path} cannot resume with {', '.join(fixed)}. Restore the earlier values; or start over with "
             "resume=never, which replaces that run, or with a different output_dir."

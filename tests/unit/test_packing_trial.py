@@ -182,6 +182,11 @@ def test_steps_of_few_tokens_are_not_split(length, samples, parts):
     assert default_parts(plan, least=4) == min(4, 2 if samples == 3 else 4)  # a pipeline
 
 
+def test_rows_that_an_epoch_draws_several_times_make_whole_steps():
+    plan = BatchPlan(10, 32, lengths=np.full(10, 128), packed=True, mixture=[(10, 5.0)])
+    assert default_parts(plan) == 4
+
+
 @pytest.mark.parametrize(
     ("processes", "samples", "said"),
     [
