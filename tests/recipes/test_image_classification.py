@@ -27,7 +27,7 @@ FEW = (
 
 @pytest.fixture(scope="module")
 def tiny_vit(tmp_path_factory):
-    """The recipe with a ViT, whose config has nothing of the demo's ConvNeXt."""
+    """The recipe with a ViT, whose config has nothing of the demo's ResNet."""
     path = tmp_path_factory.mktemp("recipe") / "tiny_vit.yaml"
     path.write_text(
         "base: image_classification\n"
