@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from html.parser import HTMLParser
 from importlib import import_module
@@ -157,6 +158,8 @@ def test_refusal_shown_is_the_one_given(tmp_path, monkeypatch, capsys):
     command, *lines = shown.splitlines()
     assert cli.main(command.removeprefix("$ hftune ").split()) == 2
     assert capsys.readouterr().err.splitlines() == lines
+    in_readme = shown.replace("$ hftune train", "$ python -m hftune.run")
+    assert textwrap.indent(in_readme, "    ") in PAGES["README.md"]
 
 
 def test_kubernetes_job_starts_a_recipe_that_is_accepted_and_is_the_examples():
