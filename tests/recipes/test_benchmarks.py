@@ -128,6 +128,7 @@ def check_plan_memory(cells):
 def check_predict(cells):
     assert [row[""] for row in cells.rows] == ["pipeline, batches of 1", "pipeline, batches of 8", "hftune", "hftune, bf16"]
     assert all(rate > 0 for rate in cells.column("rows/s"))
+    assert {row["other labels"] for row in cells.rows if "bf16" not in row[""]} == {"0"}
 
 
 def check_restoration_flowers(cells):

@@ -60,9 +60,10 @@ def test_a_process_that_a_library_has_started_is_none_of_its_business(signals):
 
 
 def test_a_signal_is_passed_on_and_is_the_exit_code(signals):
-    children = {fork(sleep): 0}
+    ready, is_ready = os.pipe()
+    children = {fork(lambda: os.write(is_ready, b"-") and sleep()): 0}
     signals.children = children
-    time.sleep(0.3)
+    os.read(ready, 1)  # it has its own handlers
     os.kill(os.getpid(), signal.SIGTERM)
     assert wait_for(children, signals, lambda rank: False) == 128 + signal.SIGTERM
 
