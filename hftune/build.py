@@ -24,6 +24,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
+from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import compute_padding
 from hftune.models.weights import load_weights, weight_files
@@ -91,8 +92,9 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse an optimizer and weights that are not there, before data and model are loaded, or raise ConfigError."""
+    """Refuse an optimizer, adapters and weights that are not there, before data and model are loaded, or raise ConfigError."""
     optimizer_class(recipe.train)
+    check_installed(recipe.adapter)
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
 
@@ -273,8 +275,8 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
         notices: gets sentences on what weights of one's own leave out. None: nobody reads them.
 
     Raises:
-        ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights`` or
-            ``train.freeze`` do not fit it.
+        ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights``,
+            ``train.freeze`` or ``adapter`` do not fit it.
     """
     torch.manual_seed(recipe.seed)
     model = recipe.task.build_model()
@@ -283,6 +285,8 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
         if notices is not None:
             notices += said
     freeze(model, recipe.train.freeze)
+    if recipe.adapter.type is not None:
+        add_adapter(model, recipe.adapter, new_modules(model))
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")

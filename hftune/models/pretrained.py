@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
 """Weights of older repositories, from which transformers reads only tensors."""
+_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("options of from_pretrained", default=MappingProxyType({}))
 _IN_A_LAYER = re.compile(r"\.(layers?|h|blocks?)\.\d+\.")
 
 
@@ -76,8 +80,28 @@ def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
         raise ConfigError(f"task.model_config.{key} is not a key of {type(config).__name__}.{hint}")
 
 
+@contextmanager
+def loading(**options: Any) -> Iterator[None]:
+    """Let ``load_model`` hand these to ``from_pretrained``, such as a dtype other than float32, whatever task calls it."""
+    token = _OPTIONS.set({**_OPTIONS.get(), **options})
+    try:
+        yield
+    finally:
+        _OPTIONS.reset(token)
+
+
+def drawn_parameters(model: PreTrainedModel) -> Sequence[str]:
+    """Return the names of the parameters that the files of a model lack, and that were therefore drawn at random.
+
+    Empty for a model that was built from a config: all of it is drawn.
+    """
+    return getattr(model, "drawn_parameters", ())
+
+
 def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, commit: str | None = None) -> PreTrainedModel:
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or initialize them if ``model`` is None.
+
+    In a context of ``loading``, with its options.
 
     Parameters that are missing in the checkpoint or have a different shape there, such as a head for other classes, are
     initialized from torch's global generator. On ``torch.device("meta")``, as in ``hftune plan``, no weights are read.
@@ -85,9 +109,10 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     Raises:
         ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers.
     """
+    options = {"dtype": torch.float32, **_OPTIONS.get()}
     if model is None or torch.get_default_device().type == "meta":
         try:
-            return _initialize(auto_class, config, None if model is None else torch.float32)
+            return _initialize(auto_class, config, None if model is None else options["dtype"])
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
@@ -97,7 +122,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     logging.set_verbosity_error()  # fine-tuning always misses head weights; no table of them
     try:
         loaded, info = auto_class.from_pretrained(
-            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+            folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
@@ -108,6 +133,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
     if body:
         raise ConfigError(f"task.model_config gives {body[0]} a different size than task.model={model} has.")
+    loaded.drawn_parameters = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     return loaded
 
 
