@@ -12,12 +12,22 @@ import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, idle_notices, settle_micro_batches, settle_packing
+from hftune.build import (
+    Parts,
+    build,
+    check_base_dtype,
+    choose_strategy,
+    first_epoch,
+    idle_notices,
+    settle_micro_batches,
+    settle_packing,
+)
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
@@ -35,7 +45,6 @@ from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import Compilations
-from hftune.strategies.sharding import checkpoint_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note
 from hftune.tracking.facts import Facts, command, git_state, now
@@ -66,6 +75,7 @@ def train(recipe: Recipe) -> TrainResult:
         session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
+        check_base_dtype(recipe, strategy, parts.model)
         settle_packing(recipe, strategy, parts)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
@@ -105,7 +115,7 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     digests = session.compare(strategy, parts.datasets, commits)
     # Notices read all of the data: the main process alone collects them.
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
-    return Provenance(digests, commits, strategy.precision)
+    return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
 
 
 def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
@@ -349,7 +359,8 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
 
     def read_best_model() -> None:
         best = recipe.task.load(output.path / "model")
-        tensors.update(checkpoint_tensors(best, build_optimizer(best, recipe))["model"])
+        found = dict(chain(best.named_parameters(), best.named_buffers()))
+        tensors.update({name: found[name].detach() for name in strategy.sharding.expected() if name in found})
 
     strategy.on_main(read_best_model)
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
