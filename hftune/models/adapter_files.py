@@ -228,7 +228,9 @@ def plain_module(module: Any, merged: bool) -> nn.Module:
 
 def on_cpu(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the CPU, which takes no memory elsewhere."""
-    values = {id(value): nn.Parameter(value.detach().to("cpu", copy=True), value.requires_grad) for value in module.parameters()}
+    values = {
+        id(value): nn.Parameter(value.detach().to("cpu", copy=True), value.requires_grad) for value in module.parameters()
+    }
     values |= {id(value): value.to("cpu", copy=True) for value in module.buffers()}
     return deepcopy(module, values)
 
@@ -248,4 +250,3 @@ def answers(model: PreTrainedModel) -> Tensor | None:
         return None
     outputs = model.eval()(**inputs)
     return next((value.float() for name in ANSWERS if (value := getattr(outputs, name, None)) is not None), None)
-

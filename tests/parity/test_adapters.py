@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from hftune.checkpoints.checkpointer import newest
 from tests.support.runs import NO_DROPOUT, SMALL, train_on
