@@ -119,9 +119,10 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers.
     """
     options = {"dtype": torch.float32, **_OPTIONS.get()}
+    dtype = _OPTIONS.get().get("dtype") if model is None else options["dtype"]
     if model is None or torch.get_default_device().type == "meta":
         try:
-            return _initialize(auto_class, config, None if model is None else options["dtype"])
+            return _initialize(auto_class, config, dtype)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
