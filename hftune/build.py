@@ -20,15 +20,17 @@ from hftune.batch_plan import BatchPlan
 from hftune.config import ParallelConfig, Recipe, TrainConfig
 from hftune.data.augmentation import augmented
 from hftune.data.cache import one_at_a_time
+from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
+from hftune.models.adapter_files import is_quantized
 from hftune.models.adapters import add_adapter, base_digest, check_installed, has_adapter, new_modules
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import compute_padding
-from hftune.models.pretrained import loading
+from hftune.models.pretrained import loading, quantization
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import check_schedule, freeze, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
@@ -294,6 +296,7 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     freeze(model, recipe.train.freeze)
     if recipe.adapter.type is not None:
         check_statistics(recipe, model)
+        check_quantized(recipe, model)
         add_adapter(model, recipe.adapter, new_modules(model))
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
@@ -309,10 +312,22 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
 def load_options(recipe: Recipe) -> dict[str, Any]:
     """Return how ``from_pretrained`` is to load a model: in float32, unless its weights stay frozen beside adapters."""
     config, precision = recipe.adapter, recipe.train.mixed_precision
-    if config.type is None or config.base_dtype == "float32":
+    if config.type is None:
         return {}
     on_gpu = torch.cuda.is_available() and computes_bf16(torch.device("cuda")) and precision in ("bf16", "auto")
-    return {"dtype": torch.bfloat16} if config.base_dtype == "bf16" or on_gpu else {}
+    is_bf16 = config.base_dtype == "bf16" or (config.base_dtype == "auto" and on_gpu)
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    device = "cpu" if on_cpu() else f"{torch.accelerator.current_accelerator()}:{ProcessInfo.from_environment().local_rank}"
+    return {**({"dtype": dtype} if is_bf16 else {}), **quantization(config.quantize, dtype, device)}
+
+
+def check_quantized(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse ``adapter.quantize`` where nothing came of it, or raise ConfigError."""
+    if recipe.adapter.quantize is not None and torch.get_default_device().type != "meta" and not is_quantized(model):
+        raise ConfigError(
+            f"adapter.quantize={recipe.adapter.quantize}: the {type(model).__name__} of {type(recipe.task).__name__} is not "
+            "quantised. That works for linear layers of models that task.model names. Leave it out."
+        )
 
 
 def check_base_dtype(recipe: Recipe, strategy: Strategy, model: nn.Module) -> None:

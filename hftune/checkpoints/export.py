@@ -32,14 +32,12 @@ def export(
     directory: Path,
     about: Mapping[str, Any] | None = None,
     kind: str = "adapter",
-    base: str | None = None,
 ) -> None:
     """Write the model, in place of an earlier export: a kill leaves the one or the other, never a part. Main process only.
 
     Args:
         about: goes into the folder, so that model and score are replaced together.
         kind: ``adapter.export``, for a model with adapters.
-        base: digest of the weights that its adapters belong to, if it is known already.
 
     Raises:
         TrainingError: it cannot be written. The earlier export stays.
@@ -47,17 +45,18 @@ def export(
     with explain_write_errors(directory), atomic_path(directory) as temporary:
         temporary.mkdir(parents=True)
         if getattr(model, "_hf_peft_config_loaded", False):
-            save_adapted(task, model, temporary, directory, kind, base)  # type: ignore[arg-type]  # transformers sets it
+            save_adapted(task, model, temporary, directory, kind)  # type: ignore[arg-type]  # transformers sets it
         else:
             task.save(model, temporary)
         if about is not None:
             (temporary / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
-def save_adapted(
-    task: Task, model: PreTrainedModel, temporary: Path, directory: Path, kind: str, base: str | None = None
-) -> None:
+def save_adapted(task: Task, model: PreTrainedModel, temporary: Path, directory: Path, kind: str) -> None:
     """Write a model with adapters: these alone, merged into a plain model, or both.
+
+    Args:
+        directory: the name that ``temporary`` will have.
 
     Raises:
         ConfigError: the task saves a whole model in its own way, into which adapters do not fit.
@@ -73,10 +72,10 @@ def save_adapted(
     task.save(model, temporary)
     if not is_adapter(temporary):
         raise ConfigError(
-            f"adapter.export={kind}: {type(task).__name__}.save writes adapters and base together. Set adapter.export=merged, or "
-            "have it call model.save_pretrained(directory)."
+            f"adapter.export={kind}: {type(task).__name__}.save writes adapters and base together. Set adapter.export=merged, "
+            "or have it call model.save_pretrained(directory)."
         )
-    complete_adapter(model, temporary, *base_of(task, model), directory, base)
+    complete_adapter(model, temporary, *base_of(task, model), directory)
 
 
 def base_of(task: Task, model: PreTrainedModel) -> tuple[str | None, str | None]:

@@ -191,6 +191,20 @@ class Recipe(RunConfig):
                 "stays float32, and only there the two may meet. Or set adapter.base_dtype=auto."
             )
 
+        if adapter.quantize is not None:
+            yield from self._quantize_problems(adapter.quantize)
+
+    def _quantize_problems(self, kind: str) -> Iterator[str]:
+        if self.adapter.export != "adapter":
+            yield (
+                f"adapter.quantize={kind} does not go with adapter.export={self.adapter.export}: adapters merged into 4 bits "
+                "would be rounded away. Leave adapter.export at adapter; hftune merge puts them into the weights as they were."
+            )
+        if getattr(self.task, "model", self) is None:
+            yield f"adapter.quantize={kind} quantises weights that are loaded; task.model=null builds new ones. Leave it out."
+        if getattr(self.task, "weights", None) is not None:
+            yield f"adapter.quantize={kind} does not go with task.weights. Save the model with them, and name it in task.model."
+
     @property
     def declared_direction(self) -> Direction | None:
         """The task's direction of ``eval.metric``; None if it declares none, as for metrics of ``eval.metrics``."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hftune.errors import ConfigError
-from hftune.models.adapters import LOWER, base_digest, base_tensors
+from hftune.models.adapters import LOWER, base_digest, base_tensors, is_packed
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 """Files of the folder."""
@@ -76,39 +76,37 @@ def read_base(directory: Path) -> Base:
 # Writing
 
 
-def complete_adapter(
-    model: PreTrainedModel, directory: Path, name: str | None, commit: str | None, final: Path, digest: str | None = None
-) -> None:
+def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, commit: str | None, final: Path) -> None:
     """Add to a folder of ``save_pretrained`` what it lacks: the name of the base, its digest, and the model's config.
 
     Args:
         name: of the base, see ``Base``.
         final: where the folder will be.
-        digest: of the base, if it is known already.
     """
     quantized = "nf4" if is_quantized(model) else None
     dtype = str(base_dtype(model)).removeprefix("torch.")
-    base = Base(name, commit, dtype, quantized, digest or base_digest(model))
+    base = Base(name, commit, dtype, quantized, base_digest(model))
     (directory / BASE).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
     path = directory / CONFIG
     written = json.loads(path.read_text(encoding="utf-8"))
     # Here and not in peft's config: peft would ask the Hub about the base each time it saves.
     written |= {"base_model_name_or_path": base.folder(final.absolute()), "revision": commit}
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    model.config.save_pretrained(directory / MODEL_CONFIG)
+    config = deepcopy(model.config)
+    vars(config).pop("quantization_config", None)  # the files of the base are not quantised, as it would say
+    config.save_pretrained(directory / MODEL_CONFIG)
     if name is None:
         plain_model(model, merged=False).save_pretrained(directory / OWN_BASE)
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Say whether the linear layers of a model have 4 bits."""
-    return bool(getattr(model, "is_loaded_in_4bit", False))
+    return any(map(is_packed, model.parameters()))
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:
-    """Return the type of the frozen weights of a model with adapters, of those that are quantised the type of the others."""
-    kinds = {value.dtype: None for value in base_tensors(model).values() if value.dtype.is_floating_point}
-    return next(iter(kinds), torch.float32)
+    """Return the type of the frozen weights of a model with adapters, those in 4 bits aside."""
+    return next((value.dtype for value in base_tensors(model).values() if value.dtype.is_floating_point), torch.float32)
 
 
 # Loading
@@ -189,6 +187,10 @@ def plain_model(model: PreTrainedModel, merged: bool) -> PreTrainedModel:
         plain = type(model)(deepcopy(model.config))
     plain.load_state_dict(values, strict=False, assign=True)
     plain.tie_weights()
+    for name, value in model.named_buffers():  # those that no file holds, such as the frequencies of positions
+        owner, _, own = name.rpartition(".")
+        if name not in values:
+            plain.get_submodule(owner).register_buffer(own, value.to("cpu", copy=True), persistent=False)
     if empty := [name for name, value in plain.named_parameters() if value.is_meta]:
         raise ConfigError(f"{type(model).__name__} cannot be exported without its adapters: {empty[0]} was not found in it.")
     plain.generation_config = deepcopy(model.generation_config)

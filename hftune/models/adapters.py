@@ -40,9 +40,13 @@ LOWER = (torch.float16, torch.bfloat16)
 
 
 def check_installed(config: AdapterConfig) -> None:
-    """Refuse adapters if peft is not installed, or raise ConfigError. Imports nothing."""
+    """Refuse adapters if peft is not installed, and 4 bits without bitsandbytes, or raise ConfigError. Imports nothing."""
     if config.type is not None and find_spec("peft") is None:
         raise ConfigError(f'adapter.type={config.type} needs peft, which is not installed: pip install "hftune[lora]".')
+    if config.quantize is not None and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f'adapter.quantize={config.quantize} needs bitsandbytes, which is not installed: pip install "hftune[qlora]".'
+        )
 
 
 def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()) -> None:
@@ -114,13 +118,16 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 def base_digest(model: nn.Module) -> str:
     """Return the SHA-256 of names, shapes, types and bytes of the frozen weights of a model with adapters.
 
-    It takes some 6 seconds of a core for 10 GB; tensors are read in parallel, and the model remembers it.
+    Of weights in 4 bits only names and shapes count: a CPU may round to them otherwise than a GPU. It takes some 6 seconds of a
+    core for 10 GB; tensors are read in parallel, and the model remembers it.
     """
     if known := getattr(model, "known_base_digest", None):
         return known
     tensors = sorted(base_tensors(model).items())
 
     def of_bytes(named: tuple[str, Tensor]) -> bytes:
+        if is_packed(named[1]):
+            return b""
         return hashlib.sha256(named[1].cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
 
     digest = hashlib.sha256()
@@ -130,6 +137,11 @@ def base_digest(model: nn.Module) -> str:
     if has_adapter(model):  # else its weights may still change
         model.known_base_digest = digest.hexdigest()
     return digest.hexdigest()
+
+
+def is_packed(value: Tensor) -> bool:
+    """Say whether a weight holds several small numbers in each of its bytes."""
+    return value.dtype == torch.uint8
 
 
 # Which modules
@@ -189,6 +201,11 @@ def whole_modules(model: PreTrainedModel, config: AdapterConfig, new: Sequence[s
             raise ConfigError(
                 f"adapter.train_also: {name} of {type(model).__name__} shares its weights with {ties[name]}, and peft would "
                 f"train only one of the two. {how}."
+            )
+        if any(map(is_packed, model.get_submodule(name).parameters())):
+            raise ConfigError(
+                f"adapter.quantize={config.quantize}: {name} of {type(model).__name__} has 4 bits, and could not be trained as "
+                "a whole. Leave it out of adapter.train_also, or leave adapter.quantize out."
             )
     parameters = dict(model.named_parameters())
     for name in drawn_parameters(model):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -162,7 +161,7 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     Raises:
         ConfigError: as ``load_model`` and ``load_adapter``.
     """
-    from hftune.models.adapter_files import is_adapter, load_adapter, load_generation_config, read_base
+    from hftune.models.adapter_files import is_adapter, is_quantized, load_adapter, load_generation_config, read_base
 
     if not is_adapter(directory):
         return load_model(auto_class, str(directory), config)
@@ -170,26 +169,26 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     folder = base.folder(directory)
     if base.commit is None and not Path(folder).is_dir():
         raise ConfigError(f"{directory} holds adapters of the model in {folder}, where there is none now. Put it back there.")
-    quantized = quantization(base.quantized)
-    with loading(**{"dtype": getattr(torch, base.dtype), **quantized, **given}):
+    dtype = getattr(torch, base.dtype)
+    quantized = quantization(base.quantized, dtype)
+    with loading(**{"dtype": dtype, **quantized, **given}):
         model = load_model(auto_class, folder, config, base.commit)
     load_adapter(model, directory, is_as_trained=given.keys().isdisjoint(quantized))
     load_generation_config(model, directory)
-    return model if getattr(model, "is_loaded_in_4bit", False) or model.dtype == torch.float64 else model.float()
+    return model.float() if dtype.itemsize < 4 and not is_quantized(model) else model
 
 
-def quantization(kind: str | None) -> dict[str, Any]:
-    """Return the options of ``from_pretrained`` that quantise linear layers but the head: nf4, or nothing.
+def quantization(kind: str | None, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` that keep linear layers but the head in 4 bits; none if ``kind`` is None.
 
-    Raises:
-        ConfigError: bitsandbytes, which does it, is not installed.
+    Args:
+        dtype: in which they compute, and the other weights are kept.
+        device: on which they get their 4 bits; their layout there may differ.
     """
     if kind is None:
         return {}
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(f'adapter.quantize={kind} needs bitsandbytes, which is not installed: pip install "hftune[qlora]".')
-    settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
+    settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings), "device_map": {"": device}}
 
 
 def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
