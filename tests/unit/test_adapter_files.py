@@ -1,14 +1,19 @@
 """Folders of adapters: they load as they were saved, on their own base only, in hftune, peft and transformers; and they merge."""
 
+import json
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 
+from hftune import ConfigError
 from hftune.checkpoints.export import export
 from hftune.config import AdapterConfig
-from hftune.models.adapter_files import answers, merge, plain_model
+from hftune.models.adapter_files import answers, is_quantized, merge, plain_model
 from hftune.models.adapters import add_adapter, new_modules
-from hftune.models.pretrained import load_config, load_model, load_saved, saved_config
+from hftune.models.pretrained import load_config, load_model, load_saved, loading, quantization, saved_config
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "vocab_size": 101, "num_key_value_heads": 2, "tie_word_embeddings": False, **SIZES}
@@ -125,10 +130,10 @@ def test_another_base_and_one_that_is_gone_are_refused(llama, tmp_path):
     path = tmp_path / "model" / "base.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "name": str(tmp_path / "base")}))
     fresh("AutoModelForCausalLM", LLAMA, seed=1).save_pretrained(tmp_path / "base")
-    with pytest.raises(ConfigError, match="holds adapters of another base model than .*/base is now: its weights have"):
+    with pytest.raises(ConfigError, match=r"holds adapters of another base model than .*/base is now: its weights have"):
         loaded("AutoModelForCausalLM", tmp_path / "model")
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(ConfigError, match="holds adapters of the model in .*/base, where there is none now. Put it back"):
+    with pytest.raises(ConfigError, match=r"holds adapters of the model in .*/base, where there is none now. Put it back"):
         loaded("AutoModelForCausalLM", tmp_path / "model")
 
 
@@ -166,7 +171,7 @@ def test_bf16_base_is_merged_in_float32_and_rounded_once(llama, tmp_path):
 
 def test_task_that_saves_in_its_own_way_is_told_to_merge(llama, tmp_path):
     task = SimpleNamespace(save=lambda model, directory: None)
-    with pytest.raises(ConfigError, match="SimpleNamespace.save writes adapters and base together. Set adapter.export=merged"):
+    with pytest.raises(ConfigError, match=r"SimpleNamespace.save writes adapters and base together. Set adapter.export=merged"):
         export(task, adapted("AutoModelForCausalLM", llama / "base"), tmp_path / "model")
 
 
@@ -181,11 +186,11 @@ def test_weights_of_4_bits_train_save_load_and_merge_into_the_unquantised(llama,
     export(Saver(), model, tmp_path / "model")
     again = loaded("AutoModelForCausalLM", tmp_path / "model")
     assert is_quantized(again) and torch.equal(answers(again), answers(model))
-    with pytest.raises(ConfigError, match="cannot be merged into weights of 4 bits"):
+    with pytest.raises(ConfigError, match=r"cannot be merged into weights of 4 bits"):
         merge(again)
     with loading(quantization_config=None):
         exact = loaded("AutoModelForCausalLM", tmp_path / "model")
     assert not is_quantized(exact) and 0 < (answers(exact) - answers(model)).abs().max() < 0.1
-    with pytest.raises(ConfigError, match="adapter.quantize=nf4: model.layers.0.mlp.up_proj of LlamaForCausalLM has 4 bits"):
+    with pytest.raises(ConfigError, match=r"adapter.quantize=nf4: model.layers.0.mlp.up_proj of LlamaForCausalLM has 4 bits"):
         with loading(**quantization("nf4", torch.float32)):
             adapted("AutoModelForCausalLM", llama / "base", quantize="nf4", train_also=["layers.0.mlp.up_proj"])
