@@ -104,7 +104,8 @@ def test_saved_adapters_load_and_merge_as_they_were(kind, tmp_path):
         assert not any("lora" in name or "base_layer" in name for name in merged.state_dict())
     again.save_pretrained(tmp_path / "merged")
     config = load_config(str(tmp_path / "merged"), {})
-    assert torch.equal(answers(load_model(getattr(transformers, auto), str(tmp_path / "merged"), config)), answers(again))
+    reloaded = load_model(getattr(transformers, auto), str(tmp_path / "merged"), config)
+    assert (answers(reloaded) - answers(again)).abs().max() <= 1e-6  # the same weights, laid out otherwise in memory
 
 
 @pytest.fixture(scope="module")
