@@ -316,9 +316,9 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     with strategy.averaged():
         model = strategy.unwrap()
         if recipe.eval.is_off:
-            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best))
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best, recipe.adapter.export))
         else:
-            strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last"))
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last", kind=recipe.adapter.export))
     test = test_best(run, output) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,

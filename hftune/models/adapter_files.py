@@ -114,10 +114,13 @@ def base_dtype(model: nn.Module) -> torch.dtype:
 # Loading
 
 
-def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+def load_adapter(model: PreTrainedModel, directory: Path, is_as_trained: bool = True) -> None:
     """Put the adapters of a folder on their base, in place: as in training, and so that they could be trained on.
 
     Not ``PreTrainedModel.load_adapter``: it drops the vectors of DoRA without a word (transformers 5.23).
+
+    Args:
+        is_as_trained: the weights are those of training; else they are the ones that had 4 bits then, and have no digest.
 
     Raises:
         ConfigError: the model is not their base; or they do not fit it.
@@ -128,7 +131,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     config.inference_mode = False
     model.add_adapter(config)
     raise_precision(model)
-    if (digest := base_digest(model)) != base.digest:
+    if is_as_trained and (digest := base_digest(model)) != base.digest:
         raise ConfigError(
             f"{directory} holds adapters of another base model than {base.folder(directory)} is now: its weights have the "
             f"digest {digest[:12]}, and those that the adapters were trained on {base.digest[:12]}. Put the earlier ones back."

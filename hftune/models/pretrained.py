@@ -6,13 +6,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hftune.data.hub import fetch
@@ -136,6 +145,51 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         raise ConfigError(f"task.model_config gives {body[0]} a different size than task.model={model} has.")
     loaded.drawn_parameters = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     return loaded
+
+
+def saved_config(directory: Path) -> PreTrainedConfig:
+    """Load the config of a model that a task has saved, or of one whose adapters it has saved."""
+    from hftune.models.adapter_files import MODEL_CONFIG, is_adapter
+
+    return load_config(str(directory / MODEL_CONFIG if is_adapter(directory) else directory), {})
+
+
+def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """Load a model that a task has saved; if these are adapters, on their base.
+
+    The base is float32 in the end, in which all answers are computed, or has 4 bits if it had them in training.
+
+    Raises:
+        ConfigError: as ``load_model`` and ``load_adapter``.
+    """
+    from hftune.models.adapter_files import is_adapter, load_adapter, load_generation_config, read_base
+
+    if not is_adapter(directory):
+        return load_model(auto_class, str(directory), config)
+    base, given = read_base(directory), _OPTIONS.get()
+    folder = base.folder(directory)
+    if base.commit is None and not Path(folder).is_dir():
+        raise ConfigError(f"{directory} holds adapters of the model in {folder}, where there is none now. Put it back there.")
+    quantized = quantization(base.quantized)
+    with loading(**{"dtype": getattr(torch, base.dtype), **quantized, **given}):
+        model = load_model(auto_class, folder, config, base.commit)
+    load_adapter(model, directory, is_as_trained=given.keys().isdisjoint(quantized))
+    load_generation_config(model, directory)
+    return model if getattr(model, "is_loaded_in_4bit", False) or model.dtype == torch.float64 else model.float()
+
+
+def quantization(kind: str | None) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` that quantise linear layers but the head: nf4, or nothing.
+
+    Raises:
+        ConfigError: bitsandbytes, which does it, is not installed.
+    """
+    if kind is None:
+        return {}
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f'adapter.quantize={kind} needs bitsandbytes, which is not installed: pip install "hftune[qlora]".')
+    settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
 
 
 def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
