@@ -191,7 +191,8 @@ def plain_model(model: PreTrainedModel, merged: bool) -> PreTrainedModel:
     plain.tie_weights()
     if empty := [name for name, value in plain.named_parameters() if value.is_meta]:
         raise ConfigError(f"{type(model).__name__} cannot be exported without its adapters: {empty[0]} was not found in it.")
-    plain.generation_config = deepcopy(model.generation_config)
+    if hasattr(model, "generation_config"):
+        plain.generation_config = deepcopy(model.generation_config)
     return plain.eval()
 
 
