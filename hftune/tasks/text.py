@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import groupby
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -446,6 +447,12 @@ def _code(task: type[TextTask]) -> list[Any]:
 def beginning(text: str) -> str:
     """Return the first SHOWN characters of a text, with an ellipsis if there are more."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+    """Return the text of tokens, special ones included, cut where training begins or ends: each piece with whether it is trained."""
+    groups = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in group]), bool(is_trained)) for is_trained, group in groups]
 
 
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:
