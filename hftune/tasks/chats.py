@@ -6,7 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -185,51 +185,34 @@ class Chats(TextTask):
 
     def training_texts(self) -> Iterator[str]:
         """Yield the contents of all messages, and their roles."""
-        for index, row in enumerate(self._rows["train"]):
-            for message in self._naming_row("train", index, lambda row=row: chat_of(row, self._columns)[0]):
-                yield message["role"]
-                yield message.get("content") or ""
-
-    def _naming_row(self, split: str, index: int, read: Callable[[], Any]) -> Any:
-        """Return what ``read`` returns; put the row's number before a ChatError that it raises."""
         from hftune.data.chats import ChatError
 
-        try:
-            return read()
-        except ChatError as error:
-            raise DataError(self._about_row(split, index, str(error))) from error
+        for index, row in enumerate(self._rows["train"]):
+            try:
+                messages, _ = chat_of(row, self._columns)
+            except ChatError as error:
+                raise DataError(self._about_row("train", index, str(error))) from error
+            for message in messages:
+                yield message["role"]
+                yield message["content"]
 
     def _about_row(self, split: str, index: int, reason: str) -> str:
-        return f"The {split} split cannot be used, because of row {self.row_of(split)(index)}: {reason.rstrip('.')}."
+        return f"The {split} split cannot be trained on, at row {self.row_of(split)(index)}: {reason}"
 
     @cached_property
     def chat_format(self) -> ChatFormat:
         """How the model's template writes chats, and where its generation stops."""
         from hftune.data.chats import ChatFormat
 
-        own = self._own_generation.eos_token_id
-        stops = own if isinstance(own, list) else [] if own is None else [own]
-        return ChatFormat(self.text_tokenizer, options=self._options, stops=stops)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Variables of the template: those of the recipe, and a clock that stands still, so that all chats have one date."""
-        if not self._writes_the_date:
-            return self.template_options
-        day = datetime.date.today() if self.date is None else datetime.date.fromisoformat(self.date)
-        return {"strftime_now": day.strftime, **self.template_options}
-
-    @property
-    def _writes_the_date(self) -> bool:
-        template = self.text_tokenizer.chat_template
-        return any("strftime_now" in text for text in (template.values() if isinstance(template, dict) else [template]))
+        today = None if self.date is None else datetime.date.fromisoformat(self.date)
+        stops = _as_list(self._own_generation.eos_token_id)
+        return ChatFormat(self.text_tokenizer, options=self.template_options, stops=stops, today=today)
 
     def datasets(self) -> dict[str, Texts]:
         """Return the samples of each split: input_ids and labels (NO_LABEL where nothing is trained), their row, and lost: how
         many answers of the row were cut, in the first of its samples."""
-        if self.date is None and self._writes_the_date:
-            self.date = datetime.date.today().isoformat()
-        _ = self.chat_format  # refuses a template without an end, before the data are read
+        if self.chat_format.dated:
+            self.date = self.chat_format.today.isoformat()
         found = {split: self._tokenized(split) for split in self._rows}
         for split, samples in found.items():
             self._check_lengths(split, samples)
@@ -256,12 +239,12 @@ class Chats(TextTask):
                 )
             return flat_arrays(encoded)
 
-        template = [tokenizer.chat_template, self.template_options, self.date, sorted(self.chat_format.stops)]
-        return cached_texts(["chats", rows._fingerprint, tokenizer_key(tokenizer), self._columns, template, settings], make)
+        key = [rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.chat_format.key, settings]
+        return cached_texts(["chats", *key], make)
 
     def _check_lengths(self, split: str, samples: Texts) -> None:
         """Refuse chats that are too long, or raise DataError; where they are dropped or cut, none is left."""
-        lengths = self.lengths(samples) + 1  # the last token is only predicted
+        lengths = self.lengths(samples)
         long = lengths > self.max_length
         if long.any():
             worst = int(lengths.argmax())
@@ -289,7 +272,7 @@ class Chats(TextTask):
         messages += notices.shared(notices.shared_arrays(inputs), "chats")
         for split, samples in datasets.items():
             messages += self._changed_chats(split, samples)
-        if self._writes_the_date:
+        if self.chat_format.dated:
             messages.append(f"The chat template writes the date: task.date={self.date}, in all chats and after a resume.")
         new = sorted({*self.chat_format.stops} - {*_as_list(self._own_generation.eos_token_id)})
         if self.model is not None and new:
@@ -471,18 +454,19 @@ class Chats(TextTask):
         Raises:
             DataError: it cannot be answered.
         """
-        from hftune.data.chats import ChatError
+        from hftune.data.chats import ChatError, messages_of, tools_of
 
-        chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        row = chat if isinstance(chat, Mapping) else {"messages": chat}
         if isinstance(value, str) and not value.strip():
             raise DataError(f"Input {index} is an empty text.")
-        if not isinstance(row.get("messages"), list):
-            raise DataError(f"Input {index} is neither a text nor a list of messages.")
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        row = messages if isinstance(messages, Mapping) else {"messages": messages}
         try:
-            return self.chat_format.prompt(row["messages"], row.get("tools"))
+            chat = messages_of(row, has_answer=False)
+            if chat[-1]["role"] not in ("user", "tool"):
+                raise ChatError(f"The last message is the {chat[-1]['role']}'s, so that there is nothing to answer.")
+            return self.chat_format.prompt(chat, tools_of(row, "tools"))
         except ChatError as error:
-            raise DataError(f"Input {index} cannot be answered: {str(error).rstrip('.')}.") from error
+            raise DataError(f"Input {index} cannot be answered: {error}") from error
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the answer to each input as ``generated``: a text, a list of messages, or {messages, tools}."""
@@ -508,17 +492,17 @@ def encode(
     Raises:
         BadChat: a row cannot be trained on.
     """
-    from hftune.data.chats import ChatError
+    from hftune.data.chats import ChatError, fitted
 
     found: dict[str, list] = {"input_ids": [], "labels": [], "row": [], "lost": []}
     for place, index in enumerate(indices):
         try:
             messages, tools = chat_of({name: values[place] for name, values in rows.items()}, columns)
-            samples, lost = chats.samples(messages, tools, train_on=train_on), 0
-            if too_long != "refuse" and longest(samples) > max_length:
-                samples, lost = ([], 0) if too_long == "drop" else _cut(chats, messages, tools, train_on, max_length)
+            whole = chats.samples(messages, tools, train_on)
         except ChatError as error:
             raise BadChat(index, str(error)) from error
+        samples = whole if too_long == "refuse" else fitted(whole, max_length, too_long)  # those refused are counted later
+        lost = sum(len(sample.ends) for sample in whole) - sum(len(sample.ends) for sample in samples)
         found["input_ids"] += [sample.input_ids for sample in samples]
         found["labels"] += [sample.labels for sample in samples]
         found["row"] += [index] * len(samples)
@@ -526,26 +510,17 @@ def encode(
     return found
 
 
-def longest(samples: Sequence[Any]) -> int:
-    """Return the tokens of the longest sample, its last one included, which is only predicted."""
-    return max(len(sample.input_ids) for sample in samples) + 1
+def chat_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the checked messages of a row and its tools, or raise ChatError.
 
+    Args:
+        columns: see ``Chats.columns``.
+    """
+    from hftune.data.chats import messages_of, tools_of
 
-def _cut(
-    chats: ChatFormat, messages: list[dict[str, Any]], tools: Any, train_on: str, max_length: int
-) -> tuple[list[Any], int]:
-    """Leave out the last turns of a chat until it fits. Return its samples, none if not one turn fits, and the answers lost."""
-    from hftune.data.chats import ChatError
-
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    for lost, place in enumerate(reversed(answers[:-1]), 1):
-        try:
-            samples = chats.samples(messages[: place + 1], tools, train_on=train_on)
-        except ChatError:  # what is left has nothing to train on
-            continue
-        if longest(samples) <= max_length:
-            return samples, lost
-    return [], 0
+    names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
+    tools = columns.get("tools_column")
+    return messages_of(row, names), None if tools is None else tools_of(row, tools)
 
 
 def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[int], list[int]]:
