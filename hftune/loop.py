@@ -289,7 +289,7 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     def write() -> None:
         if is_best:
             about = {"step": state.best_step, "metric": config.metric, "value": state.best}
-            export(run.recipe.task, model, output_dir / "model", about)
+            export(run.recipe.task, model, output_dir / "model", about, run.recipe.adapter.export)
         with marked_while_moving(run.strategy.progress):  # the other processes wait, however long it takes
             rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)
             show_evaluation(run, evaluation, rows)

@@ -125,8 +125,8 @@ class OutputDir:
         """Load model, optimizer and state from the checkpoint that training starts from, if any. Collective.
 
         Raises:
-            ConfigError: the checkpoint belongs to other commits of the Hub, different data or a different model; or it is
-                beyond the last step.
+            ConfigError: the checkpoint belongs to other commits of the Hub, different data, a different model or different
+                frozen weights; or it is beyond the last step.
         """
         checkpoint = self.start.checkpoint
         progress, path, changed = strategy.broadcast(
@@ -136,6 +136,7 @@ class OutputDir:
             return RestoredState()
         check_commits(path, progress.get("commits", {}), provenance.commits)
         check_digests(path, progress["digests"], provenance.digests)
+        check_base(path, progress.get("base"), provenance.base)
         try:
             strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
@@ -265,6 +266,15 @@ def check_digests(path: str, before: Mapping[str, str], now: Mapping[str, str]) 
     # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
     if different := [name for name, digest in before.items() if now.get(name, digest) != digest]:
         raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
+
+
+def check_base(path: str, before: str | None, now: str | None) -> None:
+    """Refuse to go on with adapters on other frozen weights than they were trained on, or raise ConfigError."""
+    if before != now:
+        raise ConfigError(
+            f"{path} holds adapters of another base model: the frozen weights that are loaded now have other values or "
+            "another precision. Restore task.model as it was when the run began; resume=never starts over."
+        )
 
 
 def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:

@@ -83,6 +83,8 @@ class Provenance:
     micro_batch_size: dict[str, Any] = field(default_factory=dict)
     """How many of the longest samples ``train.micro_batch_size=auto`` or ``micro_batch_tokens=auto`` found to fit, and the
     conditions it was found under."""
+    base: str | None = None
+    """The digest of the frozen weights that adapters are trained on; None without adapters."""
 
 
 @dataclass

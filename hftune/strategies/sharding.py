@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftune.distributed.collectives import Collectives
 from hftune.errors import TrainingError
+from hftune.models.adapters import has_adapter, trained_names
 from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, kept_values, part_here, to_training
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
 
@@ -329,8 +330,14 @@ def refuse_unused(names: Sequence[str]) -> None:
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return what a checkpoint holds of a whole model: the live tensors. Tied parameters have one name, the first."""
+    """Return what a checkpoint holds of a whole model: the live tensors. Tied parameters have one name, the first.
+
+    Of a model with adapters, only what is trained, and buffers: the frozen weights are where the run began from, too.
+    """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if has_adapter(model):
+        trained = trained_names(model)
+        parameters = {name: value for name, value in parameters.items() if name in trained}
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: value for name, value in model.named_buffers() if name in persistent}
     return {"model": parameters | buffers, "optimizer": moments(dict(model.named_parameters()), optimizer)}

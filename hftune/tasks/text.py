@@ -426,9 +426,9 @@ class TextTask(Task):
 
     def _load_saved(self, auto_class: Any, directory: Path) -> PreTrainedModel:
         """Load the model that ``save`` wrote."""
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_saved, saved_config
 
-        return load_model(auto_class, str(directory), load_config(str(directory), {}))
+        return load_saved(auto_class, directory, saved_config(directory))
 
 
 _SHARED = frozenset(item.name for item in fields(TextTask))
