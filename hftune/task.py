@@ -59,6 +59,9 @@ class Task(ABC):
     """Where the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
+    scored_head: ClassVar[bool] = False
+    """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
+    transformers model computes the cross-entropy of ``target`` together with its head, where there would be too many logits."""
     libraries: ClassVar[Sequence[str]] = ()
     """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 

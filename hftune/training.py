@@ -17,7 +17,17 @@ from typing import Any
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, idle_notices, settle_micro_batches, settle_packing
+from hftune.build import (
+    Parts,
+    build,
+    choose_strategy,
+    first_epoch,
+    idle_notices,
+    largest_rows,
+    settle_head,
+    settle_micro_batches,
+    settle_packing,
+)
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
@@ -67,6 +77,8 @@ def train(recipe: Recipe) -> TrainResult:
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
         settle_packing(recipe, strategy, parts)
+        rows = largest_rows(recipe, parts.plan)
+        parts.notices += settle_head(recipe, strategy, parts.model, parts.datasets["train"], rows)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
