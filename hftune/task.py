@@ -61,6 +61,9 @@ class Task(ABC):
     """Fields that may name code to import: package.module.Class or module:function."""
     settled_fields: ClassVar[Sequence[str]] = ()
     """Fields that are null in a recipe until ``datasets`` sets them, once: a resumed run takes them from recipe.yaml."""
+    scored_head: ClassVar[bool] = False
+    """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
+    transformers model computes the cross-entropy of ``target`` together with its head, where there would be too many logits."""
     libraries: ClassVar[Sequence[str]] = ()
     """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 

@@ -25,6 +25,8 @@ from hftune.build import (
     choose_strategy,
     first_epoch,
     idle_notices,
+    largest_rows,
+    settle_head,
     settle_micro_batches,
     settle_packing,
 )
@@ -78,6 +80,8 @@ def train(recipe: Recipe) -> TrainResult:
         output.confirm(strategy)
         check_base_dtype(recipe, strategy, parts.model)
         settle_packing(recipe, strategy, parts)
+        rows = largest_rows(recipe, parts.plan)
+        parts.notices += settle_head(recipe, strategy, parts.model, parts.datasets["train"], rows)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import ConfigError, DataError, did_you_mean
-from hftune.tasks.language_modeling import perplexity, token_losses
-from hftune.tasks.text import NO_LABEL, SHOWN, TextTask, beginning, count_labels, pieces, token_loss
+from hftune.tasks.language_modeling import perplexity
+from hftune.tasks.text import NO_LABEL, SHOWN, TextTask, beginning, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Chats(TextTask):
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
     """What to do with longer chats: refuse the data, drop these chats, or cut their last messages, as whole turns."""
     chat_template: str | None = None
-    """File with the chat template, in Jinja, such as chat_template.jinja. null: that of the tokenizer; ChatML for a new model."""
+    """File with the chat template, in Jinja, such as chat_template.jinja. null: the tokenizer's own; ChatML for a new model."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}; `hftune predict` passes them as well."""
     date: str | None = None
@@ -76,7 +76,7 @@ class Chats(TextTask):
     resumed run keeps."""
     generation: dict[str, Any] | None = None
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
-    transformers' GenerationConfig. Without do_sample, the likeliest token each time. null: evaluations compute the loss alone."""
+    transformers' GenerationConfig. Without do_sample, evaluations take the likeliest token. null: they compute the loss alone."""
     scores: list[str] = field(default_factory=lambda: ["exact_match"])
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
@@ -85,6 +85,7 @@ class Chats(TextTask):
     auto_class = "AutoModelForCausalLM"
     text_keys = ()
     fold_rows = None  # a chat may be several samples
+    scored_head = True
     settled_fields = ("date",)
     libraries = (*TextTask.libraries, "hftune.data.chats", "hftune.data.texts", "hftune.models.generation")
 
@@ -133,7 +134,7 @@ class Chats(TextTask):
             if score not in SCORES:
                 yield f"task.scores={score} is not one of {', '.join(SCORES)}.{did_you_mean(score, SCORES)}"
         if self.generation is not None and self.train_on == "all":
-            yield "task.generation needs answers to compare with, but task.train_on=all knows none: set it to assistant or last."
+            yield "task.generation compares answers, which task.train_on=all does not know. Set that to assistant or last."
 
     # Data
 
@@ -170,8 +171,8 @@ class Chats(TextTask):
             tokenizer.chat_template = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
         if not tokenizer.chat_template:
             raise ConfigError(
-                f"task.model={self.model} has no chat template, so it is not known how to write a chat. Set "
-                "task.chat_template to a file with one, or take a model that has one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
+                f"task.model={self.model} has no chat template, so it is not known how to write a chat. Set task.chat_template to "
+                "a file with one, or take a model that has one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
             )
         return tokenizer
 
@@ -251,8 +252,8 @@ class Chats(TextTask):
             row, count = self.row_of(split)(int(samples.column("row")[worst])), int(long.sum())
             raise DataError(
                 f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
-                f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set task.too_long to "
-                "drop these chats or to cut their last turns."
+                f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
+                "task.too_long=drop to leave these chats out, or cut to leave out their last turns."
             )
 
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
@@ -334,8 +335,7 @@ class Chats(TextTask):
         words = config.get_text_config().vocab_size
         if words < len(self.text_tokenizer):
             raise ConfigError(
-                f"task.model={self.model} has {words} tokens, but its tokenizer writes {len(self.text_tokenizer)}: those beyond "
-                "have no weights."
+                f"task.model={self.model} has weights for {words} tokens, but its tokenizer writes {len(self.text_tokenizer)}."
             )
         model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
         self._check_positions(model)
@@ -354,7 +354,7 @@ class Chats(TextTask):
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return token_loss(outputs.logits, target)
+        return head_loss(outputs, target)
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
@@ -365,7 +365,7 @@ class Chats(TextTask):
         """Return rows of prompt (its end), answer (the last one), tokens (number trained), loss (sum over them), perplexity,
         and generated, if the recipe has settings for it."""
         ids, labels_NT = batch["input_ids"].tolist(), batch["labels"]
-        losses_N = token_losses(outputs.logits, labels_NT).sum(1).tolist()
+        losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
         counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
         pairs = [last_answer(*sample) for sample in zip(ids, labels_NT.tolist(), strict=True)]
         rows: list[dict[str, Any]] = [
