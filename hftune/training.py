@@ -34,6 +34,7 @@ from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpointer, open_checkpoint, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
+from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.distributed.devices import peak_flops, precision_notices
@@ -71,6 +72,7 @@ def train(recipe: Recipe) -> TrainResult:
     recipe.validate()
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with OutputDir(recipe) as output, Session(recipe) as session:
+        settle(recipe)
         claim(output, session)
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)

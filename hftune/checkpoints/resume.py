@@ -74,6 +74,18 @@ class Start:
     """The processes of this job that have launchers."""
 
 
+def settle(recipe: Recipe) -> None:
+    """Take over what the run that is resumed has settled: fields of ``Task.settled_fields`` that are null in the recipe."""
+    folder = Path(recipe.output_dir) if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser()
+    begins = recipe.resume == "never" and not is_restarted(folder, member())
+    if begins or not recipe.task.settled_fields or not (folder / "recipe.yaml").is_file():
+        return
+    before = OmegaConf.to_container(OmegaConf.load(folder / "recipe.yaml"))
+    for name in recipe.task.settled_fields:
+        if getattr(recipe.task, name) is None:
+            setattr(recipe.task, name, before.get("task", {}).get(name))
+
+
 def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
     """Find the checkpoint that ``resume`` asks for, and compare recipes.
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation import BaseStreamer
 
     from hftune.data.chats import ChatFormat
     from hftune.data.texts import Texts
@@ -76,7 +77,7 @@ class Chats(TextTask):
     resumed run keeps."""
     generation: dict[str, Any] | None = None
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
-    transformers' GenerationConfig. Without do_sample, evaluations take the likeliest token. null: they compute the loss alone."""
+    transformers' GenerationConfig. Without do_sample, they take the likeliest token. null: evaluations compute the loss alone."""
     scores: list[str] = field(default_factory=lambda: ["exact_match"])
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
@@ -171,8 +172,8 @@ class Chats(TextTask):
             tokenizer.chat_template = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
         if not tokenizer.chat_template:
             raise ConfigError(
-                f"task.model={self.model} has no chat template, so it is not known how to write a chat. Set task.chat_template to "
-                "a file with one, or take a model that has one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
+                f"task.model={self.model} has no chat template, so it is not known how to write a chat. Set "
+                "task.chat_template to a file with one; or take a model that has one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
             )
         return tokenizer
 
@@ -392,14 +393,18 @@ class Chats(TextTask):
         return config
 
     def _generate(
-        self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], config: GenerationConfig | None = None
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
     ) -> list[str]:
         """Return the model's answer to each prompt."""
         from hftune.data.texts import Ragged
 
         ids_NT, mask_NT = Ragged.of(prompts).padded(self.text_tokenizer.pad_token_id, "left")
         given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
-        answers_NT = model.generate(**given, generation_config=config)[:, ids_NT.shape[1] :]
+        answers_NT = model.generate(**given, generation_config=config, streamer=streamer)[:, ids_NT.shape[1] :]
         return [self._text(answer) for answer in answers_NT.tolist()]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -467,6 +472,13 @@ class Chats(TextTask):
             return self.chat_format.prompt(chat, tools_of(row, "tools"))
         except ChatError as error:
             raise DataError(f"Input {index} cannot be answered: {error}") from error
+
+    def answer(self, model: PreTrainedModel, messages: list[dict[str, Any]], streamer: BaseStreamer | None = None) -> str:
+        """Return the answer to a chat; a streamer of transformers gets its tokens as they are generated, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            return self._generate(model, [self.prompt_ids(0, messages)], streamer=streamer)[0]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the answer to each input as ``generated``: a text, a list of messages, or {messages, tools}."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
@@ -246,6 +246,10 @@ class LanguageModeling(TextTask):
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return head_loss(outputs, target)
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        ids = [*map(int, example["input_ids"]), int(example["labels"][-1])]
+        return pieces(self.text_tokenizer, ids, [False, *[True] * (len(ids) - 1)])
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
