@@ -14,6 +14,8 @@ from hftune.commands.arguments import add_trust_code, check_at_least_1, find_mod
 from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
+NOT_FOR_TABLES = ("text", "text_file", "messages", "chat", "system", "input", "masks", "track", "json")
+"""Options that --data does not take."""
 LONGEST = 500
 """Characters of a text that trackers get, as in predictions.jsonl."""
 
@@ -31,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a jsonl file of chats to answer, each a list of messages, or {messages, tools}; - is standard input",
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="chat with the model: read messages, and write the answers as they come"
-    )
+    parser.add_argument("--chat", action="store_true", help="chat with the model in the terminal")
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_argument("--input", nargs="+", action="extend", default=[], type=Path, help="image files, or folders of them")
     parser.add_argument(
@@ -141,11 +141,7 @@ def predict_table(options: argparse.Namespace) -> int:
     from hftune.run import fail, outlive_readers
 
     outlive_readers()
-    if given := [
-        name
-        for name in ("text", "text_file", "messages", "chat", "system", "input", "masks", "track", "json")
-        if getattr(options, name)
-    ]:
+    if given := [name for name in NOT_FOR_TABLES if getattr(options, name)]:
         raise ConfigError(f"--{given[0].replace('_', '-')} does not go with --data.")
     if options.trust_code:
         find_modules_here()

@@ -22,9 +22,7 @@ def check_chats(task: Task, option: str) -> None:
     from hftune.tasks import Chats
 
     if not isinstance(task, Chats):
-        raise ConfigError(
-            f"{option} is for models that answer chats, as the recipe sft trains them, not {type_name(type(task))}."
-        )
+        raise ConfigError(f"{option} is for models of the recipe sft, which answer chats, not for {type_name(type(task))}.")
 
 
 def read_chats(path: str) -> list[Any]:
@@ -42,9 +40,7 @@ def read_chats(path: str) -> list[Any]:
         except json.JSONDecodeError as error:
             raise ConfigError(f"--messages {path}: line {number} is not valid JSON: {error}.") from error
         if not isinstance(value, list) and not (isinstance(value, dict) and "messages" in value):
-            raise ConfigError(
-                f'--messages {path}: line {number} is no chat, such as {{"messages": [{{"role": "user", ...}}]}}.'
-            )
+            raise ConfigError(f'--messages {path}: line {number} is neither a list of messages nor {{"messages": [...]}}.')
         chats.append(value)
     if not chats:
         raise ConfigError(f"--messages {path} holds no chats.")

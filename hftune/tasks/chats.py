@@ -77,7 +77,7 @@ class Chats(TextTask):
     resumed run keeps."""
     generation: dict[str, Any] | None = None
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
-    transformers' GenerationConfig. Without do_sample, they take the likeliest token. null: evaluations compute the loss alone."""
+    transformers' GenerationConfig. Without do_sample, they take the likeliest token. null: only the loss is computed."""
     scores: list[str] = field(default_factory=lambda: ["exact_match"])
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
@@ -173,7 +173,7 @@ class Chats(TextTask):
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"task.model={self.model} has no chat template, so it is not known how to write a chat. Set "
-                "task.chat_template to a file with one; or take a model that has one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
+                "task.chat_template to a file with one; or take a model with one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
             )
         return tokenizer
 
