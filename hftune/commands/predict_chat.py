@@ -106,7 +106,7 @@ def write_answer(trained: Any, messages: list[dict[str, Any]]) -> str:
     task = trained.recipe.task
     written = Kept(task.text_tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
-        task.answer(trained.model, messages, written)
+        task.reply(trained.model, messages, written)
     except KeyboardInterrupt:
         print(flush=True)
     return written.text

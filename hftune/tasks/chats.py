@@ -473,7 +473,7 @@ class Chats(TextTask):
         except ChatError as error:
             raise DataError(f"Input {index} cannot be answered: {error}") from error
 
-    def answer(self, model: PreTrainedModel, messages: list[dict[str, Any]], streamer: BaseStreamer | None = None) -> str:
+    def reply(self, model: PreTrainedModel, messages: list[dict[str, Any]], streamer: BaseStreamer | None = None) -> str:
         """Return the answer to a chat; a streamer of transformers gets its tokens as they are generated, without gradients."""
         import torch
 
