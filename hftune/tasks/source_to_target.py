@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftune.tasks.text import SHOWN, TextTask, count_labels, token_loss
+from hftune.tasks.text import SHOWN, TextTask, count_labels, head_loss, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,7 @@ class SourceToTarget(TextTask):
     """Name of a target in samples and in the rows of an evaluation."""
     source_shown: ClassVar[int] = SHOWN
     """Characters of a source in the rows of an evaluation."""
+    scored_head = True
     text_keys = ("source_column", "target_column")
     length_keys = ("max_source_length", "max_target_length")
 
@@ -95,7 +96,11 @@ class SourceToTarget(TextTask):
         return {**self.inputs(batch), "use_cache": True}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return token_loss(outputs.logits, target)
+        return head_loss(outputs, target)
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        source, target = (list(map(int, example[name])) for name in ("source", self.target_name))
+        return pieces(self.text_tokenizer, source + target, [False] * len(source) + [True] * len(target))
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -448,11 +449,31 @@ def beginning(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+    """Return the text of tokens, special ones included, cut where training begins or ends, each piece with whether it is."""
+    groups = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in group]), bool(is_trained)) for is_trained, group in groups]
+
+
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:
-    """Return the sum of the cross-entropies of all labels but NO_LABEL, float32; with reduction "none", each one, flat."""
+    """Return the sum of the cross-entropies of all labels but NO_LABEL, float32 or float64; with "none", each of them, flat."""
+    import torch
     from torch.nn.functional import cross_entropy
 
-    return cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)
+    logits_NTV = logits_NTV if logits_NTV.dtype == torch.float64 else logits_NTV.float()
+    return cross_entropy(logits_NTV.flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)
+
+
+def head_loss(outputs: Any, labels_NT: Tensor) -> Tensor:
+    """Return ``token_loss`` of a model's logits, or of what it computed together with its head: ``Task.scored_head``."""
+    loss_sum = getattr(outputs, "loss_sum", None)
+    return token_loss(outputs.logits, labels_NT) if loss_sum is None else loss_sum
+
+
+def head_losses(outputs: Any, labels_NT: Tensor) -> Tensor:
+    """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL, likewise; in evaluations."""
+    losses_NT = getattr(outputs, "losses", None)
+    return token_loss(outputs.logits, labels_NT, "none").view_as(labels_NT) if losses_NT is None else losses_NT
 
 
 def count_labels(labels: Tensor) -> int:

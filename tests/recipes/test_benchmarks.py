@@ -144,6 +144,14 @@ def check_scaling(speeds, balances):
         assert 1 >= number(hftune["8 processes"]) > max(0.9, number(raw["2 processes"]))
 
 
+def check_scored_head(*parts):
+    for cells in parts:
+        assert [row[""] for row in cells.rows] == ["whole logits", "chunks"]
+        assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 0 for mib in cells.column("peak MiB"))
+        whole, chunks = cells.column("loss")
+        assert chunks == pytest.approx(whole, rel=1e-6)
+
+
 def check_startup(cells):
     assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
     assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
