@@ -194,7 +194,10 @@ def recipe(*overrides):
         (["adapter.type=lora", "adapter.dropout=1"], "adapter.dropout=1.0 must be in [0, 1)."),
         (["adapter.type=lora", "adapter.targets=all"], "adapter.targets='all' is neither all-linear nor a list of names"),
         (["adapter.rank=8"], "adapter.rank=8 needs adapter.type=lora or dora."),
-        (["adapter.type=lora", "adapter.base_dtype=bf16"], "adapter.base_dtype=bf16 needs train.mixed_precision=bf16, not auto"),
+        (
+            ["adapter.type=lora", "adapter.base_dtype=bf16"],
+            "adapter.base_dtype=bf16 needs train.mixed_precision=bf16, not auto",
+        ),
         (["adapter.type=lora", "parallel.pipeline_stages=2"], "does not work with parallel.pipeline_stages=2"),
         (["adapter.type=dora", "train.freeze=[embeddings]"], "adapter.type=dora freezes all but the adapters"),
     ],
