@@ -360,8 +360,8 @@ def vectors(facts: CardFacts) -> str:
     if not facts.base or facts.values["adapter"]["type"] != "dora":
         return ""
     return (
-        "Load it with peft, as here, or with hftune. `AutoModel.from_pretrained` of transformers (5.23) leaves DoRA's vectors out "
-        "without a word."
+        "Load it with peft, as here, or with hftune. `AutoModel.from_pretrained` of transformers (5.23) leaves DoRA's vectors "
+        "out without a word."
     )
 
 
