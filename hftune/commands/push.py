@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     merged = folder / MERGED if options.merged else None
     if merged is None:
         check_base(model, folder)
-    elif not merged.is_dir():
-        raise ConfigError(f"--merged: there is no {merged}. hftune merge {folder} writes it.")
+    else:
+        check_merged(merged, model)
     from hftune.commands.upload import check_token, upload
 
     check_token()
@@ -57,6 +57,19 @@ def check_base(model: Path, folder: Path) -> None:
         raise ConfigError(
             f"{model} holds adapters of a model on this machine, {where}, without which nobody can load them. Push the two as "
             f"one: hftune merge {folder}, then hftune push --merged."
+        )
+
+
+def check_merged(merged: Path, model: Path) -> None:
+    """Refuse to push a merged model that is not there, or was made of earlier adapters, or raise ConfigError."""
+    from hftune.checkpoints.export import read_about
+
+    if not merged.is_dir():
+        raise ConfigError(f"--merged: there is no {merged}. hftune merge {merged.parent} writes it.")
+    if (earlier := read_about(merged)) != (now := read_about(model)):
+        raise ConfigError(
+            f"--merged: {merged} was made of the adapters of step {earlier.get('step')}, and the best ones now are of step "
+            f"{now.get('step')}. hftune merge {merged.parent} writes it again."
         )
 
 
