@@ -230,7 +230,8 @@ def target_modules(model: PreTrainedModel, config: AdapterConfig, whole: Sequenc
         found = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, LINEAR) and module is not head and trains(module) and not is_inside(name, whole)
+            if isinstance(module, LINEAR) and module is not head and not is_inside(name, whole)
+            if trains(module) or is_packed(module.weight)
             if not isinstance(module, NonDynamicallyQuantizableLinear)  # whose weight nn.MultiheadAttention uses directly
             if name not in ties
         ]

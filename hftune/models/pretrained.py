@@ -142,6 +142,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
     if body:
         raise ConfigError(f"task.model_config gives {body[0]} a different size than task.model={model} has.")
+    vars(loaded).pop("hf_device_map", None)  # Accelerate (1.15) would keep a quantised model where it was loaded
     loaded.drawn_parameters = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     return loaded
 

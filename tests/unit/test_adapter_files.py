@@ -53,7 +53,8 @@ def fresh(auto, fields, seed=0):
 def adapted(auto, base, dtype=torch.float32, **settings):
     """Put adapters on a model in a folder, and change everything that is trained."""
     config = load_config(str(base), CLASSES if "Classification" in auto else {})
-    model = load_model(getattr(transformers, auto), str(base), config).to(dtype).eval()
+    with loading(**({"dtype": dtype} if dtype != torch.float32 else {})):
+        model = load_model(getattr(transformers, auto), str(base), config).eval()
     add_adapter(model, AdapterConfig(**{"type": "lora", "rank": 4, **settings}), new_modules(model))
     change(model)
     return model

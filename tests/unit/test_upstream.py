@@ -234,6 +234,12 @@ def the_launchers_own_parser_reads_its_options():
 # transformers, datasets
 
 
+def a_class_says_whether_its_models_have_adapters():
+    from transformers.integrations import PeftAdapterMixin
+
+    assert PeftAdapterMixin._hf_peft_config_loaded is False
+
+
 def models_are_made_from_a_config():
     from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
@@ -526,6 +532,13 @@ TABLE = [
         "what from_config calls; classes that are no Auto class have only this",
         NO_ISSUE,
         models_are_made_from_a_config,
+    ),
+    Upstream(
+        "_hf_peft_config_loaded",
+        "models",
+        "save_pretrained writes adapters alone where it is set; a merged model is a plain one again",
+        "transformers: a method that merges and removes adapters",
+        a_class_says_whether_its_models_have_adapters,
     ),
     Upstream(
         "_attn_implementation",
