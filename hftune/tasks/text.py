@@ -457,6 +457,11 @@ def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") ->
     return cross_entropy(logits_NTV.flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)
 
 
+def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
+    """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL."""
+    return token_loss(logits_NTV, labels_NT, reduction="none").view_as(labels_NT)
+
+
 def head_loss(outputs: Any, labels_NT: Tensor) -> Tensor:
     """Return ``token_loss`` of a model's logits, or of what it computed together with its head: ``Task.scored_head``."""
     loss_sum = getattr(outputs, "loss_sum", None)
@@ -464,9 +469,9 @@ def head_loss(outputs: Any, labels_NT: Tensor) -> Tensor:
 
 
 def head_losses(outputs: Any, labels_NT: Tensor) -> Tensor:
-    """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL, likewise; in evaluations."""
+    """Return ``token_losses`` likewise; in evaluations."""
     losses_NT = getattr(outputs, "losses", None)
-    return token_loss(outputs.logits, labels_NT, "none").view_as(labels_NT) if losses_NT is None else losses_NT
+    return token_losses(outputs.logits, labels_NT) if losses_NT is None else losses_NT
 
 
 def count_labels(labels: Tensor) -> int:
