@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 USUAL = {
     "text": TEXTS,
     "source": ("content", *TEXTS),
+    "prompt": ("prompt", "question", "instruction", *TEXTS),
     "words": ("words", "tokens", *TEXTS),
     "anchor": ("anchor", "query", "question", *TEXTS),
     "image": ("image", "file_name", "path", "file"),

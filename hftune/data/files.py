@@ -245,6 +245,8 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
     folder = Path(model).expanduser()
     if not folder.is_dir():
         yield f"task.model={model}: there is no such folder."
+    elif (folder / "adapter_config.json").is_file():
+        yield f"task.model={model} holds adapters, not a whole model. hftune merge {model} makes one of them."
     elif not (folder / "config.json").is_file():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained."

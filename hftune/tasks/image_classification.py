@@ -534,12 +534,12 @@ class ImageClassification(ImageTask):
         from transformers import AutoModelForImageClassification
 
         from hftune.models.image_processor import Preparation, load_image_processor
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_saved, saved_config
 
-        config = load_config(str(directory), {})
+        config = saved_config(directory)
         self.label_names = [config.id2label[number] for number in range(config.num_labels)]
         self._preparation = Preparation(load_image_processor(str(directory), None, None, None, None), str(directory))
-        return load_model(AutoModelForImageClassification, str(directory), config)
+        return load_saved(AutoModelForImageClassification, directory, config)
 
     def example_inputs(self) -> list[np.ndarray]:
         import numpy as np

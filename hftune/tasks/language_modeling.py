@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, token_losses
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
@@ -247,6 +247,10 @@ class LanguageModeling(TextTask):
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return head_loss(outputs, target)
 
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        ids = [*map(int, example["input_ids"]), int(example["labels"][-1])]
+        return pieces(self.text_tokenizer, ids, [False, *[True] * (len(ids) - 1)])
+
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
 
@@ -295,7 +299,7 @@ class LanguageModeling(TextTask):
         ids = torch.tensor(tokens(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
         positions = getattr(model.config, "max_position_embeddings", None) or len(ids)
         losses = [
-            token_losses(model(input_ids=block[None, :-1], use_cache=False).logits, block[None, 1:])
+            head_losses(model(input_ids=block[None, :-1], use_cache=False), block[None, 1:])
             for start in range(0, len(ids) - 1, positions)
             if len(block := ids[start : start + positions + 1]) > 1
         ]

@@ -253,15 +253,12 @@ class Seq2Seq(SourceToTarget):
         """The generation settings that come with the model; none for a new one."""
         from transformers import GenerationConfig
 
-        from hftune.models.pretrained import CONFIG, folder_of
+        from hftune.models.generation import own_generation
 
         if self.model is None:
             tokens = self.text_tokenizer
             return GenerationConfig(pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id)
-        folder = folder_of(self.model, self.model_commit, CONFIG)
-        if (folder / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(folder)
-        return GenerationConfig.from_model_config(self._named_config)
+        return own_generation(self.model, self.model_commit, self._named_config)
 
     @cached_property
     def _generation_config(self) -> GenerationConfig:
@@ -279,14 +276,9 @@ class Seq2Seq(SourceToTarget):
 
     def _set_generation(self, config: GenerationConfig) -> GenerationConfig:
         """Change generation settings as the recipe says."""
-        try:
-            unknown = config.update(**{"max_new_tokens": self.max_target_length, **self.generation})
-        except ValueError as error:
-            raise ConfigError(f"task.generation={self.generation} cannot be used: {str(error).splitlines()[0]}") from error
-        for key in unknown:
-            hint = did_you_mean(key, config.to_dict())
-            raise ConfigError(f"task.generation.{key} is not a key of transformers' GenerationConfig.{hint}")
-        return config
+        from hftune.models.generation import changed
+
+        return changed(config, {"max_new_tokens": self.max_target_length, **self.generation})
 
     @property
     def rows_per_sample(self) -> int:

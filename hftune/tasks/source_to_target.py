@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftune.tasks.text import SHOWN, TextTask, count_labels, head_loss
+from hftune.tasks.text import SHOWN, TextTask, count_labels, head_loss, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,6 +97,10 @@ class SourceToTarget(TextTask):
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return head_loss(outputs, target)
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        source, target = (list(map(int, example[name])) for name in ("source", self.target_name))
+        return pieces(self.text_tokenizer, source + target, [False] * len(source) + [True] * len(target))
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)

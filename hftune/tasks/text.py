@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,7 +78,7 @@ class TextTask(Task):
     same in every run, of each class its share. null: the evaluation data are files or a split of their own."""
     eval_fold: list[int] | None = None
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
-    max_train_samples are then the rows of all folds together. `hftune folds` sets it."""
+    max_train_samples are then the rows of all folds together. `hftune folds` sets it; it takes no language models."""
     max_train_samples: int | None = None
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None
@@ -425,9 +426,9 @@ class TextTask(Task):
 
     def _load_saved(self, auto_class: Any, directory: Path) -> PreTrainedModel:
         """Load the model that ``save`` wrote."""
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_saved, saved_config
 
-        return load_model(auto_class, str(directory), load_config(str(directory), {}))
+        return load_saved(auto_class, directory, saved_config(directory))
 
 
 _SHARED = frozenset(item.name for item in fields(TextTask))
@@ -448,6 +449,12 @@ def beginning(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+    """Return the text of tokens, special ones included, cut where training begins or ends, each piece with whether it is."""
+    groups = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in group]), bool(is_trained)) for is_trained, group in groups]
+
+
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:
     """Return the sum of the cross-entropies of all labels but NO_LABEL, float32 or float64; with "none", each of them, flat."""
     import torch
@@ -457,11 +464,6 @@ def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") ->
     return cross_entropy(logits_NTV.flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)
 
 
-def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
-    """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL."""
-    return token_loss(logits_NTV, labels_NT, reduction="none").view_as(labels_NT)
-
-
 def head_loss(outputs: Any, labels_NT: Tensor) -> Tensor:
     """Return ``token_loss`` of a model's logits, or of what it computed together with its head: ``Task.scored_head``."""
     loss_sum = getattr(outputs, "loss_sum", None)
@@ -469,9 +471,9 @@ def head_loss(outputs: Any, labels_NT: Tensor) -> Tensor:
 
 
 def head_losses(outputs: Any, labels_NT: Tensor) -> Tensor:
-    """Return ``token_losses`` likewise; in evaluations."""
+    """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL, likewise; in evaluations."""
     losses_NT = getattr(outputs, "losses", None)
-    return token_losses(outputs.logits, labels_NT) if losses_NT is None else losses_NT
+    return token_loss(outputs.logits, labels_NT, "none").view_as(labels_NT) if losses_NT is None else losses_NT
 
 
 def count_labels(labels: Tensor) -> int:

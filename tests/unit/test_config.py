@@ -68,7 +68,7 @@ class NoTask:
     pass
 """
 
-SECTIONS = "Sections: task, train, eval, checkpoint, parallel, track. Keys at the top: recipe, base, replace, seed, output_dir, resume."
+SECTIONS = "Sections: task, train, adapter, eval, checkpoint, parallel, track. Keys at the top: recipe, base, replace, seed, output_dir, resume."
 TASKS = f"Shipped: {', '.join(tasks.__all__)}."
 SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
 
