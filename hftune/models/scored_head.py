@@ -4,8 +4,8 @@ The logits of a micro-batch are often its largest tensors: 2,048 tokens by 150,0
 softmax and their gradient as much again. Here only rows that have a target meet the head, in chunks. The gradient of a chunk is
 computed right after its loss, so that nothing of it is kept for the backward pass, and nothing is computed twice.
 
-All of this happens inside the model's forward pass, where FSDP has gathered the weights of the head and autocast is on. What
-comes before the head is the model's own code. What comes behind it, such as soft-capping, is named in ``Head``;
+All of this happens inside the head's own call, where FSDP has gathered its weights and autocast is on. What comes before the
+head is the model's own code. What comes behind it, such as soft-capping, is named in ``Head``;
 ``hftune.strategies.head_trial`` compares both ways before training, as a model may do something else there.
 
 Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section 3.2, FusedLinearCrossEntropy.
@@ -58,6 +58,8 @@ class Head:
 
     module: nn.Module
     """A linear layer; or one with an adapter, or in 4 bits."""
+    forward: Callable[[Tensor], Tensor]
+    """Its own, without hooks."""
     num_words: int
     scale: float = 1.0
     """Cohere multiplies the logits, Granite divides them."""
@@ -74,11 +76,11 @@ class Head:
         config = model.config.get_text_config(decoder=True)
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         cap, bias = getattr(config, "final_logit_softcapping", None), getattr(model, "final_logits_bias", None)
-        return cls(module, getattr(module, "out_features", config.vocab_size), scale, cap, bias)
+        return cls(module, module.forward, getattr(module, "out_features", config.vocab_size), scale, cap, bias)
 
     def losses(self, hidden_RC: Tensor, targets_R: Tensor, reduction: str = "sum") -> Tensor:
         """Return the cross-entropies (R,), or their sum, of rows that all have a target."""
-        logits_RV = self.module(hidden_RC)
+        logits_RV = self.forward(hidden_RC)
         if self.scale != 1.0:
             logits_RV = logits_RV * self.scale
         if self.cap is not None:
@@ -114,15 +116,18 @@ def install(model: nn.Module, kernel: str = "chunks", at_once: int | None = None
         most = AT_ONCE if at_once is None else at_once
         if not fuses and targets.numel() * head.num_words <= most:
             return original(self, *args, **inputs)
-        with _without_logits(head.module) as given:
+        losses_BT: Tensor | None = None
+
+        def score(hidden_BTC: Tensor) -> Tensor:
+            nonlocal losses_BT
+            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most, fuses)
+            return loss_sum.view(1, 1, 1).clone()  # a logit, for what the model does behind its head; FSDP wants no view
+
+        with _replaced(head.module, score) as sums:
             outputs = original(self, *args, **inputs)
-        (hidden_BTC,) = given
-        if hidden_BTC.shape[:2] != targets.shape:
-            raise ValueError(
-                f"the head is given {tuple(hidden_BTC.shape[:2])} tokens, and the targets are {tuple(targets.shape)}"
-            )
+        (loss_sum,) = sums
         rest = {name: getattr(outputs, name, None) for name in ("past_key_values", "encoder_last_hidden_state")}
-        return ScoredOutput(*_score(head, hidden_BTC, targets, most, fuses), **rest)
+        return ScoredOutput(loss_sum.view(()), losses_BT, **rest)
 
     model.forward = MethodType(forward, model)  # deepcopy binds it to the copy
 
@@ -136,23 +141,31 @@ def install(model: nn.Module, kernel: str = "chunks", at_once: int | None = None
 
 
 @contextmanager
-def _without_logits(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Let the head compute no rows, and yield a list that its input (B, T, C) is added to."""
-    given = []
+def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Let a module compute something else, and yield a list that its output is added to.
 
-    def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        given.append(args[0])
-        return (args[0][:0], *args[1:])
-
-    handle = head.register_forward_pre_hook(take)
+    Its hooks stay: FSDP gathers the weights of the head before it, often in a unit with the last norm, and frees them after it.
+    In the backward pass it gathers them again when the gradient of the output arrives, so the output has to be what is used.
+    """
+    own, outputs = vars(module).get("forward"), []
+    module.forward = forward
+    handle = module.register_forward_hook(lambda module, args, output: outputs.append(output))  # the last of all hooks
     try:
-        yield given
+        yield outputs
     finally:
         handle.remove()
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int, fuses: bool) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the losses; and, without gradient, each of them."""
+    if hidden_BTC.shape[:2] != targets_BT.shape:
+        raise ValueError(
+            f"the head is given {tuple(hidden_BTC.shape[:2])} tokens, and the targets are {tuple(targets_BT.shape)}"
+        )
     targets = targets_BT.flatten()
     places_R = _places(targets)
     hidden_RC, targets_R = hidden_BTC.flatten(0, 1).index_select(0, places_R), targets[places_R]

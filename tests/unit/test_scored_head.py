@@ -56,7 +56,9 @@ def decoder(kind, **settings):
 def pair(kind):
     torch.manual_seed(0)
     if kind == "encoder_decoder":
-        parts = [BertConfig(**SIZES, max_position_embeddings=64, is_decoder=last, add_cross_attention=last) for last in (0, 1)]
+        parts = [
+            BertConfig(**SIZES, max_position_embeddings=64, is_decoder=last, add_cross_attention=last) for last in (False, True)
+        ]
         return EncoderDecoderModel(encoder=BertModel(parts[0]), decoder=BertLMHeadModel(parts[1]))
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2} if kind == "bart" else {}
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, vocab_size=WORDS, **PAIRS[kind], **heads))
@@ -124,7 +126,7 @@ def test_chunks_give_loss_and_gradient_of_whole_logits(kind):
 
 
 def test_frozen_heads_and_frozen_bodies_get_the_gradients_that_they_should():
-    model = decoder("transformer_lm")
+    model = decoder("transformer_lm").eval()
     model.lm_head.requires_grad_(False)
     same(losses_and_gradients(model), 2e-6)
     model.requires_grad_(False)
@@ -158,7 +160,8 @@ def test_rows_without_a_target_never_meet_the_head():
     inputs, labels = batch(model, share=0.3)
     rows = []
     install(model, at_once=4 * WORDS)
-    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[:-1].numel()))
+    linear = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: rows.append(len(hidden)) or linear(hidden)
     model(**inputs, targets=labels).loss_sum.backward()
     assert sum(rows) == int((labels != -100).sum()) and max(rows) == 4
 
@@ -309,9 +312,9 @@ def test_a_model_without_a_head_for_tokens_has_none():
 
 
 def test_a_plan_counts_the_chunks(monkeypatch):
-    monkeypatch.setattr(scored_head, "AT_ONCE", 2**16)
+    monkeypatch.setattr(scored_head, "AT_ONCE", 2**12)
     plans = [make_plan(Recipe.load("wikitext2_demo", f"train.head_loss={how}")) for how in ("whole", "auto")]
     whole, chunks = (plan.memory.activations_bytes for plan in plans)
     words = len(Recipe.load("wikitext2_demo").task.text_tokenizer)
-    assert whole - chunks > 2 * 4 * 20 * 35 * words  # two tensors of all logits, at least
+    assert whole - chunks > 4 * plans[0].memory.samples * 35 * words  # at least a tensor of all logits
     assert plans[0].unused_parameters == plans[1].unused_parameters == []
