@@ -186,7 +186,7 @@ for each of them on average. With fewer, a GPU takes hardly less time, and split
 
 def default_parts(plan: BatchPlan, least: int = 1) -> int:
     """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
-    samples = min(plan.batch_size, plan.num_samples)
+    samples = min(plan.batch_size, plan.samples_per_epoch)
     tokens = float(plan.lengths.mean()) * samples
     return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
 
@@ -197,7 +197,7 @@ def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
     if most >= num_processes:
         return []
     micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
-    samples = min(plan.batch_size, plan.num_samples)
+    samples = min(plan.batch_size, plan.samples_per_epoch)
     how = f"set train.parts={num_processes}" if samples >= num_processes else "raise train.batch_size"
     return [
         f"A step of {samples} samples has {micro_batches}, so {num_processes - most} of {num_processes} processes have nothing "

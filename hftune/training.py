@@ -48,7 +48,7 @@ from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import Compilations
-from hftune.strategies.sharding import checkpoint_tensors
+from hftune.strategies.sharding import model_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, warning
 from hftune.tracking.facts import Facts, command, git_state, now
@@ -394,8 +394,7 @@ def load_best_model(run: Run, output: OutputDir) -> None:
     strategy, tensors = run.strategy, {}
 
     def read() -> None:
-        best = run.recipe.task.load(output.path / "model")
-        tensors.update(checkpoint_tensors(best, build_optimizer(best, run.recipe))["model"])
+        tensors.update(model_tensors(run.recipe.task.load(output.path / "model")))
 
     strategy.on_main(read)
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)

@@ -34,11 +34,12 @@ FIXED = (
 """Keys (or prefixes) that cannot change on resume: they decide which samples form a step, or what is learned from them."""
 FREE = ("recipe", "output_dir", "resume")
 """Keys that do not describe the training itself; changes to them are not reported."""
-NOT_FIXED = ("adapter.export",)
-"""Keys that may change although FIXED has their section."""
+NOT_FIXED = ("adapter.export", "task.weights")
+"""Keys that may change although FIXED has their section. Weights to start from may be gone: checkpoints go on from there."""
 HARMLESS = (
     *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
     "train.profile",
+    "task.weights",
     *(
         "train.micro_batch_size",
         "train.micro_batch_tokens",

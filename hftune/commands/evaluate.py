@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hftune.build import build_model, choose_strategy, load_datasets, settle_head
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
@@ -85,7 +87,9 @@ def evaluate(
         session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
         settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size)
-        strategy.prepare(built, build_optimizer(built, recipe))
+        # Nothing is trained; a checkpoint's optimizer may have other weights to evaluate. An export is not frozen, as a task's
+        # parameter groups may take for granted.
+        strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             load_weights(strategy, checkpoint, saved, digests)
         session.progress.stage("the evaluation")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -92,11 +92,20 @@ def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, 
     # Here and not in peft's config: peft would ask the Hub about the base each time it saves.
     written |= {"base_model_name_or_path": base.folder(final.absolute()), "revision": commit}
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_tied(model, directory / WEIGHTS)
     config = deepcopy(model.config)
     vars(config).pop("quantization_config", None)  # the files of the base are not quantised, as it would say
     config.save_pretrained(directory / MODEL_CONFIG)
     if name is None:
         plain_model(model, merged=False).save_pretrained(directory / OWN_BASE)
+
+
+def write_tied(model: PreTrainedModel, path: Path) -> None:
+    """Write a shared weight under its second name, too, which peft wants to read. ``save_pretrained`` leaves it out."""
+    written = load_file(path)
+    trained = {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict().items()}
+    if missing := {name: value.detach().to("cpu", copy=True) for name, value in trained.items() if name not in written}:
+        save_file({**written, **missing}, path, {"format": "pt"})
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -193,7 +202,8 @@ def plain_model(model: PreTrainedModel, merged: bool) -> PreTrainedModel:
             plain.get_submodule(owner).register_buffer(own, value.to("cpu", copy=True), persistent=False)
     if empty := [name for name, value in plain.named_parameters() if value.is_meta]:
         raise ConfigError(f"{type(model).__name__} cannot be exported without its adapters: {empty[0]} was not found in it.")
-    plain.generation_config = deepcopy(model.generation_config)
+    if model.can_generate():
+        plain.generation_config = deepcopy(model.generation_config)
     return plain.eval()
 
 

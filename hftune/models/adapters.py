@@ -80,6 +80,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         use_dora=config.type == "dora",
         use_rslora=config.rslora,
         task_type=next((kind for end, kind in TASK_TYPES.items() if type(model).__name__.endswith(end)), None),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         ensure_weight_tying=not ties.keys().isdisjoint(whole),
     )
     model.add_adapter(lora)

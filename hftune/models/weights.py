@@ -57,9 +57,8 @@ def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list
     found: dict[str, Tensor] = {}
     for file in weight_files(path, key):
         found |= read_tensors(file, f"{key}={path}")
-    for prefix in PREFIXES:
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    while prefix := next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in found)), None):
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
     persistent, own = model.state_dict(keep_vars=True), dict(chain(model.named_parameters(), model.named_buffers()))
     for name, value in found.items():
         if name in persistent and persistent[name].shape != value.shape:

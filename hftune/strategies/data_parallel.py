@@ -19,7 +19,7 @@ from hftune.distributed.progress import Progress
 from hftune.models.scored_head import TARGETS
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.head_trial import reads_scores
-from hftune.strategies.optimizer_state import KNOWN
+from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
@@ -85,11 +85,9 @@ class DataParallel(Strategy):
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
         failed, hooks = False, []
         try:
-            # The optimizer allocates its moments in its first step: two of each parameter's size for Adam; three with amsgrad,
-            # and to be safe for optimizers that are not hftune's.
+            # The optimizer allocates its moments in its first step.
             optimizer = self.sharding.bare_optimizer
-            most = 2 if type(optimizer) in KNOWN and not optimizer.defaults.get("amsgrad") else 3
-            missing = 0 if optimizer.state else most
+            missing = 0 if optimizer.state else most_moments(optimizer)
             # A second micro-batch finds the gradient of the first. DDP has its buckets for it already.
             missing += not self.sharding.keeps_gradient
             there = [torch.empty_like(value) for value in parameters for _ in range(missing)]

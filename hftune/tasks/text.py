@@ -78,7 +78,7 @@ class TextTask(Task):
     same in every run, of each class its share. null: the evaluation data are files or a split of their own."""
     eval_fold: list[int] | None = None
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
-    max_train_samples are then the rows of all folds together. `hftune folds` sets it."""
+    max_train_samples are then the rows of all folds together. `hftune folds` sets it; it takes no language models."""
     max_train_samples: int | None = None
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None

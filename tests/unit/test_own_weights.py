@@ -24,7 +24,7 @@ def tensors(**changed):
     return {**found, **changed}
 
 
-@pytest.mark.parametrize("kind", ["folder", "parts", "safetensors", "bin", "wrapped", "from ddp"])
+@pytest.mark.parametrize("kind", ["folder", "parts", "safetensors", "bin", "wrapped", "from ddp", "from ddp, compiled"])
 def test_weights_are_found_in_files_and_folders(tmp_path, kind):
     given = tensors()
     path = tmp_path / "weights.pt"
@@ -43,6 +43,8 @@ def test_weights_are_found_in_files_and_folders(tmp_path, kind):
         torch.save(given, path)
     elif kind == "wrapped":
         torch.save({"state_dict": given, "step": 5}, path)
+    elif kind == "from ddp, compiled":
+        torch.save({f"_orig_mod.module.{name}": value for name, value in given.items()}, path)
     else:
         torch.save({f"module.{name}": value for name, value in given.items()}, path)
     model = Net()
