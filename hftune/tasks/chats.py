@@ -442,10 +442,11 @@ class Chats(TextTask):
         model.generation_config = self._generation_of(model.generation_config)  # the recipe's may have changed since
         return model
 
-    def example_inputs(self) -> list[list[dict[str, Any]]]:
-        """Return the prompts of two chats."""
-        rows = self._rows.get("eval", self._rows["train"]).select(range(min(2, len(self._rows["train"]))))
-        return [without_answer(chat_of(row, self._columns)[0]) for row in rows]
+    def example_inputs(self) -> list[str]:
+        """Return what the user says first in two chats: MLflow keeps texts, but no lists of messages."""
+        rows = self._rows.get("eval", self._rows["train"])
+        chats = [chat_of(rows[index], self._columns)[0] for index in range(min(2, len(rows)))]
+        return [message["content"] for chat in chats for message in chat if message["role"] == "user"][:2]
 
     def input_columns(self) -> dict[str, str | None]:
         return {"prompt": self.prompt_column}
@@ -547,12 +548,6 @@ def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[i
 def ending(text: str) -> str:
     """Return the last SHOWN characters of a text, with an ellipsis if there are more."""
     return text if len(text) <= SHOWN else f"\N{HORIZONTAL ELLIPSIS}{text[1 - SHOWN :]}"
-
-
-def without_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat up to its last answer."""
-    last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    return messages[:last]
 
 
 def _as_list(value: Any) -> list[Any]:
