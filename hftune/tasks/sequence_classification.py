@@ -238,9 +238,13 @@ class SequenceClassification(TextTask):
         if not others:
             ids, cut = to_ids(first, tokenizer, self.max_length)
             return {"input_ids": ids, "cut": cut}
+        return pair_ids(first, others[0], tokenizer, self.max_length, self._has_types(config))
+
+    def _has_types(self, config: PreTrainedConfig | None) -> bool:
+        """Return whether a model with this config is told the two texts of a pair apart by token types."""
         # Not every model whose tokenizer knows token types has embeddings for them.
-        has_types = "token_type_ids" in tokenizer.model_input_names and (getattr(config, "type_vocab_size", 0) or 0) > 1
-        return pair_ids(first, others[0], tokenizer, self.max_length, has_types)
+        knows_types = "token_type_ids" in self.text_tokenizer.model_input_names
+        return knows_types and (getattr(config, "type_vocab_size", 0) or 0) > 1
 
     def targets(self, split: str) -> dict[str, np.ndarray]:
         """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
@@ -261,7 +265,8 @@ class SequenceClassification(TextTask):
         return {"label": flags_of(numbers, indices, len(rows), len(names))}
 
     def encoded_by(self) -> Any:
-        return [self.max_length, self.kind, self.labels, self._data_label_names]
+        has_types = len(self._text_columns) > 1 and self._has_types(self._config)
+        return [self.max_length, self.kind, self.labels, self._data_label_names, has_types]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
         """Return the number of texts of each class, or with each label."""
@@ -361,7 +366,7 @@ class SequenceClassification(TextTask):
         return self._problem.metrics(rows)
 
     def transformers_pipeline(self) -> dict[str, Any]:
-        every = {"top_k": None} if self.problem_type == "multi_label_classification" else {}
+        every = {"top_k": None} if self.kind == "multi_label_classification" else {}
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length, **every}
 
     def example_inputs(self) -> list[Any]:
