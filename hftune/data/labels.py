@@ -159,19 +159,25 @@ def read_label_lists(
         )
     names, labels, indices = getattr(inner, "names", None), [], []
     for index, listed in enumerate(rows[column]):
-        where = f"Row {row_of(index)} of the {split} split"
-        if listed is None:
-            raise DataError(f"{where} has no list in column {column!r}. An empty list means that it has none of the labels.")
-        if any(label is None or label == "" for label in listed):
-            raise DataError(f"{where} lists a label without a name in column {column!r}. Fill it in, or remove it.")
-        if len(set(listed)) < len(listed):
-            raise DataError(
-                f"{where} lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name "
-                "or number; or name a column of 0 and 1 for each label in task.label_columns."
-            )
+        if wrong := _wrong_list(listed, column):
+            raise DataError(f"Row {row_of(index)} of the {split} split {wrong}")
         labels += [names[label] if names and 0 <= label < len(names) else label for label in listed]
         indices += [index] * len(listed)
     return labels, indices
+
+
+def _wrong_list(listed: Sequence[Any] | None, column: str) -> str | None:
+    """Return what is wrong with the labels of a row, the end of a sentence; None if nothing is."""
+    if listed is None:
+        return f"has no list in column {column!r}. An empty list means that it has none of the labels."
+    if any(label is None or label == "" for label in listed):
+        return f"lists a label without a name in column {column!r}. Fill it in, or remove it."
+    if len(set(listed)) < len(listed):
+        return (
+            f"lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name "
+            "or number; or name a column of 0 and 1 for each label in task.label_columns."
+        )
+    return None
 
 
 def flags_of(numbers: Iterable[int], indices: Iterable[int], num_rows: int, num_labels: int) -> np.ndarray:
