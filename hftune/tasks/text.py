@@ -299,7 +299,7 @@ class TextTask(Task):
         return self.encode
 
     def encoded_by(self) -> Any:
-        """Return what ``encode`` and ``targets`` depend on besides rows, split, tokenizer and code: by default the subclass's fields.
+        """Return what ``encode`` and ``targets`` depend on besides rows, split, tokenizer and code: by default its own fields.
 
         Samples are tokenized again if it changes.
         """

@@ -241,4 +241,4 @@ class TokenClassification(TextTask):
                 for place, word in enumerate(first_tokens(words[window])):
                     if word is not None and (word not in of_text or min(place, last - place) > of_text[word][0]):
                         of_text[word] = (min(place, last - place), tags_T[place], tops_T[place])
-        return [{word: (tag, top) for word, (_, tag, top) in of_text.items()} for of_text in found]
+        return [{word: (tag, top) for word, (_, tag, top) in sorted(of_text.items())} for of_text in found]

@@ -30,8 +30,10 @@ def test_references_of_a_fold_are_its_own_rows(tmp_path_factory, fold):
 def test_rows_have_scores_in_the_fold_that_evaluates_them(write_rows):
     rows = [{"anchor": f"a text {i}", "positive": f"the text {i}", "score": i / 10} for i in range(10)]
     files = {"train": str(write_rows("rows.jsonl", rows))}
-    for fold in (0, 1):
-        samples = task_of(Embeddings, files, score_column="score", max_length=32, eval_fold=[fold, 2]).datasets()
+    tasks = [task_of(Embeddings, files, score_column="score", max_length=32, eval_fold=[fold, 2]) for fold in (0, 1)]
+    tasks[1].text_tokenizer = tasks[0].text_tokenizer  # as that of a pretrained model is
+    for task in tasks:
+        samples = task.datasets()
         assert ("score" in samples["train"][0], "score" in samples["eval"][0]) == (False, True)
 
 
