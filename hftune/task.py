@@ -323,7 +323,7 @@ class Task(ABC):
             return {column: column for column in several}
         if given.get("image_column") is None or given.get("mask_column") is None:
             given.pop("mask_column", None)
-        return {name.removesuffix("_column"): column for name, column in given.items() if name != "text_columns"}
+        return {name.removesuffix("_column"): column for name, column in given.items()}
 
     def raw_inputs(self, rows: Mapping[str, list]) -> list:
         """Return the raw inputs of ``predict`` that some rows of a table hold.
