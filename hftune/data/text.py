@@ -144,7 +144,13 @@ def take(
     by_class = part.held_out is not None and label_column is not None
     labels = read_labels(rows, label_column, "train", row_of) if by_class else None
     indices = part.indices(len(rows), labels, row_of, sizes)
-    return rows if len(indices) == len(rows) else rows.select(indices)
+    return rows if len(indices) == len(rows) else _select(rows, indices)
+
+
+def _select(rows: datasets.Dataset, indices: np.ndarray) -> datasets.Dataset:
+    """Return some rows, which know their numbers: of consecutive ones, datasets returns a slice that has forgotten them."""
+    selected = rows.select(indices)
+    return rows._select_with_indices_mapping(indices) if selected._indices is None else selected
 
 
 @contextmanager

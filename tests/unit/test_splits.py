@@ -105,6 +105,16 @@ def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(t
     assert not any("max_train_samples" in notice for notice in loaded._row_notices(loaded._rows, "text"))
 
 
+def test_consecutive_rows_keep_their_numbers_too(tmp_path):
+    file = one_file(tmp_path, [*"ababab"])
+    for fold in range(6):  # leave one out: a single row is consecutive, and so is the rest of the first and the last
+        loaded = task(data_files={"train": file}, eval_fold=[fold, 6])
+        assert [row["text"][12] for row in loaded._rows["eval"]] == [str(row) for row in loaded.fold_rows]
+        numbers = row_numbers(loaded._rows["train"], range(5))
+        assert sorted([*numbers, *loaded.fold_rows]) == [*range(6)]
+        assert notices.num_rows(loaded._rows["train"]) == (5, 6)
+
+
 def test_a_test_file_may_be_given_besides(tmp_path):
     test = tmp_path / "test.jsonl"
     test.write_text('{"text": "text of the test", "label": "a"}\n' * 4)
