@@ -57,6 +57,8 @@ class Task(ABC):
     """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
     fold_rows: ClassVar[Sequence[int] | None] = None
     """Where the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
+    fold_data: ClassVar[str | None] = None
+    """A digest of all rows that the folds are made of, by which folds of different data are told apart; None: not known."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
     libraries: ClassVar[Sequence[str]] = ()

@@ -223,6 +223,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         num_steps=run.num_steps,
         steps_per_epoch=run.plan.num_steps,
         notices=parts.notices,
+        fold_data=ask(run.recipe.task, "fold_data", None),
     )
 
 

@@ -17,6 +17,7 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
+from hftune.data.digest import content_digest
 from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, file_format
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
@@ -313,6 +314,11 @@ def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
     """Return the 0-based rows of the original file, for these indices of a (possibly subsampled) data set."""
     table = rows._indices
     return list(indices) if table is None else table.column(0).take(np.asarray(indices, np.int64)).to_pylist()
+
+
+def digest_of_all(rows: datasets.Dataset) -> str:
+    """Hash the whole data set of which ``take`` took these rows."""
+    return content_digest(datasets.Dataset(rows.data, info=rows.info))
 
 
 def _list(numbers: Sequence[int], most: int = 3) -> str:
