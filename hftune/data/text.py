@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from huggingface_hub.utils import httpx
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
 from hftune.data.digest import content_digest
-from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, file_format
+from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, SURPLUS, file_format
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
@@ -27,8 +28,9 @@ from hftune.errors import DataError, did_you_mean
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
-READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too."""
+READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""], "index_col": False}}
+"""Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too. And if lines
+have one cell more than the header, the first column would not be read at all."""
 
 
 def load_split(
@@ -246,16 +248,29 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
         DataError: the data cannot be loaded.
     """
     try:
-        return datasets.load_dataset(dataset, **READER_OPTIONS.get(dataset, {}), **kwargs)
+        with refusing_lost_cells() if dataset == "csv" else nullcontext():
+            return datasets.load_dataset(dataset, **READER_OPTIONS.get(dataset, {}), **kwargs)
     except StopIteration:  # as the json reader of datasets fails on a file without lines
         return []
     except DatasetGenerationError as error:
+        if isinstance(error.__cause__, Warning):
+            raise DataError(f"{source} cannot be read as {dataset}: {SURPLUS}") from error
         reason = str(error.__cause__ or error).strip().rstrip(".")
         raise DataError(f"{source} cannot be read as {dataset}: {reason}.") from error
     except (ConnectionError, FileNotFoundError) as error:
         raise DataError(f"{source} cannot be loaded: {error} Name files: {instead}.") from error
     except ValueError as error:  # as datasets reports an unknown split or configuration
         raise DataError(f"{source} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def refusing_lost_cells() -> Iterator[None]:
+    """Raise pandas' warning of csv lines that have more cells than the header, which would be left out."""
+    from pandas.errors import ParserWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ParserWarning)
+        yield
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
