@@ -53,6 +53,9 @@ class Task(ABC):
     """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
     labels: ClassVar[Sequence[str] | None] = None
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
+    read_columns: ClassVar[Mapping[str, str]] = {}
+    """Columns that were read of the data, by the fields that name them, such as {"text_column": "review"}: a property there,
+    known after ``datasets``. Exports keep it: `hftune predict --data` prefers the same columns."""
     evaluates = True
     """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
     fold_rows: ClassVar[Sequence[int] | None] = None

@@ -88,6 +88,7 @@ def prepare(options: argparse.Namespace) -> Job:
         ConfigError, DataError: they cannot be predicted, or not be written.
     """
     check_output(options.output)
+    from hftune.checkpoints.export import read_about, readable
     from hftune.checkpoints.run_folder import check_answers, open_run
 
     recipe, model = open_run(options.folder, options.trust_code)
@@ -97,7 +98,8 @@ def prepare(options: argparse.Namespace) -> Job:
     kwargs = {"probabilities": True} if options.probabilities else {}
     table = read_table(options.data, getattr(task, "dataset_config", None))
     given = parse_map(options.map)
-    columns = find_columns(task, table, given)
+    trained_on = read_about(readable(model)).get("columns", {})
+    columns = find_columns(task, table, given, trained_on)
     sizes, empty = scan(table, columns)
     if empty.all():
         raise DataError(f"--data {table.name}: no row has an input in column {' or '.join(map(repr, columns.values()))}.")
@@ -112,7 +114,7 @@ def prepare(options: argparse.Namespace) -> Job:
     notices = [
         f"Predicting from column {column!r} as the {name}. --map {name}=COLUMN names a different one."
         for name, column in columns.items()
-        if column != task.input_columns()[name] and name not in given
+        if name not in given and column not in (task.input_columns()[name], trained_on.get(f"{name}_column"))
     ]
     size = options.batch_size or recipe.eval.batch_size
     return Job(
@@ -169,8 +171,12 @@ def parse_map(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def find_columns(task: Task, table: Table, given: Mapping[str, str]) -> dict[str, str]:
+def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on: Mapping[str, str]) -> dict[str, str]:
     """Return the table's columns that the task predicts from, by what ``Task.input_columns`` calls them.
+
+    Args:
+        given: columns that ``--map`` names.
+        trained_on: columns of the training data, see ``Task.read_columns``; they come before a guess.
 
     Raises:
         ConfigError: the task reads no columns, or ``given`` names something else than its columns.
@@ -185,7 +191,8 @@ def find_columns(task: Task, table: Table, given: Mapping[str, str]) -> dict[str
         raise ConfigError(f"--map {odd[0]}={given[odd[0]]}: this task's inputs are called {', '.join(wanted)}.")
     found = {}
     for name, column in wanted.items():
-        found[name] = chosen = find_column(name, column, given.get(name), table)
+        same = trained_on.get(f"{name}_column") if column is None else None
+        found[name] = chosen = find_column(name, same if same in table.columns else column, given.get(name), table)
         if name not in PATHS and is_number(table.rows.features[chosen]):
             raise DataError(
                 f"--data {table.name}: column {chosen!r} holds numbers, not texts. Name a different one: --map {name}=COLUMN."

@@ -259,6 +259,10 @@ class ImageClassification(ImageTask):
         return list(self._sources["eval"].rows) if self.eval_fold else None
 
     @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return {key.removeprefix("task."): column for key, column in self._sources["train"].columns.items()}
+
+    @property
     def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
         """Digest of the labels of all images: reading the images would take long."""
         from hftune.data.digest import content_digest

@@ -257,6 +257,10 @@ class TextTask(Task):
         return self.columns(self._unchecked["train"])
 
     @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return self._columns
+
+    @property
     def _text_columns(self) -> list[str]:
         return [self._columns[key] for key in self.text_keys if key in self._columns]
 

@@ -12,8 +12,9 @@ from PIL import Image
 
 from hftune import cli, load_model
 from hftune.commands import predict_rows
-from hftune.commands.predict_data import flat, output_columns, output_rows
+from hftune.commands.predict_data import find_columns, flat, output_columns, output_rows
 from hftune.data.table import read_table
+from hftune.errors import DataError
 from hftune.tasks import SequenceClassification
 from tests.support.predictions import untrained
 from tests.support.runs import TINY
@@ -186,6 +187,17 @@ def test_no_column_takes_the_place_of_another_one(tmp_path):
             **{"probability_probability": 0.75, "label_probability": 0.25, "label": "probability", "probability": 0.75},
         }
     ]
+
+
+def test_the_column_that_was_trained_on_comes_before_a_guess(tmp_path):
+    (tmp_path / "t.csv").write_text("id,text,review\n1,a,b\n")
+    table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
+    assert task.input_columns() == {"text": None}
+    for trained_on, column in (({"text_column": "review"}, "review"), ({"text_column": "gone"}, "text"), ({}, "text")):
+        assert find_columns(task, table, {}, trained_on) == {"text": column}
+    (tmp_path / "n.csv").write_text("id,stars\n1,2\n")
+    with pytest.raises(DataError, match=r"has no column that could be the text\. It has: id, stars\. Name the right one"):
+        find_columns(task, read_table(str(tmp_path / "n.csv")), {}, {})
 
 
 def test_a_text_without_a_token_is_planned():
