@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
+from hftune.models import scored_head
 from hftune.models.adapter_files import is_quantized
 from hftune.models.adapters import add_adapter, base_digest, check_installed, has_adapter, new_modules
 from hftune.models.dropout import replace_dropout
@@ -33,6 +35,7 @@ from hftune.models.packing import compute_padding
 from hftune.models.pretrained import loading, quantization
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import check_schedule, freeze, optimizer_class
+from hftune.strategies import head_trial
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model, repeated_layers
@@ -100,9 +103,12 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse an optimizer, adapters and weights that are not there, before data and model are loaded, or raise ConfigError."""
+    """Refuse what is not there, such as an optimizer, adapters or weights, before data and model are loaded, or
+    raise ConfigError."""
     optimizer_class(recipe.train)
     check_installed(recipe.adapter)
+    if recipe.train.head_loss == "liger" and (problem := liger_problem(recipe)) is not None:
+        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
 
@@ -180,7 +186,7 @@ for each of them on average. With fewer, a GPU takes hardly less time, and split
 
 def default_parts(plan: BatchPlan, least: int = 1) -> int:
     """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
-    samples = min(plan.batch_size, plan.num_samples)
+    samples = min(plan.batch_size, plan.samples_per_epoch)
     tokens = float(plan.lengths.mean()) * samples
     return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
 
@@ -191,7 +197,7 @@ def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
     if most >= num_processes:
         return []
     micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
-    samples = min(plan.batch_size, plan.num_samples)
+    samples = min(plan.batch_size, plan.samples_per_epoch)
     how = f"set train.parts={num_processes}" if samples >= num_processes else "raise train.batch_size"
     return [
         f"A step of {samples} samples has {micro_batches}, so {num_processes - most} of {num_processes} processes have nothing "
@@ -263,6 +269,64 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         parts.notices.append(
             f"{share:.0%} of what training computes is padding: {parts.model_name} cannot leave it out, because {reason}."
         )
+
+
+def settle_head(recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: Any, rows: int) -> list[str]:
+    """Let a model compute its loss together with its head, where there are many logits and it comes out the same. Collective.
+
+    Before ``strategy.prepare``, while every process has the whole model on its host.
+
+    Args:
+        rows: of the largest micro-batch.
+
+    Returns:
+        Sentences on why the logits are computed as a whole.
+
+    Raises:
+        ConfigError: ``train.head_loss=liger`` cannot be used.
+    """
+    kernel = recipe.train.head_loss
+    if kernel == "liger" and (problem := scored_head.liger_problem(model, strategy.device)) is not None:
+        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
+    if not may_score_head(recipe, model):
+        if kernel == "liger":
+            raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
+        return []
+    lengths = recipe.task.lengths(dataset)
+    longest = 1 if lengths is None else int(lengths.max())
+    if kernel == "auto" and rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
+        return []
+    sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    reason = strategy.on_main(lambda: head_trial.reason_against(model, recipe.task, dataset, sample, strategy.device))
+    if reason is None:
+        scored_head.install(model, "liger" if kernel == "liger" else "chunks")
+        strategy.scores_head = True
+        return []
+    if kernel == "liger":
+        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} cannot use it, because {reason}.")
+    return [f"The logits of a micro-batch are computed all at once, because {reason}."]
+
+
+def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
+    """Say whether to try to compute the loss together with the head. A pipeline's stages return logits."""
+    if recipe.train.head_loss == "whole" or recipe.parallel.pipeline_stages > 1 or not recipe.task.scored_head:
+        return False
+    return scored_head.Head.of(model) is not None and not (recipe.train.compile and not repeated_layers(model))
+
+
+def liger_problem(recipe: Recipe) -> str | None:
+    """Return why a recipe cannot use Liger's kernel, on any device; None if it may."""
+    if not recipe.task.scored_head:
+        return f"{type(recipe.task).__name__} does not predict tokens"
+    if recipe.parallel.pipeline_stages > 1:
+        return "a pipeline returns logits"
+    return None if find_spec("liger_kernel") else "liger-kernel is not installed: pip install liger-kernel"
+
+
+def largest_rows(recipe: Recipe, plan: BatchPlan) -> int:
+    """Return a bound on the rows of a micro-batch, in training or in an evaluation."""
+    evaluated = 0 if recipe.eval.is_off else recipe.eval.batch_size
+    return max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
 
 
 def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
@@ -487,7 +551,7 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
 
 def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
-    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens", "packing")
+    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens", "packing", "head_loss")
     device = strategy.device.type
     if device == "cuda":
         properties = torch.cuda.get_device_properties(strategy.device)

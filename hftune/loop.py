@@ -100,7 +100,9 @@ def fit(run: Run) -> None:
     config, state, strategy = run.recipe.train, run.state, run.strategy
     if state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         evaluate_and_keep(run)
-        if run.has_ended():
+        if run.has_ended() and state.mean_items:  # eval.patience is exhausted between two lines of metrics.jsonl
+            log(run, {"train/loss": state.take_mean_loss()})
+        if checkpoint_is_due(run):
             save_checkpoint(run)
     dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
     with frozen_garbage() as freeze:

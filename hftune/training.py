@@ -25,6 +25,8 @@ from hftune.build import (
     choose_strategy,
     first_epoch,
     idle_notices,
+    largest_rows,
+    settle_head,
     settle_micro_batches,
     settle_packing,
 )
@@ -32,6 +34,7 @@ from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpointer, open_checkpoint, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
+from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.distributed.devices import peak_flops, precision_notices
@@ -45,7 +48,7 @@ from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import Compilations
-from hftune.strategies.sharding import checkpoint_tensors
+from hftune.strategies.sharding import model_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, warning
 from hftune.tracking.facts import Facts, command, git_state, now
@@ -69,6 +72,7 @@ def train(recipe: Recipe) -> TrainResult:
     recipe.validate()
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with OutputDir(recipe) as output, Session(recipe) as session:
+        settle(recipe)
         claim(output, session)
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
@@ -78,6 +82,8 @@ def train(recipe: Recipe) -> TrainResult:
         output.confirm(strategy)
         check_base_dtype(recipe, strategy, parts.model)
         settle_packing(recipe, strategy, parts)
+        rows = largest_rows(recipe, parts.plan)
+        parts.notices += settle_head(recipe, strategy, parts.model, parts.datasets["train"], rows)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
@@ -388,8 +394,7 @@ def load_best_model(run: Run, output: OutputDir) -> None:
     strategy, tensors = run.strategy, {}
 
     def read() -> None:
-        best = run.recipe.task.load(output.path / "model")
-        tensors.update(checkpoint_tensors(best, build_optimizer(best, run.recipe))["model"])
+        tensors.update(model_tensors(run.recipe.task.load(output.path / "model")))
 
     strategy.on_main(read)
     strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)

@@ -34,11 +34,12 @@ FIXED = (
 """Keys (or prefixes) that cannot change on resume: they decide which samples form a step, or what is learned from them."""
 FREE = ("recipe", "output_dir", "resume")
 """Keys that do not describe the training itself; changes to them are not reported."""
-NOT_FIXED = ("adapter.export",)
-"""Keys that may change although FIXED has their section."""
+NOT_FIXED = ("adapter.export", "task.weights")
+"""Keys that may change although FIXED has their section. Weights to start from may be gone: checkpoints go on from there."""
 HARMLESS = (
     *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
     "train.profile",
+    "task.weights",
     *(
         "train.micro_batch_size",
         "train.micro_batch_tokens",
@@ -72,6 +73,18 @@ class Start:
     """Keys of the recipe that differ from the checkpoint's, with both values: "train.lr=0.1 (it was 0.2)"."""
     group: Sequence[Member] = ()
     """The processes of this job that have launchers."""
+
+
+def settle(recipe: Recipe) -> None:
+    """Take over what the run that is resumed has settled: fields of ``Task.settled_fields`` that are null in the recipe."""
+    folder = Path(recipe.output_dir) if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser()
+    begins = recipe.resume == "never" and not is_restarted(folder, member())
+    if begins or not recipe.task.settled_fields or not (folder / "recipe.yaml").is_file():
+        return
+    before = OmegaConf.to_container(OmegaConf.load(folder / "recipe.yaml"))
+    for name in recipe.task.settled_fields:
+        if getattr(recipe.task, name) is None:
+            setattr(recipe.task, name, before.get("task", {}).get(name))
 
 
 def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:

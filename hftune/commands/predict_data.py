@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 USUAL = {
     "text": TEXTS,
     "source": ("content", *TEXTS),
+    "prompt": ("prompt", "question", "instruction", *TEXTS),
     "words": ("words", "tokens", *TEXTS),
     "anchor": ("anchor", "query", "question", *TEXTS),
     "image": ("image", "file_name", "path", "file"),
@@ -93,8 +94,8 @@ def prepare(options: argparse.Namespace) -> Job:
     check_answers(task)
     check_probabilities(task, options.probabilities)
     kwargs = {"probabilities": True} if options.probabilities else {}
-    table = read_table(options.data, getattr(task, "dataset_config", None))
     given = parse_map(options.map)
+    table = flattened(read_table(options.data, getattr(task, "dataset_config", None)), task, given)
     columns = find_columns(task, table, given)
     sizes, empty = scan(table, columns)
     if empty.any() and options.empty == "refuse":
@@ -147,6 +148,13 @@ def parse_map(words: Sequence[str]) -> dict[str, str]:
     if bad := [word for word in words if not re.fullmatch(r"[^=]+=.+", word)]:
         raise ConfigError(f"--map {bad[0]} is not NAME=COLUMN, such as --map text=review.")
     return dict(word.split("=", 1) for word in words)
+
+
+def flattened(table: Table, task: Task, given: Mapping[str, str]) -> Table:
+    """Give the texts of a column with several, such as translation, columns of their own if one of them is read."""
+    wanted = {column for column in (*task.input_columns().values(), *given.values()) if column is not None}
+    is_nested = any(column.partition(".")[0] in table.columns for column in wanted - {*table.columns})
+    return replace(table, rows=table.rows.flatten()) if is_nested else table
 
 
 def find_columns(task: Task, table: Table, given: Mapping[str, str]) -> dict[str, str]:

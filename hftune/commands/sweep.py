@@ -270,9 +270,13 @@ def claim(sweep: Sweep) -> None:
         raise ConfigError(f"{path} cannot be read. Remove it, or set output_dir=... to a different folder.") from error
     own = identity(sweep)
     if before is not None and before != own:
-        names = {"fixed": "keys that all trials share", "keys": "keys that vary", "by": "way to choose values"}
+        differences = {
+            "fixed": "has other keys that all trials share",
+            "keys": "has other keys that vary",
+            "by": "chooses values in another way",
+        }
         changed = next(name for name in own if before.get(name) != own[name])
-        what = f"has other {names[changed]}" if changed in names else "is of a different recipe"
+        what = differences.get(changed, "is of a different recipe")
         was = f" ({_spelled(before.get(changed))} instead of {_spelled(own[changed])})" if changed != "digest" else ""
         raise ConfigError(f"{sweep.folder} holds a sweep that {what}{was}. Set output_dir=... to a different folder.")
     try:

@@ -187,13 +187,41 @@ def packed_bytes(weight: Tensor) -> int:
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Take an optimizer step, so that the optimizer has all of its state. Clears the gradients."""
+    """Give an optimizer all of its state: by a step, or, where a step asks tensors for values, as STATES says."""
     to_training(optimizer)
+    if (state_of := STATES.get(type(optimizer).__name__)) is not None:
+        for group in optimizer.param_groups:
+            optimizer.state.update({parameter: state_of(parameter, optimizer) for parameter in group["params"]})
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _adafactor_state(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return tensors like those that torch's Adafactor keeps: a number per row and per column of a matrix."""
+    if parameter.ndim < 2:
+        return {"variance": torch.empty_like(parameter)}
+    *batch, rows, columns = parameter.shape
+    return {"row_var": parameter.new_empty(*batch, rows, 1), "col_var": parameter.new_empty(*batch, 1, columns)}
+
+
+def _8bit_state(parameter: Tensor, optimizer: Any) -> dict[str, Tensor]:
+    """Return tensors like those that bitsandbytes' AdamW8bit keeps: two bytes per weight, and two scales per 256 of them."""
+    if parameter.numel() < optimizer.args.min_8bit_size:
+        return {f"state{index}": torch.empty_like(parameter, dtype=torch.float32) for index in (1, 2)}
+    states = {f"state{index}": torch.empty_like(parameter, dtype=torch.uint8) for index in (1, 2)}
+    blocks = -(-parameter.numel() // 256)
+    return states | {f"absmax{index}": parameter.new_empty(blocks, dtype=torch.float32) for index in (1, 2)}
+
+
+STATES: Mapping[str, Callable[[Tensor, Any], dict[str, Tensor]]] = {
+    "Adafactor": _adafactor_state,
+    "AdamW8bit": _8bit_state,
+}
+"""What the optimizers keep for each parameter whose steps ask tensors for values; by the names of their classes."""
 
 
 def step_memory(

@@ -25,6 +25,7 @@ from hftune.build import (
     largest_micro_batch_tokens,
     load_datasets,
     may_be_packed,
+    may_score_head,
     plan_batches,
     total_steps,
     width_of,
@@ -37,6 +38,7 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
+from hftune.models import scored_head
 from hftune.models.adapters import base_tensors, has_adapter
 from hftune.models.packing import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
@@ -540,8 +542,11 @@ def count_in_process(
     found = []
     if any(PACKING in batch for _, batch in heaviest):
         install_packing(model)
+    if scores_head := may_score_head(recipe, model):
+        scored_head.install(model)
     for item, batch in heaviest:
-        compute_it, keeps_average = partial(forward_backward, recipe, model, batch), recipe.train.ema_decay is not None
+        compute_it = partial(forward_backward, recipe, model, batch, scores_head)
+        keeps_average = recipe.train.ema_decay is not None
         found.append(candidate_memory(plan, model, optimizer, item, compute_it, keeps_average))
         if plan.unused_parameters is None:
             plan.unused_parameters = without_gradient(dict(model.named_parameters()))
@@ -648,7 +653,7 @@ def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
         return None
 
 
-def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], scores_head: bool = False) -> None:
     """Compute a micro-batch as a process does, with a model without values."""
     task, device = recipe.task, next(model.parameters()).device
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.mixed_precision)
@@ -656,7 +661,7 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
     if precision is not None:  # as Accelerate does
         forward = convert_outputs_to_fp32(torch.autocast(device.type, precision)(model.forward))
     inputs = without_values(batch, device)
-    task.loss(compute(forward, **inputs_of(task, inputs)), task.target(inputs)).backward()
+    task.loss(compute(forward, **inputs_of(task, inputs, scores_head)), task.target(inputs)).backward()
 
 
 def needs_values(error: Exception) -> str:

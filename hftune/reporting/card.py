@@ -25,6 +25,7 @@ CARD = "README.md"
 RECIPE, RESULT, METRICS = "recipe.yaml", "result.json", "metrics.jsonl"
 """Files of a run's output folder."""
 TASKS = {
+    "Chats": ("text-generation", "that answers chats"),
     "Embeddings": ("sentence-similarity", "that embeds texts for retrieval"),
     "ImageClassification": ("image-classification", "that classifies images"),
     "ImageRestoration": ("image-to-image", "that restores images"),

@@ -17,6 +17,8 @@ from hftune import ConfigError, Recipe, Task, TrainingError, cli, train
 from hftune.batch_plan import BatchPlan, balance
 from hftune.build import build_model
 from hftune.checkpoints.checkpointer import steps
+from hftune.config import TrainConfig
+from hftune.optim import optimizer_class
 from hftune.planning.memory import make_optimizer_state, packable_weights, step_memory
 from hftune.planning.pipeline import PipelinePlan
 from hftune.planning.plan import in_4_bits, make_plan, survey
@@ -88,8 +90,8 @@ def test_the_state_of_an_optimizer_of_ones_own_is_counted(tmp_path, optimizer, c
     assert memory.optimizer_bytes == pytest.approx(copies * memory.weights_bytes, abs=64)  # and counters of steps
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.Adafactor", "tests.support.optimizers.Reads"])
-def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path, optimizer):
+def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path):
+    optimizer = "tests.support.optimizers.Reads"
     plan = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer=optimizer))
     assert plan.memory is None and plan.parameters > 0
     assert plan.notices[-1].startswith(
@@ -179,6 +181,28 @@ class Repeated(Terabyte):
 def test_samples_are_counted_as_they_are_augmented(tmp_path):
     plan = make_plan(own(tmp_path, "tests.unit.test_planning.Repeated", batch_size=1, micro_batch_size=1))
     assert plan.memory.activations_bytes > 400_000 * 4
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
+def test_state_of_optimizers_whose_steps_ask_for_values_is_that_of_a_real_step(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    kind = optimizer_class(TrainConfig(optimizer=name))
+    shapes = [(80, 70), (300,), (5, 6, 7), ()]
+    real, planned = (kind([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.1) for _ in range(2))
+    for weight in real.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    real.step()
+    make_optimizer_state(planned)
+    shared = ("step", "qmap1", "qmap2")  # counters, and tables that all parameters share
+    sizes = [
+        [
+            sorted((key, value.shape, value.dtype) for key, value in state.items() if key not in shared and value is not None)
+            for state in optimizer.state.values()
+        ]
+        for optimizer in (real, planned)
+    ]
+    assert sizes[0] == sizes[1]
 
 
 def test_bytes_are_those_of_real_tensors():

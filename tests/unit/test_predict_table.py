@@ -11,7 +11,9 @@ from PIL import Image
 
 from hftune import cli, load_model
 from hftune.commands import predict_rows
-from hftune.tasks import SequenceClassification
+from hftune.commands.predict_data import find_columns, flattened
+from hftune.data.table import read_table
+from hftune.tasks import Seq2Seq, SequenceClassification
 from tests.support.predictions import untrained
 from tests.support.runs import TINY
 
@@ -156,6 +158,14 @@ def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkey
     assert predict(run, *words) == 2
     assert capsys.readouterr().err.startswith(f"hftune: {said}")
     assert not (tmp_path / "x.csv").exists()
+
+
+def test_texts_of_a_translation_column_are_found_by_their_names(tmp_path, write_rows):
+    path = write_rows("rows.jsonl", [{"id": 1, "translation": {"en": "a train", "fr": "un train"}}])
+    task, given = Seq2Seq(source_column="translation.en", target_column="translation.fr"), {"source": "translation.fr"}
+    table = flattened(read_table(str(path)), task, {})
+    assert find_columns(task, table, {}) == {"source": "translation.en"} and table.rows[0]["translation.en"] == "a train"
+    assert find_columns(Seq2Seq(), flattened(read_table(str(path)), Seq2Seq(), given), given) == given
 
 
 def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, table, expected, tmp_path, capsys, monkeypatch):

@@ -147,7 +147,7 @@ def test_another_sweep_in_the_same_folder_is_refused(trained, capsys):
             "train.epochs=2",
         ): "has other keys that all trials share (train.epochs=1 instead of train.epochs=2)",
         ("train.lr=1e-5", "seed=1,2", "train.epochs=1"): "has other keys that all trials share",
-        ("train.lr=1e-5,3e-5", "train.epochs=1", "--optuna", "2"): "has other way to choose values (grid instead of optuna)",
+        ("train.lr=1e-5,3e-5", "train.epochs=1", "--optuna", "2"): "chooses values in another way (grid instead of optuna)",
     }.items():
         assert swept(*words) == 2
         assert f"outputs/yelp_demo/sweep holds a sweep that {said}" in capsys.readouterr().err

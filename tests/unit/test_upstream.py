@@ -437,6 +437,13 @@ TABLE = [
         NO_ISSUE,
         compilations_are_counted,
     ),
+    Upstream(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "models",
+        "a loss that leaves out tokens without a target cannot count them in a plan",
+        "a public FakeTensorMode",
+        values_are_refused_without_values,
+    ),
     *(
         Upstream(
             f"torch._subclasses.fake_tensor.{name}",
