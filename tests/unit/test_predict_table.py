@@ -12,13 +12,8 @@ from PIL import Image
 
 from hftune import cli, load_model
 from hftune.commands import predict_rows
-<<<<<<< HEAD
 from hftune.commands.predict_data import find_columns, flat, flattened, output_columns, output_rows
-from hftune.data.table import read_table
-=======
-from hftune.commands.predict_data import find_columns, flat, output_columns, output_rows
 from hftune.data.table import read_table, write_table
->>>>>>> w-fixb
 from hftune.errors import DataError
 from hftune.tasks import Seq2Seq, SequenceClassification
 from tests.support.predictions import untrained
@@ -202,17 +197,10 @@ def test_no_column_takes_the_place_of_another_one(tmp_path):
 
 
 def test_the_column_that_was_trained_on_comes_before_a_guess(tmp_path):
-<<<<<<< HEAD
-    (tmp_path / "t.csv").write_text("id,text,remark\n1,a,b\n")
-    table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
-    assert task.input_columns() == {"text": None}
-    for trained_on, column in (({"text_column": "remark"}, "remark"), ({"text_column": "gone"}, "text"), ({}, "text")):
-=======
     (tmp_path / "t.csv").write_text("id,text,opinion\n1,a,b\n")
     table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
     assert task.input_columns() == {"text": None}
     for trained_on, column in (({"text_column": "opinion"}, "opinion"), ({"text_column": "gone"}, "text"), ({}, "text")):
->>>>>>> w-fixb
         assert find_columns(task, table, {}, trained_on) == {"text": column}
     (tmp_path / "n.csv").write_text("id,stars\n1,2\n")
     with pytest.raises(DataError, match=r"has no column that could be the text\. It has: id, stars\. Name the right one"):
