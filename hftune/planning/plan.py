@@ -155,7 +155,7 @@ class Memory(StepMemory):
     receive_bytes: int
     """Part of the peak: in a pipeline, the receive buffers."""
     frozen_bytes: int
-    """Part of the weights: those that are not trained."""
+    """Part of the weights: those that are not trained, as beside adapters; 0 if all parameters are."""
     device: str
     """Device of the estimate: cpu or cuda."""
     samples: int
@@ -610,12 +610,19 @@ def candidate_memory(
         **asdict(step),
         ddp_buckets_bytes=buckets,
         receive_bytes=0,
-        frozen_bytes=sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad),
+        frozen_bytes=frozen_bytes(model, step.weights_bytes),
         device=next(model.parameters()).device.type,
         samples=samples,
         longest=None if plan.data.longest is None else item.micro_batch.length,
         host_copy_bytes=plan.disk.checkpoint_bytes,
     )
+
+
+def frozen_bytes(model: nn.Module, weights_bytes: int) -> int:
+    """Return the bytes of the parameters and buffers that are not trained; 0 if all parameters are."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_frozen = len(trained) < len([*model.parameters()])
+    return weights_bytes - sum(parameter.nbytes for parameter in trained) if has_frozen else 0
 
 
 def in_4_bits(memory: Memory, model: nn.Module) -> Memory:

@@ -177,22 +177,22 @@ def test_task_that_saves_in_its_own_way_is_told_to_merge(llama, tmp_path):
         export(task, adapted("AutoModelForCausalLM", llama / "base"), tmp_path / "model")
 
 
-def test_weights_of_4_bits_train_save_load_and_merge_into_the_unquantised(llama, tmp_path):
+def test_weights_of_4_bits_train_save_load_and_merge_into_the_unquantised(tmp_path):
     pytest.importorskip("bitsandbytes")
-    with loading(**quantization("nf4", torch.float32)):
-        model = adapted("AutoModelForCausalLM", llama / "base")
+    fields = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}  # its kernel for CPUs wants multiples of 64
+    fresh("AutoModelForCausalLM", fields).save_pretrained(tmp_path / "base")
+    with loading(**quantization("nf4", torch.float32, ["v_proj"])):
+        model = adapted("AutoModelForCausalLM", tmp_path / "base", quantize="nf4", train_also=["v_proj"])
+    assert "v_proj" not in {name.rpartition(".")[2] for name, value in model.named_parameters() if value.dtype == torch.uint8}
     assert is_quantized(model) and type(model.model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
     loss = model(input_ids=torch.arange(3, 19)[None], labels=torch.arange(3, 19)[None]).loss
     loss.backward()
     assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
     export(Saver(), model, tmp_path / "model")
     again = loaded("AutoModelForCausalLM", tmp_path / "model")
-    assert is_quantized(again) and torch.equal(answers(again), answers(model))
+    assert is_quantized(again) and (answers(again) - answers(model)).abs().max() < 5e-3
     with pytest.raises(ConfigError, match=r"cannot be merged into weights of 4 bits"):
         merge(again)
     with loading(quantization_config=None):
         exact = loaded("AutoModelForCausalLM", tmp_path / "model")
     assert not is_quantized(exact) and 0 < (answers(exact) - answers(model)).abs().max() < 0.1
-    with pytest.raises(ConfigError, match=r"adapter.quantize=nf4: model.layers.0.mlp.up_proj of LlamaForCausalLM has 4 bits"):
-        with loading(**quantization("nf4", torch.float32)):
-            adapted("AutoModelForCausalLM", llama / "base", quantize="nf4", train_also=["layers.0.mlp.up_proj"])

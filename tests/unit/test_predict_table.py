@@ -190,10 +190,10 @@ def test_no_column_takes_the_place_of_another_one(tmp_path):
 
 
 def test_the_column_that_was_trained_on_comes_before_a_guess(tmp_path):
-    (tmp_path / "t.csv").write_text("id,text,review\n1,a,b\n")
+    (tmp_path / "t.csv").write_text("id,text,remark\n1,a,b\n")
     table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
     assert task.input_columns() == {"text": None}
-    for trained_on, column in (({"text_column": "review"}, "review"), ({"text_column": "gone"}, "text"), ({}, "text")):
+    for trained_on, column in (({"text_column": "remark"}, "remark"), ({"text_column": "gone"}, "text"), ({}, "text")):
         assert find_columns(task, table, {}, trained_on) == {"text": column}
     (tmp_path / "n.csv").write_text("id,stars\n1,2\n")
     with pytest.raises(DataError, match=r"has no column that could be the text\. It has: id, stars\. Name the right one"):
