@@ -246,11 +246,13 @@ class Chats(TextTask):
 
     def _check_lengths(self, split: str, samples: Texts) -> None:
         """Refuse chats that are too long, or raise DataError; where they are dropped or cut, none is left."""
+        import numpy as np
+
         lengths = self.lengths(samples)
         long = lengths > self.max_length
         if long.any():
             worst = int(lengths.argmax())
-            row, count = self.row_of(split)(int(samples.column("row")[worst])), int(long.sum())
+            row, count = self.row_of(split)(int(np.asarray(samples.column("row"))[worst])), int(long.sum())
             raise DataError(
                 f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
                 f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
@@ -286,7 +288,7 @@ class Chats(TextTask):
         """Yield how many chats of a split were dropped, cut, or made into several samples."""
         import numpy as np
 
-        total, used = len(self._rows[split]), len(np.unique(samples.column("row")))
+        total, used = len(self._rows[split]), len(np.unique(np.asarray(samples.column("row"))))
         if used < total:
             yield (
                 f"Dropped {total - used:,} of {total:,} chats of the {split} split, longer than "

@@ -262,6 +262,22 @@ class ImageClassification(ImageTask):
         """Image in the data of each sample of the eval split, if that is a fold."""
         return list(self._sources["eval"].rows) if self.eval_fold else None
 
+    @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return {key.removeprefix("task."): column for key, column in self._sources["train"].columns.items()}
+
+    @property
+    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+        """Digest of the labels of all images: reading the images would take long."""
+        from hftune.data.digest import content_digest
+
+        if not self.eval_fold:
+            return None
+        sources = self._sources.values()
+        return content_digest(
+            sorted(pair for own in sources for pair in zip(own.rows, map(str, own.images.labels), strict=True))
+        )
+
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
         """Class names in the order of the class numbers."""

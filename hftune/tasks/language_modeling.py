@@ -220,7 +220,7 @@ class LanguageModeling(TextTask):
         unknown = self.text_tokenizer.unk_token_id
         if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
             return []
-        shares = {split: float((blocks.stream == unknown).mean()) for split, blocks in datasets.items()}
+        shares = {split: blocks.share_of(unknown) for split, blocks in datasets.items()}
         tokens = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
         return [f"Tokens that are {self.text_tokenizer.unk_token}: {tokens}."] if tokens else []
 

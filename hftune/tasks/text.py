@@ -212,6 +212,12 @@ class TextTask(Task):
         rows = self._rows["eval"] if self.eval_fold else None
         return None if rows is None else row_numbers(rows, range(len(rows)))
 
+    @property
+    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+        from hftune.data.text import digest_of_all
+
+        return digest_of_all(self._rows["eval"]) if self.eval_fold else None
+
     def row_of(self, split: str) -> Callable[[int], Any]:
         """Return a function that translates an index of a split to the row of the data, for messages."""
         from hftune.data.text import row_numbers
@@ -250,6 +256,10 @@ class TextTask(Task):
     @cached_property
     def _columns(self) -> dict[str, str]:
         return self.columns(self._unchecked["train"])
+
+    @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return self._columns
 
     @property
     def _text_columns(self) -> list[str]:

@@ -20,15 +20,8 @@ JOBS = {
         },
         "exact": EXACT,
     },
-    2: {
-        "packed": (),
-        "sharded": (),
-        "tied": TIED,
-        "tied sharded": TIED,
-        "bf16 sharded": BF16,
-        "cut": ("parallel.pipeline_stages=2",),
-    },
-    4: {"packed": (), "tied": TIED, "exact": EXACT, "bf16": BF16},
+    2: {"packed": (), "sharded": (), "tied sharded": TIED, "bf16 sharded": BF16, "cut": ("parallel.pipeline_stages=2",)},
+    4: {"packed": (), "tied": TIED},
 }
 REFERENCE = {"packed": "packed whole", "sharded": "packed whole", "cut": "packed whole", "tied": "tied whole"}
 REFERENCE |= {"tied sharded": "tied whole", "exact": "exact whole", "bf16": "bf16 whole", "bf16 sharded": "bf16 whole"}
@@ -54,7 +47,7 @@ def test_losses_gradients_and_evaluations_are_those_of_whole_logits(runs, name, 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_chunks_are_really_computed_in_evaluations_too(runs, name, size):
-    assert {row["scored"] for row in runs[name, size].predictions} == {name != "cut"}  # a pipeline returns logits
+    assert any(row["scored"] for row in runs[name, size].predictions) == (name != "cut")  # a pipeline returns logits
 
 
 @pytest.mark.parametrize("name", ["packed", "tied", "exact", "bf16"])

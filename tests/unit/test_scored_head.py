@@ -313,8 +313,9 @@ def test_a_model_without_a_head_for_tokens_has_none():
 
 def test_a_plan_counts_the_chunks(monkeypatch):
     monkeypatch.setattr(scored_head, "AT_ONCE", 2**12)
-    plans = [make_plan(Recipe.load("wikitext2_demo", f"train.head_loss={how}")) for how in ("whole", "auto")]
+    together = ("train.micro_batch_size=20", "train.parts=1")
+    plans = [make_plan(Recipe.load("wikitext2_demo", *together, f"train.head_loss={how}")) for how in ("whole", "auto")]
     whole, chunks = (plan.memory.activations_bytes for plan in plans)
     words = len(Recipe.load("wikitext2_demo").task.text_tokenizer)
-    assert whole - chunks > 4 * plans[0].memory.samples * 35 * words  # at least a tensor of all logits
+    assert plans[0].memory.samples == 20 and whole - chunks > 4 * 20 * 35 * words  # at least a tensor of all logits
     assert plans[0].unused_parameters == plans[1].unused_parameters == []

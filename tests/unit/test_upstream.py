@@ -265,6 +265,8 @@ def data_sets_have_fingerprint_and_indices():
     chosen = rows.select([2, 0])
     assert chosen._fingerprint != rows._fingerprint
     assert [place.as_py() for place in chosen._indices.column(0)] == [2, 0]
+    chosen = rows._select_with_indices_mapping([1, 2])
+    assert chosen["a"] == [2, 3] and [place.as_py() for place in chosen._indices.column(0)] == [1, 2]
 
 
 # optional packages
@@ -556,6 +558,13 @@ TABLE = [
         data_sets_have_fingerprint_and_indices,
     ),
     Upstream("_indices", "data", "messages name rows of the file", NO_ISSUE, data_sets_have_fingerprint_and_indices),
+    Upstream(
+        "_select_with_indices_mapping",
+        "data",
+        "rows that follow each other know their numbers, too",
+        "datasets: select that keeps indices",
+        data_sets_have_fingerprint_and_indices,
+    ),
     Upstream("_jsc", "spark launchers", "Spark's free slots, without a wait of many minutes", NO_ISSUE, spark_reaches_java),
     Upstream(
         "SystemMetricsMonitor",
