@@ -382,7 +382,7 @@ def load_options(recipe: Recipe) -> dict[str, Any]:
     is_bf16 = config.base_dtype == "bf16" or (config.base_dtype == "auto" and on_gpu)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     device = "cpu" if on_cpu() else f"{torch.accelerator.current_accelerator()}:{ProcessInfo.from_environment().local_rank}"
-    return {**({"dtype": dtype} if is_bf16 else {}), **quantization(config.quantize, dtype, device)}
+    return {**({"dtype": dtype} if is_bf16 else {}), **quantization(config.quantize, dtype, config.train_also, device)}
 
 
 def check_quantized(recipe: Recipe, model: nn.Module) -> None:

@@ -291,6 +291,7 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     def write() -> None:
         if is_best:
             about = {"step": state.best_step, "metric": config.metric, "value": state.best}
+            about["columns"] = dict(ask(run.recipe.task, "read_columns", {}))
             export(run.recipe.task, model, output_dir / "model", about, run.recipe.adapter.export)
         with marked_while_moving(run.strategy.progress):  # the other processes wait, however long it takes
             rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)

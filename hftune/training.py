@@ -240,6 +240,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         num_steps=run.num_steps,
         steps_per_epoch=run.plan.num_steps,
         notices=parts.notices,
+        fold_data=ask(run.recipe.task, "fold_data", None),
     )
 
 
@@ -322,7 +323,8 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     with strategy.averaged():
         model = strategy.unwrap()
         if recipe.eval.is_off:
-            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best, recipe.adapter.export))
+            about = {**best, "columns": dict(ask(recipe.task, "read_columns", {}))}
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", about, recipe.adapter.export))
         else:
             strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last", kind=recipe.adapter.export))
     test = test_best(run, output) if "test" in run.datasets else {}

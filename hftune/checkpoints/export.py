@@ -45,7 +45,7 @@ def export(
     with explain_write_errors(directory), atomic_path(directory) as temporary:
         temporary.mkdir(parents=True)
         if getattr(model, "_hf_peft_config_loaded", False):
-            save_adapted(task, model, temporary, directory, kind)  # type: ignore[arg-type]  # transformers sets it
+            save_adapted(task, model, temporary, directory, kind)
         else:
             task.save(model, temporary)
         if about is not None:

@@ -219,6 +219,7 @@ def start_folder(path: Path) -> None:
     for name in (
         "model",
         "model_last",
+        "model_merged",  # by hftune merge
         "checkpoints",
         SAMPLE_IMAGES,
         PROFILE,

@@ -191,6 +191,11 @@ class Recipe(RunConfig):
                 "stays float32, and only there the two may meet. Or set adapter.base_dtype=auto."
             )
 
+        if adapter.export != "merged" and type(self.task).save is Task.save:
+            yield (
+                f"adapter.export={adapter.export}: {type(self.task).__name__} has no method save, and the default one writes a "
+                "whole model. Set adapter.export=merged, or write one that calls model.save_pretrained(directory)."
+            )
         if adapter.quantize is not None:
             yield from self._quantize_problems(adapter.quantize)
 

@@ -124,6 +124,7 @@ class ChatFormat:
         if template is None and not tokenizer.chat_template:
             raise ConfigError("The tokenizer has no chat template. Set task.chat_template to a file with one.")
         self._check_options()
+        self._check_date()
         self.stops = sorted({*stops, tokenizer.eos_token_id} - {None})
         self._learn_stop()
 
@@ -174,7 +175,7 @@ class ChatFormat:
         return len(texts) > 1
 
     def _check_options(self) -> None:
-        fixed = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+        fixed = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"messages", "strftime_now"}
         source = self._template(None) + self._template([])
         words = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))))
         for name in self.options:
@@ -183,6 +184,14 @@ class ChatFormat:
             if name not in words:
                 hint = did_you_mean(name, words)
                 raise ConfigError(f"task.template_options.{name} has no effect: the chat template does not mention it.{hint}")
+
+    def _check_date(self) -> None:
+        for template in (self._template(None), self._template([])):
+            if re.search(r"\bstrftime_now\s*\(", _frozen(template, self.today)):
+                raise ConfigError(
+                    "The chat template calls strftime_now with a format that is no text, so that the date cannot be frozen. "
+                    "Set task.chat_template to a copy with the format, or the date, written out."
+                )
 
     def _template(self, tools: list | None) -> str:
         return self.tokenizer.get_chat_template(self.template, tools)
@@ -348,7 +357,7 @@ class ChatFormat:
 def _frozen(template: str, today: datetime.date) -> str:
     """Return the template with the date in the place of each call of strftime_now, which transformers binds to the clock."""
     now = datetime.datetime(today.year, today.month, today.day)
-    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: json.dumps(now.strftime(call[2])), template)
+    return re.sub(r"\bstrftime_now\s*\(\s*(['\"])(.*?)\1\s*\)", lambda call: json.dumps(now.strftime(call[2])), template)
 
 
 def _written(prompt: str, whole: str, messages: Sequence[Mapping[str, Any]], place: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from hftune.data.demo_rows import distinct_rows
 
 NUM_CHATS = {"train": 9600, "eval": 96}
-NUM_JSON_CHATS = {"train": 4800, "eval": 96}
+NUM_JSON_CHATS = {"train": 6400, "eval": 96}
 
 NAMES = ["ann", "bob", "cleo", "dan", "eve", "finn", "gus", "hana"]
 ITEMS = ["apples", "cups", "books", "coins"]

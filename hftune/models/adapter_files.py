@@ -12,7 +12,7 @@ additions of ours:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +50,8 @@ class Base:
     """nf4: its linear layers had 4 bits in training."""
     digest: str
     """See ``base_digest``."""
+    whole: Sequence[str] = ()
+    """Names of the modules that were trained as a whole."""
 
     def folder(self, directory: Path) -> str:
         """Return what ``load_model`` loads it from, given the folder of the adapters."""
@@ -85,7 +87,8 @@ def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, 
     """
     quantized = "nf4" if is_quantized(model) else None
     dtype = str(base_dtype(model)).removeprefix("torch.")
-    base = Base(name, commit, dtype, quantized, base_digest(model))
+    whole = [key for key, module in replaced(model) if hasattr(module, "original_module")]
+    base = Base(name, commit, dtype, quantized, base_digest(model), whole)
     (directory / BASE).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
     path = directory / CONFIG
     written = json.loads(path.read_text(encoding="utf-8"))

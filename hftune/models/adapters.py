@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -66,6 +68,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
             f"adapter.type={config.type} needs a model of transformers, and {type(model).__name__} is none. Leave it out: all "
             "weights are trained then."
         )
+    import_peft()
     from peft import LoraConfig
 
     ties = tied_modules(model)
@@ -87,6 +90,17 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in LOWER:
             parameter.data = parameter.data.float()
+
+
+def import_peft() -> None:
+    """Import peft in silence: it imports bitsandbytes if that is there, which warns of kernels for 4 bits on CPUs."""
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        importlib.import_module("peft")
+    finally:
+        log.setLevel(level)
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -230,7 +244,8 @@ def target_modules(model: PreTrainedModel, config: AdapterConfig, whole: Sequenc
         found = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, LINEAR) and module is not head and trains(module) and not is_inside(name, whole)
+            if isinstance(module, LINEAR) and module is not head and not is_inside(name, whole)
+            if trains(module) or is_packed(module.weight)
             if not isinstance(module, NonDynamicallyQuantizableLinear)  # whose weight nn.MultiheadAttention uses directly
             if name not in ties
         ]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -124,6 +125,10 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
             return _initialize(auto_class, config, dtype)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
+    if (quantized := options.get("quantization_config")) is not None:
+        quantized = deepcopy(quantized)
+        quantized.llm_int8_skip_modules += heads_of(auto_class, config)
+        options["quantization_config"] = quantized
     folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
     if commit is not None and not any(folder.glob("model*.safetensors")):
         folder = folder_of(model, commit, PICKLED)
@@ -142,6 +147,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
     if body:
         raise ConfigError(f"task.model_config gives {body[0]} a different size than task.model={model} has.")
+    vars(loaded).pop("hf_device_map", None)  # Accelerate (1.15) would keep a quantised model where it was loaded
     loaded.drawn_parameters = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     return loaded
 
@@ -170,7 +176,7 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     if base.commit is None and not Path(folder).is_dir():
         raise ConfigError(f"{directory} holds adapters of the model in {folder}, where there is none now. Put it back there.")
     dtype = getattr(torch, base.dtype)
-    quantized = quantization(base.quantized, dtype)
+    quantized = quantization(base.quantized, dtype, base.whole)
     with loading(**{"dtype": dtype, **quantized, **given}):
         model = load_model(auto_class, folder, config, base.commit)
     load_adapter(model, directory, is_as_trained=given.keys().isdisjoint(quantized))
@@ -178,17 +184,31 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     return model.float() if dtype.itemsize < 4 and not is_quantized(model) else model
 
 
-def quantization(kind: str | None, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+def quantization(kind: str | None, dtype: torch.dtype, whole: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """Return the options of ``from_pretrained`` that keep linear layers but the head in 4 bits; none if ``kind`` is None.
 
     Args:
         dtype: in which they compute, and the other weights are kept.
+        whole: names, or ends of names, of further modules that stay as they are.
         device: on which they get their 4 bits; their layout there may differ.
     """
     if kind is None:
         return {}
     settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings), "device_map": {"": device}}
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[*whole], **settings)
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def heads_of(auto_class: Any, config: PreTrainedConfig) -> list[str]:
+    """Return the names of the modules of a model that are beside its body, or compute its logits.
+
+    transformers (5.23) leaves out of its 4 bits only what has the last weight, and not if that has a bias, too.
+    """
+    with torch.device("meta"):
+        model = _initialize(auto_class, config, None)
+    last, body = model.get_output_embeddings(), model.base_model
+    beside = [name for name, child in model.named_children() if child is not body] if body is not model else []
+    return [*beside, *(name for name, module in model.named_modules() if module is last)]
 
 
 def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hftune.models.adapters import LINEAR
 from hftune.strategies.averages import averaged_names, to_training
 
 NEEDS_VALUES = (
@@ -166,6 +167,23 @@ def average_bytes(model: nn.Module) -> int:
     persistent = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in (parameters | buffers).items() if name in parameters or name in persistent}
     return sum(tensors[name].nbytes for name in averaged_names(parameters, tensors))
+
+
+PACKED = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits: these, a byte for each block of 64, and a float32 for each 256 blocks, in bitsandbytes."""
+
+
+def packable_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that ``adapter.quantize`` keeps in 4 bits: those of the frozen linear layers but the head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    whole = {head, *(module.original_module for module in model.modules() if hasattr(module, "original_module"))}
+    layers = [module for module in model.modules() if isinstance(module, LINEAR) and module not in whole]
+    return [layer.weight for layer in layers if not layer.weight.requires_grad]
+
+
+def packed_bytes(weight: Tensor) -> int:
+    """Return the size of a weight in 4 bits."""
+    return round(weight.numel() * PACKED)
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -110,7 +110,8 @@ def reason_against(
         if needs_mask and MASK not in inputs:
             return f"its inputs have no {MASK}"
         with evaluating(model.to(device)), torch.no_grad():
-            for dtype in (None, half) if half else (None,):
+            is_half = any(parameter.dtype == half for parameter in model.parameters())  # beside adapters, which stay float32
+            for dtype in (half,) if is_half else (None, half) if half else (None,):
                 with torch.autocast(device.type, dtype, enabled=dtype is not None), attention_calls() as calls:
                     padded, packed = model(**inputs), compute(model, **inputs, packing=packing)
                 if len(calls) != len(layers):

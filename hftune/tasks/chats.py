@@ -246,11 +246,13 @@ class Chats(TextTask):
 
     def _check_lengths(self, split: str, samples: Texts) -> None:
         """Refuse chats that are too long, or raise DataError; where they are dropped or cut, none is left."""
+        import numpy as np
+
         lengths = self.lengths(samples)
         long = lengths > self.max_length
         if long.any():
             worst = int(lengths.argmax())
-            row, count = self.row_of(split)(int(samples.column("row")[worst])), int(long.sum())
+            row, count = self.row_of(split)(int(np.asarray(samples.column("row"))[worst])), int(long.sum())
             raise DataError(
                 f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
                 f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
@@ -286,7 +288,7 @@ class Chats(TextTask):
         """Yield how many chats of a split were dropped, cut, or made into several samples."""
         import numpy as np
 
-        total, used = len(self._rows[split]), len(np.unique(samples.column("row")))
+        total, used = len(self._rows[split]), len(np.unique(np.asarray(samples.column("row"))))
         if used < total:
             yield (
                 f"Dropped {total - used:,} of {total:,} chats of the {split} split, longer than "
@@ -442,10 +444,11 @@ class Chats(TextTask):
         model.generation_config = self._generation_of(model.generation_config)  # the recipe's may have changed since
         return model
 
-    def example_inputs(self) -> list[list[dict[str, Any]]]:
-        """Return the prompts of two chats."""
-        rows = self._rows.get("eval", self._rows["train"]).select(range(min(2, len(self._rows["train"]))))
-        return [without_answer(chat_of(row, self._columns)[0]) for row in rows]
+    def example_inputs(self) -> list[str]:
+        """Return what the user says first in two chats: MLflow keeps texts, but no lists of messages."""
+        rows = self._rows.get("eval", self._rows["train"])
+        chats = [chat_of(rows[index], self._columns)[0] for index in range(min(2, len(rows)))]
+        return [message["content"] for chat in chats for message in chat if message["role"] == "user"][:2]
 
     def input_columns(self) -> dict[str, str | None]:
         return {"prompt": self.prompt_column}
@@ -547,12 +550,6 @@ def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[i
 def ending(text: str) -> str:
     """Return the last SHOWN characters of a text, with an ellipsis if there are more."""
     return text if len(text) <= SHOWN else f"\N{HORIZONTAL ELLIPSIS}{text[1 - SHOWN :]}"
-
-
-def without_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat up to its last answer."""
-    last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    return messages[:last]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -220,7 +220,7 @@ class LanguageModeling(TextTask):
         unknown = self.text_tokenizer.unk_token_id
         if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
             return []
-        shares = {split: float((blocks.stream == unknown).mean()) for split, blocks in datasets.items()}
+        shares = {split: blocks.share_of(unknown) for split, blocks in datasets.items()}
         tokens = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
         return [f"Tokens that are {self.text_tokenizer.unk_token}: {tokens}."] if tokens else []
 
@@ -297,14 +297,15 @@ class LanguageModeling(TextTask):
 
         tokens = self.text_tokenizer
         ids = torch.tensor(tokens(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
-        positions = getattr(model.config, "max_position_embeddings", None) or len(ids)
+        maximum = getattr(model.config, "max_position_embeddings", None)
+        positions = maximum or len(ids)
         losses = [
             head_losses(model(input_ids=block[None, :-1], use_cache=False), block[None, 1:])
             for start in range(0, len(ids) - 1, positions)
             if len(block := ids[start : start + positions + 1]) > 1
         ]
         room = positions - (model.generation_config.max_new_tokens or 20)  # the default of generate
-        prompt = ids[-room:] if 0 < room < len(ids) else ids
+        prompt = ids[-room:] if maximum and 0 < room < len(ids) else ids
         generated = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]))[0, len(prompt) :]
         total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
         return {

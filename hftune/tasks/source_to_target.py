@@ -5,7 +5,7 @@ torch and transformers are imported inside the methods, so that mistyped recipes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +45,14 @@ class SourceToTarget(TextTask):
     scored_head = True
     text_keys = ("source_column", "target_column")
     length_keys = ("max_source_length", "max_target_length")
+
+    def validate(self) -> list[str]:
+        return [*super().validate(), *self._generation_problems()]
+
+    def _generation_problems(self) -> Iterator[str]:
+        count = self.generation.get("num_return_sequences")
+        if count not in (None, 1):
+            yield f"task.generation.num_return_sequences={count} must be 1: each source has one target. Leave it out."
 
     @property
     def _source(self) -> str:

@@ -212,6 +212,12 @@ class TextTask(Task):
         rows = self._rows["eval"] if self.eval_fold else None
         return None if rows is None else row_numbers(rows, range(len(rows)))
 
+    @property
+    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+        from hftune.data.text import digest_of_all
+
+        return digest_of_all(self._rows["eval"]) if self.eval_fold else None
+
     def row_of(self, split: str) -> Callable[[int], Any]:
         """Return a function that translates an index of a split to the row of the data, for messages."""
         from hftune.data.text import row_numbers
@@ -252,6 +258,10 @@ class TextTask(Task):
         return self.columns(self._unchecked["train"])
 
     @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return self._columns
+
+    @property
     def _text_columns(self) -> list[str]:
         return [self._columns[key] for key in self.text_keys if key in self._columns]
 
@@ -278,7 +288,7 @@ class TextTask(Task):
 
         if self.model is not None:
             return load_tokenizer(self.model, commit=self.model_commit)
-        key = ["wordpiece", self._rows["train"]._fingerprint, self._text_columns, self.vocab_size, version("tokenizers")]
+        key = ["wordpiece", self._rows["train"]._fingerprint, self._columns, self.vocab_size, version("tokenizers")]
         key += _code(type(self))
         return wordpiece_tokenizer(cached_value(key, lambda: train_wordpiece(self.training_texts(), self.vocab_size)))
 
@@ -295,8 +305,12 @@ class TextTask(Task):
         """
         raise NotImplementedError
 
+    def encoder(self, split: str) -> Callable[[dict[str, list]], dict[str, list]]:
+        """Return ``encode`` for the rows of a split."""
+        return self.encode
+
     def encoded_by(self) -> Any:
-        """Return what ``encode`` and ``targets`` depend on besides rows, tokenizer and code: by default the subclass's fields.
+        """Return what ``encode`` and ``targets`` depend on besides rows, split, tokenizer and code: by default its own fields.
 
         Samples are tokenized again if it changes.
         """
@@ -319,9 +333,10 @@ class TextTask(Task):
 
         def make() -> dict[str, Any]:
             targets = self.targets(split)
-            return {**flat_arrays(mapped(rows, self.encode, f"Tokenizing {split}")), **targets}
+            return {**flat_arrays(mapped(rows, self.encoder(split), f"Tokenizing {split}")), **targets}
 
-        key = [type(self).__qualname__, rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.encoded_by()]
+        # The split, too: the same rows are for training in one fold and evaluated in another.
+        key = [type(self).__qualname__, split, rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.encoded_by()]
         return cached_texts(key + _code(type(self)), make)
 
     def build_model(self) -> PreTrainedModel:

@@ -102,8 +102,12 @@ def test_chats_that_cannot_be_answered_are_refused(run, tmp_path, capsys, words,
 
 def test_adapters_start_from_the_export_of_the_demo_and_are_a_fraction_of_it(run, lora):
     losses = lora.logged("train/loss")
-    assert losses[-1] < losses[0] / 2
-    assert (lora.folder / "model" / "adapter_model.safetensors").is_file()
+    assert len(losses) == 10 and losses[-1] < losses[0] - 2
+    weights = [
+        path.stat().st_size
+        for path in (lora.folder / "model" / "adapter_model.safetensors", run.folder / "model" / "model.safetensors")
+    ]
+    assert weights[0] < weights[1] / 3  # matrices of rank 8 beside a model that is 64 wide
     assert evaluate(Recipe.load(lora.folder / "recipe.yaml"), lora.folder / "model").metrics == lora.result["metrics"]
 
 
@@ -119,9 +123,9 @@ def test_samples_are_shown_with_what_is_trained(capsys, own):
     recipe = own(row)
     train = load_datasets(recipe)["train"]
     assert [text for text, is_trained in recipe.task.marked(train[0]) if is_trained] == ["37<|im_end|>"]
-    assert cli.main(["show", "recipe=chats_demo", "--samples", "2"]) == 0
+    assert cli.main(["show", "recipe=chats_demo", "--samples", "2", "task.max_train_samples=20"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("sample 0 of 9,600 (") and "sample 1 of" in shown and "sample 2" not in shown
+    assert shown.startswith("sample 0 of 20 (") and "sample 1 of" in shown and "sample 2" not in shown
     assert "<|im_start|>assistant\n\u00ab" in shown and "<|im_end|>\u00bb\n" in shown
 
 

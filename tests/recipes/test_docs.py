@@ -167,7 +167,7 @@ PLANS = [
     (page, command, shown)
     for page, text in PAGES.items()
     for command, shown in re.findall(
-        r"^```bash\n(hftune plan .+)\n```\n+```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE
+        r"^```bash\n(hftune plan [^\n]+)\n```\n+```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE
     )
 ]
 

@@ -86,6 +86,15 @@ def test_what_does_not_fit_is_refused(tmp_path, given, message):
     assert str(caught.value).startswith(f"task.weights={path}") and str(caught.value).endswith(message)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_broken_index_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=rf"^task.weights={tmp_path}: model.safetensors.index.json cannot be read as a list of"
+    ):
+        load_weights(Net(), str(tmp_path))
+
+
 def test_a_path_without_weights_is_refused_with_the_near_one(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         load_weights(Net(), str(tmp_path / "missing"))

@@ -15,12 +15,13 @@ from torch.nn.functional import cross_entropy
 
 from hftune import ConfigError, Recipe, Task, TrainingError, cli, train
 from hftune.batch_plan import BatchPlan, balance
+from hftune.build import build_model
 from hftune.checkpoints.checkpointer import steps
 from hftune.config import TrainConfig
 from hftune.optim import optimizer_class
-from hftune.planning.memory import make_optimizer_state, step_memory
+from hftune.planning.memory import make_optimizer_state, packable_weights, step_memory
 from hftune.planning.pipeline import PipelinePlan
-from hftune.planning.plan import make_plan, survey
+from hftune.planning.plan import in_4_bits, make_plan, survey
 from hftune.planning.report import plan_text
 from tests.support.runs import DATA, SMALL, TINY
 
@@ -231,6 +232,25 @@ def test_bf16_and_gradient_checkpointing_take_less_memory():
         for word in ("seed=1", "train.mixed_precision=bf16", "train.gradient_checkpointing=true")
     )
     assert bf16 < 0.8 * plain and recomputed < 0.5 * plain
+
+
+def test_adapters_are_planned_beside_frozen_weights_whole_or_in_4_bits():
+    words = (*TINY, *DATA, FEW, "adapter.type=lora", "adapter.export=both")
+    recipe = Recipe.load("yelp_demo", *words)
+    plan = make_plan(recipe)
+    trained, whole = 4 * plan.trainable_parameters, plan.memory
+    assert whole.weights_bytes - whole.frozen_bytes == trained and 0 < trained < 0.5 * whole.frozen_bytes
+    assert whole.optimizer_bytes == pytest.approx(2 * trained, rel=0.01)
+    assert trained <= plan.disk.checkpoint_bytes - whole.optimizer_bytes < 1.1 * trained
+    assert plan.disk.model_bytes > whole.frozen_bytes
+    assert "weights that stay frozen" in plan_text(plan)
+
+    with torch.device("meta"):
+        packed = in_4_bits(whole, model := build_model(recipe))
+    linear = sum(value.numel() for value in packable_weights(model))
+    assert linear == 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32  # of two layers, and the pooler
+    assert whole.frozen_bytes - packed.frozen_bytes == pytest.approx(linear * (4 - 0.516), rel=1e-3)
+    assert packed.peak_bytes < whole.peak_bytes
 
 
 @pytest.mark.parametrize("architecture", ["prefix_lm", "encoder_decoder"])
