@@ -45,6 +45,12 @@ def check_bigbird_attention(cells):
     assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 1 for mib in cells.column("peak MiB"))
 
 
+def check_chat_templates(cells):
+    refused = "refused: one, turns, thoughts, call, spaces"
+    found = {row["template"]: row["hftune"] for row in cells.rows}
+    assert found == {"chatml": "3 exact; refused: thoughts, call", "qwen3": "5 exact", "deepseekv3": f"0 exact; {refused}"}
+
+
 def check_checkpoint_cost(costs, starts):
     assert all(figure > 0 for figure in costs.column("figure"))
     assert len(starts.rows) == 3 and all(0 <= seconds < 60 for seconds in starts.column("seconds"))
