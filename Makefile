@@ -36,7 +36,8 @@ bench: $(VENV)/.installed
 measured: $(VENV)/.installed
 	$(BIN)/python benchmarks/measured.py
 
-# constraints.txt pins every version. The demo needs the package alone; tests and benchmarks need some 85 packages more (pyspark, mlflow, ...).
+# constraints.txt pins every version. The demo needs the package alone; tests and benchmarks need some 90 packages more
+# (pyspark, mlflow, ...).
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV). On Linux the package index may give torch with CUDA, gigabytes of it: to get the small CPU"

@@ -16,6 +16,11 @@ import numpy as np
 from hftune.errors import ConfigError
 
 
+def drawn(count: int, weight: float) -> int:
+    """Return how many samples an epoch takes from a data set of ``count`` rows."""
+    return max(1, int(weight * count + 0.5))
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples of one forward pass."""
@@ -146,7 +151,7 @@ class BatchPlan:
     @property
     def drawn_per_epoch(self) -> list[int]:
         """Samples in one epoch from each data set of the mixture."""
-        return [max(1, int(weight * count + 0.5)) for count, weight in self.mixture or ()]
+        return [drawn(count, weight) for count, weight in self.mixture or ()]
 
     @property
     def num_steps(self) -> int:

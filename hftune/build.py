@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,21 @@ from hftune.batch_plan import BatchPlan
 from hftune.config import ParallelConfig, Recipe, TrainConfig
 from hftune.data.augmentation import augmented
 from hftune.data.cache import one_at_a_time
+from hftune.distributed.accelerator import on_cpu
+from hftune.distributed.devices import computes_bf16
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.named import load_metrics
+from hftune.models import scored_head
+from hftune.models.adapter_files import is_quantized
+from hftune.models.adapters import add_adapter, base_digest, check_installed, has_adapter, new_modules
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import compute_padding
+from hftune.models.pretrained import loading, quantization
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import check_schedule, freeze, optimizer_class
+from hftune.strategies import head_trial
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model, repeated_layers
@@ -35,6 +43,7 @@ from hftune.strategies.contract import check_sums
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import collate_for, reason_against, trial_samples
 from hftune.strategies.pipeline_stages import check_stages
+from hftune.strategies.statistics import has_running_statistics
 
 
 @dataclass
@@ -48,6 +57,8 @@ class Parts:
     """On the CPU, with the same weights on every process."""
     num_steps: int
     """Optimizer steps of the whole run."""
+    base: str | None = None
+    """On the main process: the digest of the frozen weights that adapters are trained on."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
     model_name: str = field(init=False)
@@ -86,13 +97,18 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     check_pipeline(recipe, plan, datasets["train"], model)
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
+        parts.base = base_digest(model) if has_adapter(model) else None
         parts.notices = said + check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse an optimizer and weights that are not there, before data and model are loaded, or raise ConfigError."""
+    """Refuse what is not there, such as an optimizer, adapters or weights, before data and model are loaded, or
+    raise ConfigError."""
     optimizer_class(recipe.train)
+    check_installed(recipe.adapter)
+    if recipe.train.head_loss == "liger" and (problem := liger_problem(recipe)) is not None:
+        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
 
@@ -170,7 +186,7 @@ for each of them on average. With fewer, a GPU takes hardly less time, and split
 
 def default_parts(plan: BatchPlan, least: int = 1) -> int:
     """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
-    samples = min(plan.batch_size, plan.num_samples)
+    samples = min(plan.batch_size, plan.samples_per_epoch)
     tokens = float(plan.lengths.mean()) * samples
     return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
 
@@ -181,7 +197,7 @@ def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
     if most >= num_processes:
         return []
     micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
-    samples = min(plan.batch_size, plan.num_samples)
+    samples = min(plan.batch_size, plan.samples_per_epoch)
     how = f"set train.parts={num_processes}" if samples >= num_processes else "raise train.batch_size"
     return [
         f"A step of {samples} samples has {micro_batches}, so {num_processes - most} of {num_processes} processes have nothing "
@@ -255,6 +271,64 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         )
 
 
+def settle_head(recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: Any, rows: int) -> list[str]:
+    """Let a model compute its loss together with its head, where there are many logits and it comes out the same. Collective.
+
+    Before ``strategy.prepare``, while every process has the whole model on its host.
+
+    Args:
+        rows: of the largest micro-batch.
+
+    Returns:
+        Sentences on why the logits are computed as a whole.
+
+    Raises:
+        ConfigError: ``train.head_loss=liger`` cannot be used.
+    """
+    kernel = recipe.train.head_loss
+    if kernel == "liger" and (problem := scored_head.liger_problem(model, strategy.device)) is not None:
+        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
+    if not may_score_head(recipe, model):
+        if kernel == "liger":
+            raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
+        return []
+    lengths = recipe.task.lengths(dataset)
+    longest = 1 if lengths is None else int(lengths.max())
+    if kernel == "auto" and rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
+        return []
+    sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    reason = strategy.on_main(lambda: head_trial.reason_against(model, recipe.task, dataset, sample, strategy.device))
+    if reason is None:
+        scored_head.install(model, "liger" if kernel == "liger" else "chunks")
+        strategy.scores_head = True
+        return []
+    if kernel == "liger":
+        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} cannot use it, because {reason}.")
+    return [f"The logits of a micro-batch are computed all at once, because {reason}."]
+
+
+def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
+    """Say whether to try to compute the loss together with the head. A pipeline's stages return logits."""
+    if recipe.train.head_loss == "whole" or recipe.parallel.pipeline_stages > 1 or not recipe.task.scored_head:
+        return False
+    return scored_head.Head.of(model) is not None and not (recipe.train.compile and not repeated_layers(model))
+
+
+def liger_problem(recipe: Recipe) -> str | None:
+    """Return why a recipe cannot use Liger's kernel, on any device; None if it may."""
+    if not recipe.task.scored_head:
+        return f"{type(recipe.task).__name__} does not predict tokens"
+    if recipe.parallel.pipeline_stages > 1:
+        return "a pipeline returns logits"
+    return None if find_spec("liger_kernel") else "liger-kernel is not installed: pip install liger-kernel"
+
+
+def largest_rows(recipe: Recipe, plan: BatchPlan) -> int:
+    """Return a bound on the rows of a micro-batch, in training or in an evaluation."""
+    evaluated = 0 if recipe.eval.is_off else recipe.eval.batch_size
+    return max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
+
+
 def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
     """Say whether to try a model without padding."""
     return recipe.train.packing == "auto" and plan.lengths is not None and isinstance(model, PreTrainedModel)
@@ -273,16 +347,21 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
         notices: gets sentences on what weights of one's own leave out. None: nobody reads them.
 
     Raises:
-        ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights`` or
-            ``train.freeze`` do not fit it.
+        ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights``,
+            ``train.freeze`` or ``adapter`` do not fit it.
     """
     torch.manual_seed(recipe.seed)
-    model = recipe.task.build_model()
+    with loading(**load_options(recipe)):
+        model = recipe.task.build_model()
     if (path := own_weights(recipe)) is not None and torch.get_default_device().type != "meta":
         said = load_weights(model, path)
         if notices is not None:
             notices += said
     freeze(model, recipe.train.freeze)
+    if recipe.adapter.type is not None:
+        check_statistics(recipe, model)
+        check_quantized(recipe, model)
+        add_adapter(model, recipe.adapter, new_modules(model))
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")
@@ -292,6 +371,51 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     else:
         replace_dropout(model)
     return model
+
+
+def load_options(recipe: Recipe) -> dict[str, Any]:
+    """Return how ``from_pretrained`` is to load a model: in float32, unless its weights stay frozen beside adapters."""
+    config, precision = recipe.adapter, recipe.train.mixed_precision
+    if config.type is None:
+        return {}
+    on_gpu = torch.cuda.is_available() and computes_bf16(torch.device("cuda")) and precision in ("bf16", "auto")
+    is_bf16 = config.base_dtype == "bf16" or (config.base_dtype == "auto" and on_gpu)
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    device = "cpu" if on_cpu() else f"{torch.accelerator.current_accelerator()}:{ProcessInfo.from_environment().local_rank}"
+    return {**({"dtype": dtype} if is_bf16 else {}), **quantization(config.quantize, dtype, config.train_also, device)}
+
+
+def check_quantized(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse ``adapter.quantize`` where nothing came of it, or raise ConfigError."""
+    if recipe.adapter.quantize is not None and torch.get_default_device().type != "meta" and not is_quantized(model):
+        raise ConfigError(
+            f"adapter.quantize={recipe.adapter.quantize}: the {type(model).__name__} of {type(recipe.task).__name__} is not "
+            "quantised. That works for linear layers of models that task.model names. Leave it out."
+        )
+
+
+def check_base_dtype(recipe: Recipe, strategy: Strategy, model: nn.Module) -> None:
+    """Refuse ``adapter.base_dtype=auto`` where not all GPUs compute bf16, which only shows once the processes have joined.
+
+    Raises:
+        ConfigError: this one's does, and its frozen weights are bf16.
+    """
+    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
+        raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")
+
+
+def check_statistics(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse adapters beside running statistics that training changes, which an adapter's folder has no place for.
+
+    Raises:
+        ConfigError: the model has some.
+    """
+    if recipe.train.batch_norm == "train" and any(map(has_running_statistics, model.modules())):
+        raise ConfigError(
+            f"adapter.type={recipe.adapter.type}: {type(model).__name__} has running statistics, such as BatchNorm's, which "
+            "adapters leave as they are. Set train.batch_norm=frozen."
+        )
 
 
 def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress) -> Strategy:
@@ -427,7 +551,7 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
 
 def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     """Return what decides how many samples fit, as far as it may change when a run is resumed. Collective."""
-    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens", "packing")
+    keys = ("gradient_checkpointing", "compile", "deterministic", "batch_norm", "micro_batch_tokens", "packing", "head_loss")
     device = strategy.device.type
     if device == "cuda":
         properties = torch.cuda.get_device_properties(strategy.device)

@@ -18,6 +18,7 @@ from hftune.commands import (
     doctor,
     evaluate_output,
     folds,
+    merge,
     plan,
     predict,
     push,
@@ -63,6 +64,7 @@ COMMANDS = {
         "train a recipe with several values of some keys, and compare. A comma separates values, train.lr=1e-5,3e-5, unless it "
         "is inside brackets, braces or quotes; the same command again goes on where it was stopped",
     ),
+    "merge": (merge, "add a run's adapters to the weights of their base model, and write the plain model"),
     "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),

@@ -32,7 +32,13 @@ class TrainedModel:
         ``probabilities`` adds those of all classes, by name, for a task that classifies.
 
         Texts are strings. Images are paths, Pillow images or uint8 arrays; for restoration, pairs of image and mask. Rows have
-        ``generated`` (titles, language models), ``label`` and ``probability`` (classification) or ``image`` (restoration).
+
+        - ``generated``: sequence to sequence, titles, language models (with ``perplexity``)
+        - ``label`` and ``probability``: classification; ``labels`` and ``probabilities`` if a text can have several
+        - ``value``: regression
+        - ``entities``, or ``words`` and ``tags``: token classification
+        - ``embedding``: embeddings
+        - ``image``: restoration
 
         Raises:
             DataError: an input cannot be used, such as an empty text or a file that is not an image.

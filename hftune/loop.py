@@ -100,7 +100,9 @@ def fit(run: Run) -> None:
     config, state, strategy = run.recipe.train, run.state, run.strategy
     if state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         evaluate_and_keep(run)
-        if run.has_ended():
+        if run.has_ended() and state.mean_items:  # eval.patience is exhausted between two lines of metrics.jsonl
+            log(run, {"train/loss": state.take_mean_loss()})
+        if checkpoint_is_due(run):
             save_checkpoint(run)
     dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
     with frozen_garbage() as freeze:
@@ -289,7 +291,8 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     def write() -> None:
         if is_best:
             about = {"step": state.best_step, "metric": config.metric, "value": state.best}
-            export(run.recipe.task, model, output_dir / "model", about)
+            about["columns"] = dict(ask(run.recipe.task, "read_columns", {}))
+            export(run.recipe.task, model, output_dir / "model", about, run.recipe.adapter.export)
         with marked_while_moving(run.strategy.progress):  # the other processes wait, however long it takes
             rows = ask(run.recipe.task, "describe", evaluation.rows, evaluation.rows)
             show_evaluation(run, evaluation, rows)

@@ -53,12 +53,22 @@ class Task(ABC):
     """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
     labels: ClassVar[Sequence[str] | None] = None
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
+    read_columns: ClassVar[Mapping[str, str]] = {}
+    """Columns that were read of the data, by the fields that name them, such as {"text_column": "review"}: a property there,
+    known after ``datasets``. Exports keep it: `hftune predict --data` prefers the same columns."""
     evaluates = True
     """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
     fold_rows: ClassVar[Sequence[int] | None] = None
     """Where the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
+    fold_data: ClassVar[str | None] = None
+    """A digest of all rows that the folds are made of, by which folds of different data are told apart; None: not known."""
     code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
     """Fields that may name code to import: package.module.Class or module:function."""
+    settled_fields: ClassVar[Sequence[str]] = ()
+    """Fields that are null in a recipe until ``datasets`` sets them, once: a resumed run takes them from recipe.yaml."""
+    scored_head: ClassVar[bool] = False
+    """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
+    transformers model computes the cross-entropy of ``target`` together with its head, where there would be too many logits."""
     libraries: ClassVar[Sequence[str]] = ()
     """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 
@@ -255,6 +265,13 @@ class Task(ABC):
         """
         return {}
 
+    def marked(self, example: Any) -> list[tuple[str, bool]]:
+        """Return a sample as the model reads it, in pieces of text, each with whether the model learns to write it.
+
+        `hftune show recipe=... --samples 2` prints them. By default none: the task's samples are no texts.
+        """
+        return []
+
     def class_counts(self, dataset: Any) -> Mapping[str, int]:
         """Return the number of samples of each class by its name, in the order of the classes; nothing if there are none.
 
@@ -311,7 +328,7 @@ class Task(ABC):
             return {column: column for column in several}
         if given.get("image_column") is None or given.get("mask_column") is None:
             given.pop("mask_column", None)
-        return {name.removesuffix("_column"): column for name, column in given.items() if name != "text_columns"}
+        return {name.removesuffix("_column"): column for name, column in given.items()}
 
     def raw_inputs(self, rows: Mapping[str, list]) -> list:
         """Return the raw inputs of ``predict`` that some rows of a table hold.

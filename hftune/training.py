@@ -10,6 +10,7 @@ import math
 import platform
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -17,11 +18,23 @@ from typing import Any
 import torch
 
 from hftune import __version__
-from hftune.build import Parts, build, choose_strategy, first_epoch, idle_notices, settle_micro_batches, settle_packing
+from hftune.build import (
+    Parts,
+    build,
+    check_base_dtype,
+    choose_strategy,
+    first_epoch,
+    idle_notices,
+    largest_rows,
+    settle_head,
+    settle_micro_batches,
+    settle_packing,
+)
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
-from hftune.checkpoints.checkpointer import Checkpointer, path_of
+from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpointer, open_checkpoint, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
+from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.distributed.devices import peak_flops, precision_notices
@@ -35,9 +48,9 @@ from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import Compilations
-from hftune.strategies.sharding import checkpoint_tensors
+from hftune.strategies.sharding import model_tensors
 from hftune.task import ask
-from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note
+from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, warning
 from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import Ledger
@@ -59,6 +72,7 @@ def train(recipe: Recipe) -> TrainResult:
     recipe.validate()
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with OutputDir(recipe) as output, Session(recipe) as session:
+        settle(recipe)
         claim(output, session)
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
@@ -66,7 +80,10 @@ def train(recipe: Recipe) -> TrainResult:
         session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
+        check_base_dtype(recipe, strategy, parts.model)
         settle_packing(recipe, strategy, parts)
+        rows = largest_rows(recipe, parts.plan)
+        parts.notices += settle_head(recipe, strategy, parts.model, parts.datasets["train"], rows)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
@@ -105,7 +122,7 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     digests = session.compare(strategy, parts.datasets, commits)
     # Notices read all of the data: the main process alone collects them.
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
-    return Provenance(digests, commits, strategy.precision)
+    return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
 
 
 def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
@@ -223,6 +240,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         num_steps=run.num_steps,
         steps_per_epoch=run.plan.num_steps,
         notices=parts.notices,
+        fold_data=ask(run.recipe.task, "fold_data", None),
     )
 
 
@@ -305,9 +323,10 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     with strategy.averaged():
         model = strategy.unwrap()
         if recipe.eval.is_off:
-            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", best))
+            about = {**best, "columns": dict(ask(recipe.task, "read_columns", {}))}
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model", about, recipe.adapter.export))
         else:
-            strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last"))
+            strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last", kind=recipe.adapter.export))
     test = test_best(run, output) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,
@@ -345,31 +364,65 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     """
     recipe, strategy = run.recipe, run.strategy
     strategy.progress.stage("the evaluation on the test split")
-    tensors: dict[str, torch.Tensor] = {}
-
-    def read_best_model() -> None:
-        best = recipe.task.load(output.path / "model")
-        tensors.update(checkpoint_tensors(best, build_optimizer(best, recipe))["model"])
-
-    strategy.on_main(read_best_model)
-    strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
+    if recipe.adapter.type is None:
+        load_best_model(run, output)
+        averaged: AbstractContextManager = nullcontext()
+    elif load_best_adapters(run):
+        averaged = strategy.averaged()
+    else:
+        return {}
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
-    evaluation = evaluate(
-        strategy,
-        dataset,
-        config.batch_size,
-        workers,
-        should_stop,
-        metrics=config.metrics,
-        on_scored=run.console.scored,
-        batch_tokens=config.batch_tokens,
-    )
+    with averaged:
+        evaluation = evaluate(
+            strategy,
+            dataset,
+            config.batch_size,
+            workers,
+            should_stop,
+            metrics=config.metrics,
+            on_scored=run.console.scored,
+            batch_tokens=config.batch_tokens,
+        )
     if evaluation is None:
         raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")
     log(run, {f"test/{name}": value for name, value in evaluation.metrics.items()})
     run.console.evaluated(run.state.step, run.epoch(), evaluation.metrics)
     return evaluation.metrics
+
+
+def load_best_model(run: Run, output: OutputDir) -> None:
+    """Give the model in training the weights of the best one, as they were exported. Collective."""
+    strategy, tensors = run.strategy, {}
+
+    def read() -> None:
+        tensors.update(model_tensors(run.recipe.task.load(output.path / "model")))
+
+    strategy.on_main(read)
+    strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
+
+
+def load_best_adapters(run: Run) -> bool:
+    """Give the model in training the adapters of the best one, from its checkpoint: a merged export has none. Collective.
+
+    Returns:
+        False: there is no such checkpoint. A kill came between the export of the best model and its checkpoint.
+    """
+    strategy, step, found = run.strategy, run.state.best_step or run.state.step, []
+
+    def read() -> bool:
+        run.checkpointer.wait()
+        try:
+            found.append(open_checkpoint(path_of(run.checkpointer.folder, step)))
+        except BrokenCheckpoint as error:
+            text = f"The test split is not scored, as the checkpoint of step {step} cannot be read: {error}."
+            run.console.line(warning(f"{text} hftune evaluate scores the best model."))
+        return bool(found)
+
+    if not strategy.on_main(read):
+        return False
+    strategy.load_state((found[0].tensors, found[0].progress["values"]) if found else None)
+    return True
 
 
 @functools.cache  # finding them takes longer than a short step

@@ -11,31 +11,85 @@ from safetensors import SafetensorError
 
 from hftune.atomic import atomic_path, restore, set_aside
 from hftune.checkpoints.atomic_files import explain_write_errors
+from hftune.errors import ConfigError
 from hftune.task import Task
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 ABOUT = "hftune.json"
 """File in an exported model: its step and its score."""
+ADAPTER = "adapter"
+"""Subfolder of a merged model with its adapters, for ``adapter.export=both``."""
 TRIES = 3
 """Attempts to read a model that may be replaced at the same time."""
 
 
-def export(task: Task, model: nn.Module, directory: Path, about: Mapping[str, Any] | None = None) -> None:
+def export(
+    task: Task,
+    model: nn.Module,
+    directory: Path,
+    about: Mapping[str, Any] | None = None,
+    kind: str = "adapter",
+) -> None:
     """Write the model, in place of an earlier export: a kill leaves the one or the other, never a part. Main process only.
 
     Args:
         about: goes into the folder, so that model and score are replaced together.
+        kind: ``adapter.export``, for a model with adapters.
 
     Raises:
         TrainingError: it cannot be written. The earlier export stays.
     """
     with explain_write_errors(directory), atomic_path(directory) as temporary:
         temporary.mkdir(parents=True)
-        task.save(model, temporary)
+        if getattr(model, "_hf_peft_config_loaded", False):
+            save_adapted(task, model, temporary, directory, kind)
+        else:
+            task.save(model, temporary)
         if about is not None:
             (temporary / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def save_adapted(task: Task, model: PreTrainedModel, temporary: Path, directory: Path, kind: str) -> None:
+    """Write a model with adapters: these alone, merged into a plain model, or both.
+
+    Args:
+        directory: the name that ``temporary`` will have.
+
+    Raises:
+        ConfigError: the task saves a whole model in its own way, into which adapters do not fit.
+    """
+    from hftune.models.adapter_files import complete_adapter, is_adapter, plain_model
+
+    if kind != "adapter":
+        task.save(plain_model(model, merged=True), temporary)
+        if kind == "merged":
+            return
+        temporary, directory = temporary / ADAPTER, directory / ADAPTER
+        temporary.mkdir()
+    task.save(model, temporary)
+    if not is_adapter(temporary):
+        raise ConfigError(
+            f"adapter.export={kind}: {type(task).__name__}.save writes adapters and base together. Set adapter.export=merged, "
+            "or have it call model.save_pretrained(directory)."
+        )
+    complete_adapter(model, temporary, *base_of(task, model), directory)
+
+
+def base_of(task: Task, model: PreTrainedModel) -> tuple[str | None, str | None]:
+    """Return name and commit of the model that adapters belong to: a name on the Hub, or the path of a folder.
+
+    The name is None for a model that was built from a config, converted, or given weights of one's own.
+    """
+    name = getattr(model, "name_or_path", "")
+    if not name or getattr(task, "weights", None):
+        return None, None
+    if (commit := getattr(task, "model_commit", None)) is not None:
+        return task.model, commit  # type: ignore[attr-defined]  # of the tasks that have a model_commit
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name, None
 
 
 def restore_export(directory: Path) -> None:

@@ -28,7 +28,7 @@ OUT_OF_FOLD = "out_of_fold.jsonl"
 """Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
 PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
-NEW_STATE = {"last_improvement", "evaluations_since"}
+NEW_STATE = {"last_improvement", "evaluations_since", "counted_step"}
 """Fields of the state that the first checkpoints of hftune 0.3 lack; no run waited for an improvement then."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
 """Files that a run resumed into a new folder brings along."""
@@ -125,8 +125,8 @@ class OutputDir:
         """Load model, optimizer and state from the checkpoint that training starts from, if any. Collective.
 
         Raises:
-            ConfigError: the checkpoint belongs to other commits of the Hub, different data or a different model; or it is
-                beyond the last step.
+            ConfigError: the checkpoint belongs to other commits of the Hub, different data, a different model or different
+                frozen weights; or it is beyond the last step.
         """
         checkpoint = self.start.checkpoint
         progress, path, changed = strategy.broadcast(
@@ -136,6 +136,7 @@ class OutputDir:
             return RestoredState()
         check_commits(path, progress.get("commits", {}), provenance.commits)
         check_digests(path, progress["digests"], provenance.digests)
+        check_base(path, progress.get("base"), provenance.base)
         try:
             strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
@@ -147,7 +148,7 @@ class OutputDir:
         # If the task declares the metric's direction, only the metric decides which model is the best.
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
-            state.forget_best()
+            state.forget_scores()
         return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
@@ -162,7 +163,10 @@ class OutputDir:
         """Set the state's best step and value to those of the model in the folder, or to none if it holds none. Collective."""
         if state.step == 0:
             return
-        if best := strategy.on_main(lambda: self._best(state)):
+        if self.recipe.eval.is_off:  # from here on; what was evaluated were other weights
+            state.forget_best()
+            state.metrics = {}
+        elif best := strategy.on_main(lambda: self._best(state)):
             state.best_step, state.best = best
         else:
             state.forget_best()
@@ -171,7 +175,8 @@ class OutputDir:
         """Return step and value of the best model in the folder, if it belongs to this run.
 
         It does not if the checkpoint comes from another folder. A model that was written after the checkpoint and before a
-        kill is better than the one the checkpoint knows of; unless the resumed training would not lead to it.
+        kill is better than the one the checkpoint knows of; unless the resumed training would not lead to it. It may be of the
+        checkpoint's own step: a request to stop writes one before the evaluation.
         """
         restore_export(self.path / "model")
         about = read_about(self.path / "model")
@@ -181,7 +186,7 @@ class OutputDir:
         if best == (state.best_step, state.best):
             return best
         is_ours = self._origin() == self.path.resolve() and not leads_elsewhere(self.start)
-        return best if is_ours and about["step"] > state.step else None
+        return best if is_ours and about["step"] >= state.step else None
 
     def _origin(self) -> Path:
         """Return the output folder that the checkpoint comes from."""
@@ -197,7 +202,8 @@ class OutputDir:
                     shutil.copyfile(origin / name, self.path / name)
         else:
             remove_samples(self.path / SAMPLE_IMAGES, after=state.step)
-        for name in ("result.json", "report.html", "model/README.md"):  # which speak of a finished run
+        evaluated = ("predictions.jsonl", OUT_OF_FOLD) if self.recipe.eval.is_off else ()
+        for name in ("result.json", "report.html", "model/README.md", *evaluated):  # of a finished run, or of other weights
             (self.path / name).unlink(missing_ok=True)
         note_begun(self.path, self.start.group)
         write_text(self.path / "recipe.yaml", self.recipe.to_yaml())
@@ -213,6 +219,7 @@ def start_folder(path: Path) -> None:
     for name in (
         "model",
         "model_last",
+        "model_merged",  # by hftune merge
         "checkpoints",
         SAMPLE_IMAGES,
         PROFILE,
@@ -265,6 +272,15 @@ def check_digests(path: str, before: Mapping[str, str], now: Mapping[str, str]) 
     # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
     if different := [name for name, digest in before.items() if now.get(name, digest) != digest]:
         raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
+
+
+def check_base(path: str, before: str | None, now: str | None) -> None:
+    """Refuse to go on with adapters on other frozen weights than they were trained on, or raise ConfigError."""
+    if before != now:
+        raise ConfigError(
+            f"{path} holds adapters of another base model: the frozen weights that are loaded now have other values or "
+            "another precision. Restore task.model as it was when the run began; resume=never starts over."
+        )
 
 
 def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:

@@ -21,13 +21,25 @@ from hftune.config.sections import OPTIMIZER_KEYS
 from hftune.distributed.process_info import launcher
 from hftune.errors import ConfigError, did_you_mean, format_value
 
-FIXED = ("task.", "seed", "train.batch_size", "train.optimizer", "train.freeze", "train.groups", "train.layer_decay")
+FIXED = (
+    "task.",
+    "seed",
+    "train.batch_size",
+    "train.optimizer",
+    "train.freeze",
+    "train.groups",
+    "train.layer_decay",
+    "adapter.",
+)
 """Keys (or prefixes) that cannot change on resume: they decide which samples form a step, or what is learned from them."""
 FREE = ("recipe", "output_dir", "resume")
 """Keys that do not describe the training itself; changes to them are not reported."""
+NOT_FIXED = ("adapter.export", "task.weights")
+"""Keys that may change although FIXED has their section. Weights to start from may be gone: checkpoints go on from there."""
 HARMLESS = (
     *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
     "train.profile",
+    "task.weights",
     *(
         "train.micro_batch_size",
         "train.micro_batch_tokens",
@@ -61,6 +73,18 @@ class Start:
     """Keys of the recipe that differ from the checkpoint's, with both values: "train.lr=0.1 (it was 0.2)"."""
     group: Sequence[Member] = ()
     """The processes of this job that have launchers."""
+
+
+def settle(recipe: Recipe) -> None:
+    """Take over what the run that is resumed has settled: fields of ``Task.settled_fields`` that are null in the recipe."""
+    folder = Path(recipe.output_dir) if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser()
+    begins = recipe.resume == "never" and not is_restarted(folder, member())
+    if begins or not recipe.task.settled_fields or not (folder / "recipe.yaml").is_file():
+        return
+    before = OmegaConf.to_container(OmegaConf.load(folder / "recipe.yaml"))
+    for name in recipe.task.settled_fields:
+        if getattr(recipe.task, name) is None:
+            setattr(recipe.task, name, before.get("task", {}).get(name))
 
 
 def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
@@ -179,10 +203,13 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     old, new = (flat(OmegaConf.to_container(either)) for either in recipes)
     unread = {f"train.{name}" for name, owners in OPTIMIZER_KEYS.items() if new.get("train.optimizer") not in owners}
     keys = [key for key in {**old, **new} if key not in FREE and key not in unread]
+    if old.get("adapter.type") is new.get("adapter.type") is None:  # the others mean nothing, and older recipes lack them
+        keys = [key for key in keys if not key.startswith("adapter.")]
     differing = [key for key in keys if not _is_same(old.get(key), new.get(key))]
     texts = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
     pins = {f"{key}_revision" for key in checkpoint.progress.get("commits", {})}  # compared once data and model are loaded
-    if fixed := [texts[key] for key in differing if key.startswith(FIXED) and key not in pins]:
+    free = {*pins, *NOT_FIXED}
+    if fixed := [texts[key] for key in differing if key.startswith(FIXED) and key not in free]:
         raise ConfigError(
             f"{checkpoint.path} cannot resume with {', '.join(fixed)}. Restore the earlier values; or start over with "
             "resume=never, which replaces that run, or with a different output_dir."

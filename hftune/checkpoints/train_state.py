@@ -21,6 +21,8 @@ class TrainState:
     """The value of ``eval.metric`` that was last better than the one before by more than ``eval.min_improvement``."""
     evaluations_since: int = 0
     """Evaluations since then."""
+    counted_step: int = 0
+    """Step of the last evaluation that ``eval.patience`` has counted; 0 before the first."""
     evaluated_step: int = 0
     """Step of the last evaluation; 0 before the first."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +45,10 @@ class TrainState:
         return mean
 
     def note_score(self, score: float, greater_is_better: bool, min_improvement: float) -> None:
-        """Count an evaluation for ``eval.patience``."""
+        """Count an evaluation for ``eval.patience``; once, even if it is made again."""
+        if self.counted_step == self.step:
+            return
+        self.counted_step = self.step
         before, sign = self.last_improvement, 1 if greater_is_better else -1
         if before is None or sign * (score - before) > min_improvement:
             self.last_improvement, self.evaluations_since = score, 0
@@ -61,7 +66,11 @@ class TrainState:
     def forget_best(self) -> None:
         """Look for the best model from here on, starting with an evaluation of this step if one is due."""
         self.best, self.best_step, self.evaluated_step = None, None, 0
-        self.last_improvement, self.evaluations_since = None, 0
+
+    def forget_scores(self) -> None:
+        """Forget the best model, and what ``eval.patience`` has counted: they are scores of another metric."""
+        self.forget_best()
+        self.last_improvement, self.evaluations_since, self.counted_step = None, 0, 0
 
     def progress(self, steps_per_epoch: int) -> float:
         """Return the epochs done, with a fraction."""
@@ -83,6 +92,8 @@ class Provenance:
     micro_batch_size: dict[str, Any] = field(default_factory=dict)
     """How many of the longest samples ``train.micro_batch_size=auto`` or ``micro_batch_tokens=auto`` found to fit, and the
     conditions it was found under."""
+    base: str | None = None
+    """The digest of the frozen weights that adapters are trained on; None without adapters."""
 
 
 @dataclass

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hftune.build import build_model, choose_strategy, load_datasets
+import torch
+
+from hftune.build import build_model, choose_strategy, load_datasets, settle_head
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
@@ -64,7 +66,8 @@ def evaluate(
         DataError: the data cannot be evaluated on.
     """
     # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
-    recipe = replace(recipe, track=TrackConfig(), train=replace(recipe.train, fsdp_gather="float32"))
+    training = replace(recipe.train, fsdp_gather="float32", head_loss="whole" if recipe.train.head_loss == "whole" else "auto")
+    recipe = replace(recipe, track=TrackConfig(), train=training)
     recipe.validate()
     with Session(recipe) as session:
         session.progress.stage("loading data and model")
@@ -83,7 +86,10 @@ def evaluate(
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
-        strategy.prepare(built, build_optimizer(built, recipe))
+        settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size)
+        # Nothing is trained; a checkpoint's optimizer may have other weights to evaluate. An export is not frozen, as a task's
+        # parameter groups may take for granted.
+        strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             load_weights(strategy, checkpoint, saved, digests)
         session.progress.stage("the evaluation")

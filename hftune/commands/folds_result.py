@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,18 +17,21 @@ from hftune.checkpoints.output_dir import OUT_OF_FOLD, TrainResult
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.tracking.console import is_number, short
+from hftune.tracking.facts import NAME as RUN
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.summary import best_and_last, column_widths
 
 FOLDS = "folds.json"
+AGAIN = "the folds are not of the same data. Train all of them again with resume=never, or set a different output_dir."
 
 
 def join_folds(recipes: Sequence[Recipe]) -> str:
     """Write out_of_fold.jsonl and folds.json into the folder above the folds, and return what to print.
 
     Raises:
-        ConfigError: a fold lacks its predictions.
+        ConfigError: a fold lacks its predictions, or the folds are not of the same data.
     """
+    check_same_data([Path(str(recipe.output_dir)) for recipe in recipes])
     folder = Path(str(recipes[0].output_dir)).parent
     results = [TrainResult.read(Path(str(recipe.output_dir))) for recipe in recipes]
     metrics = [metrics_of(result) for result in results]
@@ -68,7 +74,20 @@ def joined_rows(folders: Sequence[Path]) -> list[dict[str, Any]]:
         for line in read_lines(path):
             del line["index"]  # within the fold
             rows.append({"row": line.pop("row"), "fold": number, **line})
+    if twice := [number for number, count in Counter(row["row"] for row in rows).items() if count > 1]:
+        raise ConfigError(f"Row {twice[0]} is in two folds, so {AGAIN}")
     return sorted(rows, key=lambda row: row["row"])
+
+
+def check_same_data(folders: Sequence[Path]) -> None:
+    """Raise ConfigError if folds are known to be of different data: a finished fold stays as it is when its file changes."""
+    digests = {}
+    for folder in folders:
+        with suppress(OSError, ValueError):
+            if digest := json.loads((folder / RUN).read_text(encoding="utf-8")).get("fold_data"):
+                digests[folder] = digest
+    if others := [folder for folder, digest in digests.items() if digest != next(iter(digests.values()))]:
+        raise ConfigError(f"The data have changed between {next(iter(digests))} and {others[0]}, so {AGAIN}")
 
 
 def spread(metrics: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], dict[str, float]]:

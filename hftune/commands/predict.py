@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from hftune.commands.arguments import add_trust_code, check_at_least_1, find_mod
 from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
+NOT_FOR_TABLES = ("text", "text_file", "messages", "chat", "system", "input", "masks", "track", "json")
+"""Options that --data does not take."""
 LONGEST = 500
 """Characters of a text that trackers get, as in predictions.jsonl."""
 
@@ -23,6 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-file", action="append", default=[], help="a UTF-8 file that holds one text; - is standard input"
     )
+    parser.add_argument(
+        "--messages",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a jsonl file of chats to answer, each a list of messages, or {messages, tools}; - is standard input",
+    )
+    parser.add_argument("--chat", action="store_true", help="chat with the model in the terminal")
+    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_argument("--input", nargs="+", action="extend", default=[], type=Path, help="image files, or folders of them")
     parser.add_argument(
         "--masks", type=Path, help="masks of the images to restore: a folder with files of the same names, or a file"
@@ -71,9 +83,21 @@ def run(options: argparse.Namespace) -> int:
         return predict_table(options)
     if odd := [name for name in ("map", "columns", "mixed_precision", "processes") if getattr(options, name)]:
         raise ConfigError(f"--{odd[0].replace('_', '-')} is for tables: --data FILE.")
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system is for --chat. Elsewhere, write a message with the role system.")
     inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
+    if options.chat:
+        if inputs or options.messages:
+            raise ConfigError("--chat reads its messages from the terminal. Leave the other inputs out.")
+        from hftune.commands.predict_chat import chat
+
+        return chat(options)
+    if options.messages:
+        from hftune.commands.predict_chat import read_chats
+
+        inputs += [found for path in options.messages for found in read_chats(path)]
     if not inputs:
-        raise ConfigError("There is no input. Give --data, --text, --text-file or --input.")
+        raise ConfigError("There is no input. Give --data, --text, --text-file, --messages, --chat or --input.")
     if options.trust_code:
         find_modules_here()
     from hftune.checkpoints.run_folder import check_answers, open_run
@@ -83,6 +107,10 @@ def run(options: argparse.Namespace) -> int:
     recipe, source = open_run(options.folder, options.trust_code, with_trackers=options.track)
     check_answers(recipe.task)
     check_probabilities(recipe.task, options.probabilities)
+    if options.messages:
+        from hftune.commands.predict_chat import check_chats
+
+        check_chats(recipe.task, "--messages")
     paths = output_paths(inputs, options.output)
     if options.track:
         from hftune.commands.tracked import as_run
@@ -99,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         row = {**input_column(value), **save_images(flat(prediction), path)}
         print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
         if options.track:
-            rows.append(row if isinstance(value, (Path, tuple)) else {"text": value[:LONGEST], **row})
+            rows.append(row if isinstance(value, (Path, tuple)) else {"text": as_text(value)[:LONGEST], **row})
             images += [(image, row["input"]) for image in images_in(prediction)[: recipe.eval.show_samples - len(images)]]
     if options.track:
         from hftune.commands.tracked import track_predictions
@@ -113,7 +141,7 @@ def predict_table(options: argparse.Namespace) -> int:
     from hftune.run import fail, outlive_readers
 
     outlive_readers()
-    if given := [name for name in ("text", "text_file", "input", "masks", "track", "json") if getattr(options, name)]:
+    if given := [name for name in NOT_FOR_TABLES if getattr(options, name)]:
         raise ConfigError(f"--{given[0].replace('_', '-')} does not go with --data.")
     if options.trust_code:
         find_modules_here()
@@ -159,7 +187,7 @@ def images_in(prediction: Mapping[str, Any]) -> list[Any]:
     return [np.asarray(value.convert("RGB")) for value in prediction.values() if isinstance(value, Image.Image)]
 
 
-def read_text(path: str) -> str:
+def read_text(path: str, option: str = "--text-file") -> str:
     """Read a UTF-8 file, or standard input if ``path`` is "-".
 
     Raises:
@@ -169,9 +197,14 @@ def read_text(path: str) -> str:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"--text-file {path}: {error.strerror}.") from error
+        raise ConfigError(f"{option} {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--text-file {path} is not UTF-8: {error}. Convert it.") from error
+        raise ConfigError(f"{option} {path} is not UTF-8: {error}. Convert it.") from error
+
+
+def as_text(value: Any) -> str:
+    """Return an input as trackers show it: a text, or a chat as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:

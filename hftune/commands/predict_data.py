@@ -9,8 +9,8 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 USUAL = {
     "text": TEXTS,
     "source": ("content", *TEXTS),
+    "prompt": ("prompt", "question", "instruction", *TEXTS),
     "words": ("words", "tokens", *TEXTS),
     "anchor": ("anchor", "query", "question", *TEXTS),
     "image": ("image", "file_name", "path", "file"),
 }
 """Usual names of input columns, by what ``Task.input_columns`` calls them."""
+ABOUT = "about.json"
+"""What unfinished predictions depend on, in the folder of their parts."""
 PATHS = ("image", "mask")
 """Inputs that a table may name by their paths."""
 
@@ -86,6 +89,7 @@ def prepare(options: argparse.Namespace) -> Job:
         ConfigError, DataError: they cannot be predicted, or not be written.
     """
     check_output(options.output)
+    from hftune.checkpoints.export import read_about, readable
     from hftune.checkpoints.run_folder import check_answers, open_run
 
     recipe, model = open_run(options.folder, options.trust_code)
@@ -93,10 +97,13 @@ def prepare(options: argparse.Namespace) -> Job:
     check_answers(task)
     check_probabilities(task, options.probabilities)
     kwargs = {"probabilities": True} if options.probabilities else {}
-    table = read_table(options.data, getattr(task, "dataset_config", None))
     given = parse_map(options.map)
-    columns = find_columns(task, table, given)
+    trained_on = read_about(readable(model)).get("columns", {})
+    table = flattened(read_table(options.data, getattr(task, "dataset_config", None)), task, {**given, **trained_on})
+    columns = find_columns(task, table, given, trained_on)
     sizes, empty = scan(table, columns)
+    if empty.all():
+        raise DataError(f"--data {table.name}: no row has an input in column {' or '.join(map(repr, columns.values()))}.")
     if empty.any() and options.empty == "refuse":
         numbers = shown([int(index) for index in empty.nonzero()[0]])
         names = " or ".join(map(repr, columns.values()))
@@ -106,9 +113,9 @@ def prepare(options: argparse.Namespace) -> Job:
         )
     selected = None if options.columns is None else [name.strip() for name in options.columns.split(",")]
     notices = [
-        f"Predicting from column {column!r}, the only one that can be the {name}."
+        f"Predicting from column {column!r} as the {name}. --map {name}=COLUMN names a different one."
         for name, column in columns.items()
-        if column != task.input_columns()[name] and name not in given
+        if name not in given and column not in (task.input_columns()[name], trained_on.get(f"{name}_column"))
     ]
     size = options.batch_size or recipe.eval.batch_size
     return Job(
@@ -130,6 +137,22 @@ def check_output(path: Path | None) -> None:
             raise ConfigError(f"--output {path}: there is no folder {folder}. Create it.")
         if not os.access(folder, os.W_OK):
             raise ConfigError(f"--output {path} cannot be written: no permission for {folder}.")
+        check_parts(parts_folder(path))
+
+
+def parts_folder(output: Path) -> Path:
+    """Return the folder of the finished parts, beside the output."""
+    return output.with_name(f"{output.name}.parts")
+
+
+def check_parts(folder: Path) -> None:
+    """Raise ConfigError if something else than the parts of a prediction would be removed."""
+    is_own = (folder / ABOUT).is_file() or (folder.is_dir() and not any(folder.iterdir()))
+    if folder.exists() and not is_own:
+        raise ConfigError(
+            f"{folder} has the name of the folder for unfinished predictions, but holds something else. Move it away, or name "
+            "a different --output."
+        )
 
 
 def check_probabilities(task: Task, asked: bool) -> None:
@@ -149,8 +172,19 @@ def parse_map(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def find_columns(task: Task, table: Table, given: Mapping[str, str]) -> dict[str, str]:
+def flattened(table: Table, task: Task, given: Mapping[str, str]) -> Table:
+    """Give the texts of a column with several, such as translation, columns of their own if one of them is read."""
+    wanted = {column for column in (*task.input_columns().values(), *given.values()) if column is not None}
+    is_nested = any(column.partition(".")[0] in table.columns for column in wanted - {*table.columns})
+    return replace(table, rows=table.rows.flatten()) if is_nested else table
+
+
+def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on: Mapping[str, str]) -> dict[str, str]:
     """Return the table's columns that the task predicts from, by what ``Task.input_columns`` calls them.
+
+    Args:
+        given: columns that ``--map`` names.
+        trained_on: columns of the training data, see ``Task.read_columns``; they come before a guess.
 
     Raises:
         ConfigError: the task reads no columns, or ``given`` names something else than its columns.
@@ -165,7 +199,8 @@ def find_columns(task: Task, table: Table, given: Mapping[str, str]) -> dict[str
         raise ConfigError(f"--map {odd[0]}={given[odd[0]]}: this task's inputs are called {', '.join(wanted)}.")
     found = {}
     for name, column in wanted.items():
-        found[name] = chosen = find_column(name, column, given.get(name), table)
+        same = trained_on.get(f"{name}_column") if column is None else None
+        found[name] = chosen = find_column(name, same if same in table.columns else column, given.get(name), table)
         if name not in PATHS and is_number(table.rows.features[chosen]):
             raise DataError(
                 f"--data {table.name}: column {chosen!r} holds numbers, not texts. Name a different one: --map {name}=COLUMN."
@@ -185,10 +220,11 @@ def find_column(name: str, usual: str | None, given: str | None, table: Table) -
         return usual
     likely = [] if usual is not None else [column for column in columns if column in (name, *USUAL.get(name, ()))]
     texts = [column for column in columns if getattr(table.rows.features[column], "dtype", "") in ("string", "large_string")]
-    only = likely if len(likely) == 1 else texts if usual is None and len(texts) == 1 else columns
-    if len(only) == 1:
-        return only[0]
-    what = f"no column {usual!r}" if usual is not None else f"several columns that could be the {name}"
+    fitting = likely if len(likely) == 1 else texts if usual is None and len(texts) == 1 else columns
+    if len(fitting) == 1:
+        return fitting[0]
+    could_be = "several columns that could be" if len(likely or texts) > 1 else "no column that could be"
+    what = f"no column {usual!r}" if usual is not None else f"{could_be} the {name}"
     raise DataError(f"--data {table.name} has {what}. {has} Name the right one: --map {name}=COLUMN.")
 
 
@@ -242,15 +278,30 @@ def shown(numbers: Sequence[int], most: int = 5) -> str:
 
 
 def flat(row: Mapping[str, Any], probabilities: bool = True) -> dict[str, Any]:
-    """Return a prediction as cells: the probabilities of the classes each in a column, named after its class, or nowhere."""
+    """Return a prediction as cells: the probabilities of the classes each in a column, named after its class, or nowhere.
+
+    That of a class whose name is taken, such as "label", is in NAME_probability.
+    """
+    others = {name: value for name, value in row.items() if name != "probabilities"}
     shares = row.get("probabilities", {}) if probabilities else {}
-    return {**shares, **{name: value for name, value in row.items() if name != "probabilities"}}
+    taken = {*others, *shares}
+    return {
+        **{free(name, "_probability", taken) if name in others else name: share for name, share in shares.items()},
+        **others,
+    }
+
+
+def free(name: str, suffix: str, taken: Collection[str]) -> str:
+    """Append the suffix to a name, again until it is not taken."""
+    while name in taken:
+        name += suffix
+    return name
 
 
 def output_columns(job: Job, fields: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the columns to write, each with where it comes from ("data" or "prediction") and its name there.
 
-    A column of the data that is called as one of the predictions is written as NAME_given.
+    A column of the data that is called as one of the predictions is written as NAME_given; see ``free``.
 
     Args:
         fields: names of what is predicted.
@@ -260,7 +311,8 @@ def output_columns(job: Job, fields: Sequence[str]) -> dict[str, tuple[str, str]
     """
     features = job.table.rows.features
     data = [name for name in job.table.columns if writable(features[name])]
-    there = {f"{name}_given" if name in fields else name: ("data", name) for name in data}
+    taken = {*fields, *data}
+    there = {free(name, "_given", taken) if name in fields else name: ("data", name) for name in data}
     there |= {name: ("prediction", name) for name in fields}
     if job.selected is None:
         return there

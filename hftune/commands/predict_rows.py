@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hftune.atomic import atomic_path
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.checkpoints.atomic_files import write_lines, write_text
 from hftune.checkpoints.export import readable
-from hftune.commands.predict_data import Job, flat, output_columns, output_rows
+from hftune.commands.predict_data import ABOUT, Job, flat, output_columns, output_rows, parts_folder
 from hftune.config import ParallelConfig, TrackConfig
 from hftune.data.table import WRITTEN, write_table
 from hftune.distributed.collectives import Collectives
@@ -119,7 +120,7 @@ def lengths_of(job: Job, rows_N: np.ndarray, group: Collectives) -> np.ndarray:
 
 def plan(lengths_N: np.ndarray, batch_size: int, max_tokens: int | None) -> list[MicroBatch]:
     """Sort rows by length, the longest first, and cut them into batches of at most so many rows and padded tokens."""
-    count = len(lengths_N)
+    count, lengths_N = len(lengths_N), np.maximum(lengths_N, 1)  # a text may have no token
     tokens = max(max_tokens, int(lengths_N.max())) if max_tokens is not None else None
     sizes: dict[str, Any] = {"micro_batch_size": batch_size, "micro_batch_tokens": tokens}
     return BatchPlan(count, count, **sizes, lengths=lengths_N, shuffle=False).epoch(0)[0]
@@ -150,13 +151,13 @@ class Parts:
 
     def __init__(self, job: Job):
         self.job = job
-        self.folder = job.output.with_name(f"{job.output.name}.parts")
+        self.folder = parts_folder(job.output)
         count = len(job.table)
         self.all = [range(start, min(start + PART, count)) for start in range(0, count, PART)]
 
     def open(self) -> list[range]:
         """Return the parts that are still to be predicted; those of a different prediction are removed."""
-        about, path = self.about(), self.folder / "about.json"
+        about, path = self.about(), self.folder / ABOUT
         before = _read_json(path)
         if self.folder.is_dir() and before != about:
             changed = [name for name in about if (before or {}).get(name) != about[name]]
@@ -173,11 +174,12 @@ class Parts:
     def about(self) -> dict[str, Any]:
         """Return what the predictions depend on, by words for messages."""
         job = self.job
-        files = [path for path in readable(job.model).rglob("*") if path.is_file()]
-        model = sorted([str(path.relative_to(job.model)), path.stat().st_size, path.stat().st_mtime_ns] for path in files)
-        options = {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "batch_size": job.batch_size}
-        options["mixed_precision"] = job.mixed_precision
-        return {"input": job.table.digest, "model": model, "options": options, "version of hftune": __version__}
+        folder = readable(job.model)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        model = sorted([str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files)
+        task = sha256(json.dumps(job.recipe.to_dict()["task"], sort_keys=True, default=str).encode()).hexdigest()
+        options = {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "precision": job.mixed_precision}
+        return {"input": job.table.digest, "model": model, "task": task, "options": options, "version of hftune": __version__}
 
     def path(self, part: range) -> Path:
         return self.folder / f"rows_{part.start:09d}.jsonl"
@@ -208,7 +210,8 @@ class Parts:
     def join(self) -> None:
         """Write the output, and remove the parts."""
         columns = output_columns(self.job, self.fields())
-        if self.job.selected is None and (renamed := [name for name in columns if name.endswith("_given")]):
+        renamed = [name for name, (source, own) in columns.items() if source == "data" and name != own]
+        if self.job.selected is None and renamed:
             print(note(f"The data's own values are in {', '.join(renamed)}."), flush=True)
         try:
             with atomic_path(self.job.output) as temporary:

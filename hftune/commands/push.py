@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.commands.merge import MERGED
 from hftune.errors import ConfigError
 
 
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true", help="create the repository as a private one")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to push to, created if necessary (default: main)")
     parser.add_argument("--message", help="commit message (default: the model's score)")
+    parser.add_argument("--merged", action="store_true", help="push what hftune merge wrote, and not the adapters")
     add_trust_code(parser)
 
 
@@ -30,11 +33,44 @@ def run(options: argparse.Namespace) -> int:
     if model != folder / "model":
         raise ConfigError(f"{folder} is a single model. Name the output folder of its run, whose best model is pushed.")
     check_passwords(folder / "recipe.yaml")
+    merged = folder / MERGED if options.merged else None
+    if merged is None:
+        check_base(model, folder)
+    else:
+        check_merged(merged, model)
     from hftune.commands.upload import check_token, upload
 
     check_token()
-    print(upload(folder, recipe, options.repository, options.private, options.revision, options.message), flush=True)
+    address = upload(folder, recipe, options.repository, options.private, options.revision, options.message, merged)
+    print(address, flush=True)
     return 0
+
+
+def check_base(model: Path, folder: Path) -> None:
+    """Refuse adapters that belong to a model on this machine, which nobody else could load, or raise ConfigError."""
+    path = model / "base.json"
+    if not path.is_file():
+        return
+    base = json.loads(path.read_text(encoding="utf-8"))
+    if base["commit"] is None:
+        where = base["name"] or model / "base"
+        raise ConfigError(
+            f"{model} holds adapters of a model on this machine, {where}, without which nobody can load them. Push the two as "
+            f"one: hftune merge {folder}, then hftune push --merged."
+        )
+
+
+def check_merged(merged: Path, model: Path) -> None:
+    """Refuse to push a merged model that is not there, or was made of earlier adapters, or raise ConfigError."""
+    from hftune.checkpoints.export import read_about
+
+    if not merged.is_dir():
+        raise ConfigError(f"--merged: there is no {merged}. hftune merge {merged.parent} writes it.")
+    if (earlier := read_about(merged)) != (now := read_about(model)):
+        raise ConfigError(
+            f"--merged: {merged} was made of the adapters of step {earlier.get('step')}, and the best ones now are of step "
+            f"{now.get('step')}. hftune merge {merged.parent} writes it again."
+        )
 
 
 def check_passwords(recipe: Path) -> None:

@@ -16,7 +16,7 @@ INDENT = 2
 NARROW = 60
 """Columns of a terminal in which a recipe's text goes below its name."""
 OWN_DATA = """
-A recipe at the left margin is for data of your own; one below it is the same problem on given data.
+A recipe at the left margin takes data of your own; one below it is the same problem on given data.
   hftune train recipe=text_classification task.data_files.train=my.csv task.eval_share=0.1
   hftune show recipe=text_classification      all its keys and values
 """

@@ -1,20 +1,81 @@
-"""``hftune show``: print a recipe with bases and overrides applied."""
+"""``hftune show``: print a recipe with bases and overrides applied, or a few of its training samples."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable
+from typing import Any
 
-from hftune.commands.arguments import add_recipe, find_modules_here
+from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.errors import ConfigError
+
+TRAINED = "bold green"
+"""Style of what the model learns to write."""
+MARKS = "\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}"
+"""Around it where there are no colours."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, is_required=True)
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="print the first N training samples as the model reads them instead, with the trained tokens in colour",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what a run would write to recipe.yaml."""
+    """Print what a run would write to recipe.yaml, or training samples."""
+    check_at_least_1(options, "samples")
     find_modules_here()
     from hftune.config import Recipe
 
-    print(Recipe.from_argv(options.words).to_yaml(), end="")
+    recipe = Recipe.from_argv(options.words)
+    if options.samples is None:
+        print(recipe.to_yaml(), end="")
+        return 0
+    recipe.validate()
+    show_samples(recipe, options.samples)
     return 0
+
+
+def show_samples(recipe: Any, count: int) -> None:
+    """Print training samples with what the model learns to write of each.
+
+    Raises:
+        ConfigError: the task's samples are no texts.
+    """
+    from hftune.task import Task
+
+    if type(recipe.task).marked is Task.marked:
+        raise ConfigError(f"--samples: {type(recipe.task).__name__} has no samples that can be shown as text.")
+    from hftune.build import load_datasets
+    from hftune.tracking.console import hide_progress_bars
+
+    hide_progress_bars()
+    samples = load_datasets(recipe)["train"]
+    for index in range(min(count, len(samples))):
+        example = samples[index]
+        ids, labels = (list(example.get(name, ())) for name in ("input_ids", "labels"))
+        trained = f", {sum(label >= 0 for label in labels):,} trained" if labels else ""
+        counts = f" ({len(ids) + bool(labels):,} tokens{trained})" if ids else ""
+        show_sample(f"sample {index} of {len(samples):,}{counts}", recipe.task.marked(example))
+
+
+def show_sample(title: str, pieces: Iterable[tuple[str, bool]]) -> None:
+    """Print one sample: in colour on a terminal, elsewhere between MARKS."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
+    text = Text()
+    for piece, is_trained in pieces:
+        if is_trained and not has_colours:
+            piece = f"{MARKS[0]}{piece}{MARKS[1]}"
+        text.append(piece, TRAINED if is_trained else None)
+    console.print(Text(title, "dim"))
+    console.print(text)
+    console.print()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,7 +74,8 @@ class Trial:
             return False
         best = result.get("best") or {}
         if not isinstance(best.get("value"), (int, float)):
-            self.state, self.error = "failed", "it was never evaluated, so there is nothing to compare"
+            why = "its eval.metric is not finite" if "value" in best else "it was never evaluated"
+            self.state, self.error = "failed", f"{why}, so there is nothing to compare"
             return True
         self.state, self.value, self.step, self.seconds = "finished", best["value"], best.get("step"), result.get("seconds")
         return True
@@ -120,7 +122,7 @@ class Sweep:
 
     space: Space
     recipe: Recipe
-    """With the words that all trials share."""
+    """That of one trial; it differs from the others in the keys that vary."""
     folder: Path
     jobs: int
     processes: int | None
@@ -159,6 +161,9 @@ class Sweep:
 
 def run(options: argparse.Namespace) -> int:
     """Train all trials that are not finished, and print and write what came of them."""
+    from hftune.run import outlive_readers
+
+    outlive_readers()  # also a terminal that is closed
     check_at_least_1(options, "jobs", "processes", "optuna")
     find_modules_here()
     sweep = prepare(options)
@@ -200,13 +205,14 @@ def prepare(options: argparse.Namespace) -> Sweep:
         )
     if options.optuna is not None:
         check_optuna()
-    trials = space.corners() if options.optuna is not None else space.grid()
-    for values in trials:
+    recipes = []
+    for values in space.corners() if options.optuna is not None else space.grid():
         words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in values.items())]
-        Recipe.from_argv(words).validate()
-    recipe = Recipe.from_argv([f"recipe={space.recipe}", *space.fixed])
-    if recipe.eval.every == "never":
-        raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
+        recipes.append(Recipe.from_argv(words))
+        recipes[-1].validate()
+        if recipes[-1].eval.is_off:
+            raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
+    recipe = recipes[0]  # without the keys that vary it might not be valid
     folder = Path(recipe.output_dir) / "sweep"
     sweep = Sweep(space, recipe, folder, options.jobs, options.processes, options.optuna)
     if options.jobs > 1:
@@ -237,7 +243,8 @@ def share_gpus(jobs: int, processes: int) -> list[str]:
 
         gpus = [str(index) for index in range(torch.cuda.device_count())]
     else:
-        gpus = [name for name in given.split(",") if name]
+        names = [name.strip() for name in given.split(",") if name.strip()]
+        gpus = list(takewhile(lambda name: name != "-1", names))  # CUDA ignores what comes after it, too
     if 0 < len(gpus) < jobs * processes:
         raise ConfigError(
             f"--jobs {jobs} with {processes} process(es) each needs {jobs * processes} GPUs; there are {len(gpus)}."
@@ -246,17 +253,20 @@ def share_gpus(jobs: int, processes: int) -> list[str]:
 
 
 def identity(sweep: Sweep) -> dict[str, Any]:
-    """Return what makes trials comparable; values may be added later."""
-    plain = sweep.recipe.to_dict() | {"output_dir": None}
-    digest = sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
-    chosen_by = "grid" if sweep.num_trials is None else "optuna"
-    return {
-        "recipe": sweep.space.recipe,
-        "fixed": sweep.space.fixed,
-        "keys": sweep.space.keys,
-        "by": chosen_by,
-        "digest": digest,
+    """Return what makes trials comparable. To the lists of a grid values may be added later, but not to those of Optuna."""
+    from hftune.config.recipe import flat
+
+    space = sweep.space
+    varying = ("output_dir", *space.keys)
+    shared = {
+        key: value
+        for key, value in flat(sweep.recipe.to_dict()).items()
+        if not any(key == name or key.startswith(f"{name}.") for name in varying)
     }
+    digest = sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()
+    own = {"recipe": space.recipe, "fixed": sorted(space.fixed), "keys": space.keys}
+    by = {"by": "grid"} if sweep.num_trials is None else {"by": "optuna", "lists": space.lists}
+    return {**own, **by, "digest": digest}
 
 
 def claim(sweep: Sweep) -> None:
@@ -268,11 +278,18 @@ def claim(sweep: Sweep) -> None:
         before = None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} cannot be read. Remove it, or set output_dir=... to a different folder.") from error
+    if before is not None:
+        sweep.space.sort_like(before.get("keys", []))  # the names of the trials begin with the first key
     own = identity(sweep)
     if before is not None and before != own:
-        names = {"fixed": "keys that all trials share", "keys": "keys that vary", "by": "way to choose values"}
+        differences = {
+            "fixed": "has other keys that all trials share",
+            "keys": "has other keys that vary",
+            "by": "chooses values in another way",
+            "lists": "has other values for Optuna to choose from",
+        }
         changed = next(name for name in own if before.get(name) != own[name])
-        what = f"has other {names[changed]}" if changed in names else "is of a different recipe"
+        what = differences.get(changed, "is of a different recipe")
         was = f" ({_spelled(before.get(changed))} instead of {_spelled(own[changed])})" if changed != "digest" else ""
         raise ConfigError(f"{sweep.folder} holds a sweep that {what}{was}. Set output_dir=... to a different folder.")
     try:
@@ -283,6 +300,8 @@ def claim(sweep: Sweep) -> None:
 
 
 def _spelled(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}={','.join(values)}" for key, values in value.items()) or "none"
     return ", ".join(value) or "none" if isinstance(value, list) else str(value)
 
 
@@ -299,9 +318,13 @@ class Runner:
     def run(self) -> None:
         """Train.
 
+        SIGHUP, of a terminal that is closed, stops the trials as SIGTERM does: they have sessions of their own.
+
         Raises:
             KeyboardInterrupt: after a second Ctrl-C; all trials have been killed.
         """
+        from hftune.launchers.local import kill
+
         with self._forwarding():
             try:
                 while True:
@@ -312,8 +335,7 @@ class Runner:
                     self._collect()
             finally:
                 for _, process, _ in self.running.values():
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                    kill(process)
 
     def _start(self) -> None:
         for slot in range(self.sweep.jobs):
@@ -372,7 +394,10 @@ class Runner:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, forward) for number in numbers}
         try:
             yield
         finally:

@@ -35,6 +35,9 @@ class Search:
         self._trials: list[Trial] = []
         self._interrupted: list[Trial] = []
         for known in begun:
+            if known.state == TrialState.RUNNING and known.params.keys() != self.distributions.keys():
+                self.study.tell(known.number, state=TrialState.FAIL)  # ended before all its values were drawn
+                continue
             trial = self._trial(known.number, known.params)
             if known.state == TrialState.RUNNING:
                 self._interrupted.append(trial)

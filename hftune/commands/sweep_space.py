@@ -13,6 +13,8 @@ from hftune.errors import ConfigError
 
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
+SHARED = ("output_dir", "resume", "replace", "task.type", "eval.metric", "eval.greater_is_better")
+"""Keys that cannot vary: trials have folders of their own, and are compared by one metric."""
 LONGEST_NAME = 100
 LOG_FROM = 10
 """Ratio of its ends from which a range is searched by orders of magnitude."""
@@ -52,6 +54,12 @@ class Space:
     @property
     def keys(self) -> list[str]:
         return [*self.lists, *self.ranges]
+
+    def sort_like(self, keys: Sequence[str]) -> None:
+        """Put the keys into this order, if they are the same."""
+        if set(keys) == set(self.keys):
+            self.lists = {key: self.lists[key] for key in keys if key in self.lists}
+            self.ranges = {key: self.ranges[key] for key in keys if key in self.ranges}
 
     def grid(self) -> list[dict[str, str]]:
         """Return the values of each trial, by key: all combinations of the lists."""
@@ -95,7 +103,7 @@ def parse(words: Sequence[str]) -> Space:
             space.lists[key] = values
     if len(recipes) != 1 or len(split(recipes[0])) != 1:
         raise ConfigError("Name one recipe, such as recipe=yelp_demo. To compare recipes, sweep each and use hftune report.")
-    if clash := [key for key in ("output_dir", "resume", "replace") if key in space.keys]:
+    if clash := [key for key in SHARED if key in space.keys]:
         raise ConfigError(f"{clash[0]} cannot vary in a sweep.")
     if not space.keys:
         raise ConfigError("Nothing varies. List values with commas, such as train.lr=1e-5,3e-5 seed=1,2.")

@@ -39,8 +39,19 @@ def how_to_log_in() -> str:
     return f"Create a token with write access at {page}, and log in with `hf auth login` or set HF_TOKEN."
 
 
-def upload(folder: Path, recipe: Recipe, repository: str, private: bool, revision: str | None, message: str | None) -> str:
+def upload(
+    folder: Path,
+    recipe: Recipe,
+    repository: str,
+    private: bool,
+    revision: str | None,
+    message: str | None,
+    merged: Path | None = None,
+) -> str:
     """Put the best model of a run into a repository, in one commit; return the model's address.
+
+    Args:
+        merged: folder that `hftune merge` wrote, to be pushed in the place of the adapters.
 
     Raises:
         ConfigError: the Hub refuses, or cannot be reached; or the repository is public and should be private.
@@ -52,7 +63,7 @@ def upload(folder: Path, recipe: Recipe, repository: str, private: bool, revisio
         user = check_access(api)
     with refusals(repository, user), frozen(folder) as snapshot:
         url = open_repository(api, repository, private, revision)
-        files = contents(snapshot, recipe, repository)
+        files = contents(snapshot, recipe, repository, merged or snapshot / "model")
         size = data_size(sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values()))
         print(f"Pushing {len(files)} files ({size}) to {repository} ...", flush=True)
         additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()]
@@ -85,9 +96,9 @@ def open_repository(api: HfApi, repository: str, private: bool, revision: str | 
     return url
 
 
-def contents(folder: Path, recipe: Recipe, repository: str) -> dict[str, Path | bytes]:
+def contents(folder: Path, recipe: Recipe, repository: str, model: Path) -> dict[str, Path | bytes]:
     """Return the files of the repository: those of the model, its card, the recipe, and the result of a finished run."""
-    facts, model = read_facts(folder, recipe), folder / "model"
+    facts = read_facts(folder, recipe, model=model)
     written = model / CARD
     has_card = written.is_file() and (folder / RESULT).is_file()  # else it may be that of an earlier, shorter training
     text = for_repository(written.read_text(encoding="utf-8"), facts, repository) if has_card else None

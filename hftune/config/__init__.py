@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["CheckpointConfig", "EvalConfig", "ParallelConfig", "Recipe", "TrackConfig", "TrainConfig"]
+__all__ = ["AdapterConfig", "CheckpointConfig", "EvalConfig", "ParallelConfig", "Recipe", "TrackConfig", "TrainConfig"]
 
 if TYPE_CHECKING:
     from hftune.config.recipe import Recipe
-    from hftune.config.sections import CheckpointConfig, EvalConfig, ParallelConfig, TrackConfig, TrainConfig
+    from hftune.config.sections import AdapterConfig, CheckpointConfig, EvalConfig, ParallelConfig, TrackConfig, TrainConfig
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from hftune.config.importing import find_beside, import_named, is_own
 from hftune.config.sections import (
     OPTIMIZER_KEYS,
     SCHEDULE_KEYS,
+    AdapterConfig,
     CheckpointConfig,
     EvalConfig,
     ParallelConfig,
@@ -69,6 +70,7 @@ class Recipe(RunConfig):
     task: Task
     """What is learned; ``task.type`` is its class: a bare name in hftune.tasks, or the dotted path of your own."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -116,7 +118,12 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found.
         """
-        problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems()]
+        problems = [
+            *self.task.validate(),
+            *self._metric_problems(),
+            *self._batch_loss_problems(),
+            *self._adapter_problems(),
+        ]
         if problems:
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
@@ -157,6 +164,51 @@ class Recipe(RunConfig):
                 f"parallel.pipeline_stages={stages}: the loss of {name} compares the samples of a step with each other, and a "
                 "pipeline has its micro-batches one after the other. Leave it at 1; DDP and FSDP can train it."
             )
+
+    def _adapter_problems(self) -> Iterator[str]:
+        adapter, origins = self.adapter, self.source.origins
+        if adapter.type is None:
+            if "adapter.type" not in origins:  # type: null switches off what a base has set
+                yield from (
+                    f"{key}={format_value(getattr(adapter, key.partition('.')[2]))} needs adapter.type=lora or dora."
+                    for key in origins
+                    if key.startswith("adapter.")
+                )
+            return
+        if (stages := self.parallel.pipeline_stages) > 1:
+            yield (
+                f"adapter.type={adapter.type} does not work with parallel.pipeline_stages={stages}. Leave it at 1: DDP and "
+                "FSDP train adapters."
+            )
+        if self.train.freeze:
+            yield (
+                f"train.freeze={format_value(self.train.freeze)}: adapter.type={adapter.type} freezes all but the adapters and "
+                "adapter.train_also. Leave train.freeze out, and choose layers in adapter.targets."
+            )
+        if adapter.base_dtype == "bf16" and self.train.mixed_precision != "bf16":
+            yield (
+                f"adapter.base_dtype=bf16 needs train.mixed_precision=bf16, not {self.train.mixed_precision}: what is trained "
+                "stays float32, and only there the two may meet. Or set adapter.base_dtype=auto."
+            )
+
+        if adapter.export != "merged" and type(self.task).save is Task.save:
+            yield (
+                f"adapter.export={adapter.export}: {type(self.task).__name__} has no method save, and the default one writes a "
+                "whole model. Set adapter.export=merged, or write one that calls model.save_pretrained(directory)."
+            )
+        if adapter.quantize is not None:
+            yield from self._quantize_problems(adapter.quantize)
+
+    def _quantize_problems(self, kind: str) -> Iterator[str]:
+        if self.adapter.export != "adapter":
+            yield (
+                f"adapter.quantize={kind} does not go with adapter.export={self.adapter.export}: adapters merged into 4 bits "
+                "would be rounded away. Leave adapter.export at adapter; hftune merge puts them into the weights as they were."
+            )
+        if getattr(self.task, "model", self) is None:
+            yield f"adapter.quantize={kind} quantises weights that are loaded; task.model=null builds new ones. Leave it out."
+        if getattr(self.task, "weights", None) is not None:
+            yield f"adapter.quantize={kind} does not go with task.weights. Save the model with them, and name it in task.model."
 
     @property
     def declared_direction(self) -> Direction | None:
@@ -200,6 +252,7 @@ class Recipe(RunConfig):
 
 SECTIONS: dict[str, type[Section]] = {
     "train": TrainConfig,
+    "adapter": AdapterConfig,
     "eval": EvalConfig,
     "checkpoint": CheckpointConfig,
     "parallel": ParallelConfig,

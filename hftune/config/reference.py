@@ -14,12 +14,22 @@ import textwrap
 from itertools import pairwise
 
 from hftune import tasks
-from hftune.config.sections import CheckpointConfig, EvalConfig, ParallelConfig, RunConfig, TrackConfig, TrainConfig, key_of
+from hftune.config.sections import (
+    AdapterConfig,
+    CheckpointConfig,
+    EvalConfig,
+    ParallelConfig,
+    RunConfig,
+    TrackConfig,
+    TrainConfig,
+    key_of,
+)
 from hftune.errors import format_value
 
 SECTIONS = {
     "": RunConfig,
     "train": TrainConfig,
+    "adapter": AdapterConfig,
     "eval": EvalConfig,
     "checkpoint": CheckpointConfig,
     "parallel": ParallelConfig,

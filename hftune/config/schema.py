@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from hftune.config.reference import SECTIONS, fields, task_types
-from hftune.config.sections import OPTIMIZERS, PIPELINE_SCHEDULES, SCHEDULES, TRACKERS, UPLOADS, key_of
+from hftune.config.sections import ADAPTERS, OPTIMIZERS, PIPELINE_SCHEDULES, QUANTIZATIONS, SCHEDULES, TRACKERS, UPLOADS, key_of
 from hftune.config.shipped_files import recipe_names, recipe_path
 
 REFERENCE = r"\$\{"
@@ -39,6 +39,8 @@ SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
     "train.schedule": (SCHEDULES, DOTTED),
     "train.micro_batch_size": (("auto",), None),
     "train.micro_batch_tokens": (("auto",), None),
+    "adapter.type": (ADAPTERS, None),
+    "adapter.quantize": (QUANTIZATIONS, None),
     "eval.every": (("epoch", "never"), r"^[1-9]\d* epochs?$"),
     "parallel.schedule": (PIPELINE_SCHEDULES, None),
     "track.with": (TRACKERS, DOTTED),

@@ -71,6 +71,10 @@ class TrainConfig(Section):
     """Whether to leave out padding: the layers compute the real tokens of a micro-batch and nothing else, and micro-batches get
     equal work. auto: for tasks with lengths and transformers models whose layers compute the same without padding, which is
     tried before training. off: samples are padded to the longest of their micro-batch."""
+    head_loss: Literal["auto", "whole", "liger"] = "auto"
+    """How tasks that predict tokens compute their loss. auto: if a micro-batch has more than 2^24 logits (tokens x words), in
+    chunks together with the loss, and only those of tokens with a target: the same loss in less memory. Pipelines keep all
+    logits. whole: all logits at once. liger: by Liger's kernel, on GPUs, for models with a plain linear head."""
     parts: int | None = None
     """The number of micro-batches in a step is a multiple of it, so that numbers of processes that divide it have equal work.
     null: where training computes no padding 4, 2 or 1, so that a part has 1,024 tokens or more; otherwise any number."""
@@ -535,6 +539,60 @@ class TrackConfig(Section):
 
 
 UPLOADS = ("none", "best", "all")
+
+
+@dataclass
+class AdapterConfig(Section):
+    """Adapters: small matrices that are trained beside the weights of a transformers model, which stay as they are. Needs peft,
+    pip install "hftune[lora]"."""
+
+    type: str | None = None
+    """lora (the product of two narrow matrices is added to each target's weight) or dora (LoRA of its direction, and a vector
+    of its columns' lengths). null: no adapters, all weights are trained."""
+    rank: int = 16
+    """Width of the narrow matrices."""
+    alpha: float = 32.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout of an adapter's input, in [0, 1)."""
+    targets: Any = "all-linear"
+    """The modules that get an adapter: all-linear (all linear layers but the head), or a list of names, or of their ends, such
+    as [q_proj, v_proj]."""
+    train_also: list[str] = field(default_factory=list)
+    """Modules that are trained as a whole, by their names or the ends of these, such as [embed_tokens]. Heads that the task
+    adds to the model, and what the model's files lack, are trained in any case."""
+    rslora: bool = False
+    """Whether to multiply by alpha / sqrt(rank) instead: rank-stabilised LoRA, for high ranks."""
+    quantize: str | None = None
+    """nf4: keep the frozen weights of linear layers in 4 bits (QLoRA). null: adapter.base_dtype."""
+    base_dtype: Literal["float32", "bf16", "auto"] = "float32"
+    """Precision in which the frozen weights are kept; what is trained stays float32. bf16: half the memory, needs
+    train.mixed_precision=bf16. auto: bf16 on GPUs that compute it under train.mixed_precision=bf16 or auto, else float32."""
+    export: Literal["adapter", "merged", "both"] = "adapter"
+    """What the models in output_dir hold: adapter (a folder of peft, beside the base model's name), merged (the weights with
+    the adapters added to them, a plain model) or both."""
+
+    def problems(self) -> Iterator[str]:
+        for name, choices in {"type": ADAPTERS, "quantize": QUANTIZATIONS}.items():
+            if (value := getattr(self, name)) not in (None, *choices):
+                yield f"adapter.{name}={value!r} is not {' or '.join(choices)}, nor null.{did_you_mean(value, choices)}"
+        for name in ("base_dtype", "export"):
+            if (value := getattr(self, name)) not in get_args(hint := get_type_hints(type(self))[name]):
+                yield f"adapter.{name}={format_value(value)} {type_problem(hint, value)}"
+        if self.rank < 1:
+            yield f"adapter.rank={self.rank} must be at least 1."
+        if not 0 < self.alpha < math.inf:
+            yield f"adapter.alpha={self.alpha} must be above 0 and finite."
+        if not 0 <= self.dropout < 1:
+            yield f"adapter.dropout={self.dropout} must be in [0, 1)."
+        is_list = isinstance(self.targets, list) and self.targets and all(isinstance(name, str) for name in self.targets)
+        if self.targets != "all-linear" and not is_list:
+            value = format_value(self.targets)
+            yield f"adapter.targets={value} is neither all-linear nor a list of names, such as [q_proj, v_proj]."
+
+
+ADAPTERS = ("lora", "dora")
+QUANTIZATIONS = ("nf4",)
 
 
 @dataclass(kw_only=True)

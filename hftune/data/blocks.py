@@ -42,6 +42,10 @@ class Blocks(Sequence):
         tokens = self.stream[start : start + self.block_length + 1].astype(np.int64)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
+    def share_of(self, token: int) -> float:
+        """Return the share of a token among all."""
+        return float((self.stream == token).mean())
+
     def contents(self) -> dict[str, np.ndarray]:
         """Return the content to hash; see hftune.data.digest. Its names are hashed, too: checkpoints hold the digest."""
         return {"stream": self.stream, "kept": self.indices, "block_length": np.array([self.block_length])}
@@ -72,10 +76,10 @@ class JoinedBlocks(Sequence):
         """Return the content to hash; see hftune.data.digest."""
         return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
 
-    @property
-    def stream(self) -> np.ndarray:
-        """All tokens."""
-        return np.concatenate([part.stream for part in self.parts])
+    def share_of(self, token: int) -> float:
+        """Return the share of a token among all."""
+        sizes = [len(part.stream) for part in self.parts]
+        return float(np.average([part.share_of(token) for part in self.parts], weights=sizes))
 
     @property
     def lengths(self) -> np.ndarray:

@@ -216,18 +216,22 @@ def _checksum(path: Path) -> str:
     return f"{len(content)} {hasher.hexdigest()}"
 
 
-def mapped(dataset: datasets.Dataset, function: Callable, note: str, processes: int = 1, **fn_kwargs: Any) -> datasets.Dataset:
+def mapped(
+    dataset: datasets.Dataset, function: Callable, note: str, processes: int = 1, numbered: bool = False, **fn_kwargs: Any
+) -> datasets.Dataset:
     """Map batches, without the old columns, and return the rows, whose file lasts as long as they do: it has no name any more.
 
     Args:
         note: text beside the progress bar.
         processes: number of processes that share the work; see ``idle_cores``.
+        numbered: pass the indices of the rows as well, as the second argument.
     """
     name = f".mapped-{uuid4().hex}"
     try:
         return dataset.map(
             function,
             batched=True,
+            with_indices=numbered,
             fn_kwargs=fn_kwargs,
             remove_columns=dataset.column_names,
             cache_file_name=str(cache_dir() / f"{name}.arrow"),

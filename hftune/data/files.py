@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def check_corpus(files: Sequence[str]) -> None:
             raise ConfigError(f"{file} has none of the known suffixes: {', '.join(FORMAT_OF)}. Convert or rename it.")
 
 
+SURPLUS = "lines have more cells than the header has names. Complete the header, or quote cells with a separator in them."
+"""What is wrong with a csv file whose first column would otherwise be left out."""
 NO_EVAL_DATA = "hold out a share of the training rows (task.eval_share=0.1), or train without evaluation (eval.every=never)"
 """What else to do than to name evaluation data."""
 
@@ -119,6 +122,8 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
     columns = entry.get("columns") or {}
     if not isinstance(columns, Mapping) or not all(isinstance(name, str) for pair in columns.items() for name in pair):
         yield f"{key}.columns={columns} must say the name of each column there, such as {{text: review, label: stars}}."
+    elif twice := [name for name, count in Counter(columns.values()).items() if count > 1]:
+        yield f"{key}.columns={dict(columns)} gives {twice[0]} two names. Name each column once."
 
 
 def data_file_problems(
@@ -245,6 +250,8 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
     folder = Path(model).expanduser()
     if not folder.is_dir():
         yield f"task.model={model}: there is no such folder."
+    elif (folder / "adapter_config.json").is_file():
+        yield f"task.model={model} holds adapters, not a whole model. hftune merge {model} makes one of them."
     elif not (folder / "config.json").is_file():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained."

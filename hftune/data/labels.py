@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MISSING = ("na", "n/a", "nan", "null", "none", "<na>")
 """Usual spellings of a missing value, in upper or lower case. Each of them may also be the name of a class."""
+MANY = 100
+"""Classes of which nearly every row has another are refused above this number."""
 
 
 def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callable[[int], int]) -> list[Any]:
@@ -51,21 +53,33 @@ def _refuse_missing(labels: Sequence[Any], column: str, split: str, row_of: Call
         )
 
 
-def class_names(labels: Sequence[Any], split: str, row_of: Callable[[int], int], ordinal: bool = False) -> list[str]:
-    """Return the class names for the labels found, in order: "0" to the largest number, or the distinct labels.
+def class_names(
+    labels: Sequence[Any], split: str, row_of: Callable[[int], int], ordinal: bool = False, elsewhere: Iterable[Any] = ()
+) -> list[str]:
+    """Return the class names for the labels found, the distinct ones, in order.
 
-    Texts that are all whole numbers are sorted as numbers, other texts alphabetically.
+    Numbers, and texts that are all whole numbers, are sorted as numbers, other texts alphabetically.
 
     Args:
         ordinal: whether the order of the classes has a meaning.
+        elsewhere: labels of the other splits. Their numbers are classes too, from 0 to the largest of ``labels``, as a small
+            training split may lack one.
 
     Raises:
-        DataError: numbers with a text for a missing value among them, or ordinal classes whose order is unknown.
+        DataError: nearly all labels differ; numbers with a text for a missing value among them; or ordinal classes whose order
+            is unknown.
     """
     distinct = set(labels)
+    if len(distinct) > MANY and len(distinct) > 0.9 * len(labels):
+        raise DataError(
+            f"The {split} split has {len(distinct):,} different labels in {len(labels):,} rows, as a column of ids has. Name "
+            "the column of the classes in task.label_column, or list the classes in task.label_names."
+        )
     texts = {label for label in distinct if isinstance(label, str)}
     if not texts:
-        return [str(number) for number in range(max(distinct, default=0) + 1)]
+        highest = max(distinct, default=0)
+        numbers = distinct | {label for label in elsewhere if isinstance(label, int) and 0 <= label <= highest}
+        return [str(number) for number in sorted(numbers or {0})]
     numbers = {label for label in texts if is_whole(label)}
     if numbers == texts:
         return sorted(texts, key=lambda text: (int(text), text))
@@ -82,6 +96,20 @@ def class_names(labels: Sequence[Any], split: str, row_of: Callable[[int], int],
             "task.label_names to all of them, the lowest grade first, or task.ordinal=false if they are not grades."
         )
     return sorted(texts)
+
+
+def counted(names: Sequence[str]) -> list[str]:
+    """Return a notice if classes, named by nothing but the labels, are numbers that do not count from 0."""
+    if not _own_numbers(names):
+        return []
+    shown = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+    return [f"The {len(names)} classes are the numbers among the labels: {shown}. task.label_names would name them."]
+
+
+def _own_numbers(names: Sequence[str]) -> dict[int, int]:
+    """Return the class numbers by the numbers that are the names of the classes, unless these count from 0 or are texts."""
+    found = {int(name): number for number, name in enumerate(names)} if all(map(is_whole, names)) else {}
+    return {} if all(name == number for name, number in found.items()) else found
 
 
 def is_whole(text: str) -> bool:
@@ -105,7 +133,12 @@ def _numbers_by_name(names: Sequence[str], data_names: Sequence[str] | None) -> 
 
 
 def class_numbers(
-    labels: Sequence[Any], names: Sequence[str], data_names: Sequence[str] | None, split: str, row_of: Callable[[int], int]
+    labels: Sequence[Any],
+    names: Sequence[str],
+    data_names: Sequence[str] | None,
+    split: str,
+    row_of: Callable[[int], int],
+    are_labels: bool = False,
 ) -> list[int]:
     """Translate the labels of a split, as ``read_labels`` returns them, to class numbers.
 
@@ -113,6 +146,7 @@ def class_numbers(
         names: class names in the order of the class numbers; ``task.label_names``, if set.
         data_names: class names of the training data, in their order: some or all of ``names``, in any order; or different names
             for the same classes in the same order ("1 star", "one star"). None: the data have no names.
+        are_labels: whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth.
         row_of: translates an index of ``labels`` to the row in the data, for messages.
 
     Raises:
@@ -129,7 +163,8 @@ def class_numbers(
             f"The labels of the {split} split are numbers without names, and task.label_names changes the order of the train "
             f"split's names ({', '.join(data_names)}), so what the numbers mean is unknown. Set task.label_names=null."
         )
-    translated = [numbers.get(label) if isinstance(label, str) else label for label in labels]
+    own = _own_numbers(names) if are_labels else {}
+    translated = [numbers.get(label) if isinstance(label, str) else own.get(label) if own else label for label in labels]
     wrong = [index for index, number in enumerate(translated) if number is None or not 0 <= number < count]
     if wrong:
         # If names are expected and some labels are numbers written as texts, a label that is neither is the one to report.
@@ -137,7 +172,7 @@ def class_numbers(
         index = next(odd, wrong[0])
         raise DataError(
             f"Row {row_of(index)} of the {split} split has the label {labels[index]!r}; "
-            f"there are {count} labels, 0 to {count - 1} ({', '.join(names[:10])}). "
+            f"there are {count} labels{'' if own else f', 0 to {count - 1}'} ({', '.join(names[:10])}). "
             "Correct the row, or set task.label_names; null uses the names of the data."
         )
     return translated
@@ -159,19 +194,25 @@ def read_label_lists(
         )
     names, labels, indices = getattr(inner, "names", None), [], []
     for index, listed in enumerate(rows[column]):
-        where = f"Row {row_of(index)} of the {split} split"
-        if listed is None:
-            raise DataError(f"{where} has no list in column {column!r}. An empty list means that it has none of the labels.")
-        if any(label is None or label == "" for label in listed):
-            raise DataError(f"{where} lists a label without a name in column {column!r}. Fill it in, or remove it.")
-        if len(set(listed)) < len(listed):
-            raise DataError(
-                f"{where} lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name "
-                "or number; or name a column of 0 and 1 for each label in task.label_columns."
-            )
+        if wrong := _wrong_list(listed, column):
+            raise DataError(f"Row {row_of(index)} of the {split} split {wrong}")
         labels += [names[label] if names and 0 <= label < len(names) else label for label in listed]
         indices += [index] * len(listed)
     return labels, indices
+
+
+def _wrong_list(listed: Sequence[Any] | None, column: str) -> str | None:
+    """Return what is wrong with the labels of a row, the end of a sentence; None if nothing is."""
+    if listed is None:
+        return f"has no list in column {column!r}. An empty list means that it has none of the labels."
+    if any(label is None or label == "" for label in listed):
+        return f"lists a label without a name in column {column!r}. Fill it in, or remove it."
+    if len(set(listed)) < len(listed):
+        return (
+            f"lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name "
+            "or number; or name a column of 0 and 1 for each label in task.label_columns."
+        )
+    return None
 
 
 def flags_of(numbers: Iterable[int], indices: Iterable[int], num_rows: int, num_labels: int) -> np.ndarray:

@@ -19,12 +19,15 @@ class ChatError(DataError):
     """A chat that cannot be trained on: one sentence, with the number of the message, from 0. The caller adds the row."""
 
 
-def messages_of(row: Mapping[str, Any], columns: Sequence[str] = ("messages",)) -> list[dict[str, Any]]:
+def messages_of(
+    row: Mapping[str, Any], columns: Sequence[str] = ("messages",), has_answer: bool = True
+) -> list[dict[str, Any]]:
     """Return the checked messages of a row, as templates take them.
 
     Args:
         columns: the column of the messages; or two, of the prompt and of its completion, each a text or messages. Only the
             completion is then trained. Messages may be JSON text, in which nulls and numbers stay as they were written.
+        has_answer: refuse a chat without an answer to train on.
 
     Raises:
         ChatError: a message lacks something, or the roles are out of order.
@@ -40,7 +43,7 @@ def messages_of(row: Mapping[str, Any], columns: Sequence[str] = ("messages",)) 
         raise ChatError("There are no messages.")
     checked = [_message(message, place) for place, message in enumerate(messages)]
     _check_order(checked)
-    if not any(is_trained(message) for message in checked):
+    if has_answer and not any(is_trained(message) for message in checked):
         raise ChatError("There is no message of the assistant to train on.")
     return checked
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 
 from hftune.data.files import mixture_name
 from hftune.data.text import load_split, row_numbers
@@ -79,8 +80,8 @@ def load_mixture(entries: Sequence[Mapping[str, Any]], commit_of: Callable[[int]
 
 
 def _load(entry: Mapping[str, Any], index: int, name: str, commit: str | None) -> datasets.Dataset:
-    files = {"train": entry["data_files"]} if "data_files" in entry else None
-    dataset, config = str(entry.get("dataset", "")), entry.get("dataset_config")
+    files = {"train": entry["data_files"]} if entry.get("data_files") else None
+    dataset, config = str(entry.get("dataset") or ""), entry.get("dataset_config")
     rows = load_split(dataset, str(entry.get("split", "train")), files, "train", config=config, commit=commit)
     renamed = {column: ours for ours, column in (entry.get("columns") or {}).items()}
     for column, ours in renamed.items():
@@ -102,7 +103,18 @@ def _same_features(loaded: Sequence[datasets.Dataset], names: Sequence[str]) -> 
                     f"Column {column!r} holds {_described(first[column])} in {names[0]}, but {_described(kind)} in {name}. The "
                     "data sets of task.datasets must agree: convert one of them, or rename its column (columns: ...)."
                 )
-    return [loaded[0], *(rows if rows.features == first else rows.cast(first) for rows in loaded[1:])]
+    return [loaded[0], *(_cast(rows, first, name) for name, rows in zip(names[1:], loaded[1:], strict=True))]
+
+
+def _cast(rows: datasets.Dataset, features: datasets.Features, name: str) -> datasets.Dataset:
+    try:
+        return rows if rows.features == features else rows.cast(features)
+    except (ValueError, pa.ArrowException) as error:
+        reason = str(error).strip().rstrip(".")
+        raise DataError(
+            f"{name}: its values do not fit into the columns of the first data set of task.datasets: {reason}. Convert one of "
+            "them, or list this one first."
+        ) from error
 
 
 def _kind(feature: Any) -> Any:

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 
+from hftune.batch_plan import drawn
+
 DOING = {"train": "Training", "eval": "Evaluating", "test": "Testing"}
 MOST_BYTES = 2**31
 """Bytes of images in memory up to which splits are compared: a second or two of hashing."""
@@ -52,10 +54,10 @@ def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
 
 def mixed(mixture: Any, sizes: Sequence[int], what: str = "rows") -> list[str]:
     """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``sizes``: the rows or blocks of each."""
-    drawn = [max(1, int(weight * size + 0.5)) for size, weight in zip(sizes, mixture.weights, strict=True)]
+    counts = [drawn(size, weight) for size, weight in zip(sizes, mixture.weights, strict=True)]
     parts = [
-        f"{count:,} from {name} ({size:,} {what} x {weight:g}, {count / sum(drawn):.0%})"
-        for count, name, size, weight in zip(drawn, mixture.names, sizes, mixture.weights, strict=True)
+        f"{count:,} from {name} ({size:,} {what} x {weight:g}, {count / sum(counts):.0%})"
+        for count, name, size, weight in zip(counts, mixture.names, sizes, mixture.weights, strict=True)
     ]
     return [f"task.datasets: an epoch takes {' and '.join(parts)}."]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from hftune.data.files import FORMAT_OF, PACKED, format_of
+from hftune.data.files import FORMAT_OF, PACKED, SURPLUS, format_of
 from hftune.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -107,8 +107,13 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
     import datasets
     import pandas
 
+    from hftune.data.text import READER_OPTIONS, refusing_lost_cells
+
     try:
-        cells = pandas.read_csv(path, sep=separator, dtype=str, keep_default_na=False, na_values=[""])
+        with refusing_lost_cells():
+            cells = pandas.read_csv(path, sep=separator, dtype=str, **READER_OPTIONS["csv"])
+    except pandas.errors.ParserWarning as error:
+        raise DataError(f"--data {name} cannot be read as csv: {SURPLUS}") from error
     except pandas.errors.EmptyDataError as error:
         raise DataError(f"--data {name} is empty.") from error
     except (pandas.errors.ParserError, UnicodeDecodeError, OSError) as error:
@@ -160,9 +165,19 @@ def write_table(path: Path, kind: str, columns: Sequence[str], rows: Iterable[Ma
             file.writelines(_json({name: row.get(name) for name in columns}) + "\n" for row in rows)
     else:
         with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, delimiter="\t" if kind == "tsv" else ",", lineterminator="\n")
+            writer = csv.writer(_UnixLines(file), delimiter="\t" if kind == "tsv" else ",")
             writer.writerow(columns)
             writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+
+
+@dataclass
+class _UnixLines:
+    """Ends lines in \\n alone. The writer must not: it quotes cells with characters of its line end only, so not a bare \\r."""
+
+    file: TextIO
+
+    def write(self, line: str) -> int:
+        return self.file.write(f"{line.removesuffix(csv.excel.lineterminator)}\n")
 
 
 def _cell(value: Any) -> Any:

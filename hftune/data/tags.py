@@ -40,15 +40,20 @@ def read_tags(
                 'A line of a jsonl file looks like {"tokens": ["In", "Rome"], "ner_tags": ["O", "B-LOC"]}.'
             )
     for index, (words, tags) in enumerate(zip(rows[words_column], rows[tags_column], strict=True)):
-        where = f"Row {row_of(index)} of the {split} split"
-        if not words or any(word is None or not word.strip() for word in words):
-            what = "an empty word" if words else "no words"
-            raise DataError(f"{where} has {what} in column {words_column!r}. Fill it in, or remove it.")
-        if tags is None or len(tags) != len(words):
-            raise DataError(f"{where} has {len(words)} words and {len(tags or [])} tags. Give each word one tag.")
-        if any(tag is None or tag == "" for tag in tags):
-            raise DataError(f"{where} has a word without a tag in column {tags_column!r}. Tags outside of entities are O.")
+        if wrong := _wrong_row(words, tags, words_column, tags_column):
+            raise DataError(f"Row {row_of(index)} of the {split} split has {wrong}")
     return named_tags(rows[tags_column], getattr(rows.features[tags_column].feature, "names", None))
+
+
+def _wrong_row(words: Sequence[Any] | None, tags: Sequence[Any] | None, words_column: str, tags_column: str) -> str | None:
+    """Return what is wrong with a row, the end of a sentence; None if nothing is."""
+    if not words or any(word is None or not word.strip() for word in words):
+        return f"{'an empty word' if words else 'no words'} in column {words_column!r}. Fill it in, or remove it."
+    if tags is None or len(tags) != len(words):
+        return f"{len(words)} words and {len(tags or [])} tags. Give each word one tag."
+    if any(tag is None or tag == "" for tag in tags):
+        return f"a word without a tag in column {tags_column!r}. Tags outside of entities are O."
+    return None
 
 
 def named_tags(tags: Sequence[Sequence[Any]], names: Sequence[str] | None) -> list[list[Any]]:
@@ -97,6 +102,30 @@ def word_ids(
         uncut = iter(tokenizer(full, truncation=False, **settings)["input_ids"])
         cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
     return ids, words, cut
+
+
+def windows(
+    texts: Sequence[Sequence[str]], tokenizer: Any, max_length: int
+) -> tuple[list[list[int]], list[list[int | None]], list[int]]:
+    """Tokenize texts that are lists of words, a long one in several windows, of which two in a row share a quarter.
+
+    Returns:
+        the token ids of each window, at most ``max_length``; the word that each token belongs to; and the text of each window.
+    """
+    room = max_length - tokenizer.num_special_tokens_to_add()
+    encoded = tokenizer(
+        [list(words) for words in texts],
+        is_split_into_words=True,
+        truncation=True,
+        max_length=max_length,
+        stride=room // 4,
+        return_overflowing_tokens=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    ids = encoded["input_ids"]
+    return ids, [encoded.word_ids(index) for index in range(len(ids))], encoded["overflow_to_sample_mapping"]
 
 
 def first_tokens(words: Sequence[int | None]) -> Iterator[int | None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
-from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, file_format
+from hftune.data.digest import content_digest
+from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, SURPLUS, file_format
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
@@ -26,8 +28,9 @@ from hftune.errors import DataError, did_you_mean
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
-READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too."""
+READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""], "index_col": False}}
+"""Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too. And if lines
+have one cell more than the header, the first column would not be read at all."""
 
 
 def load_split(
@@ -144,7 +147,13 @@ def take(
     by_class = part.held_out is not None and label_column is not None
     labels = read_labels(rows, label_column, "train", row_of) if by_class else None
     indices = part.indices(len(rows), labels, row_of, sizes)
-    return rows if len(indices) == len(rows) else rows.select(indices)
+    return rows if len(indices) == len(rows) else _select(rows, indices)
+
+
+def _select(rows: datasets.Dataset, indices: np.ndarray) -> datasets.Dataset:
+    """Return some rows, which know their numbers: of consecutive ones, datasets returns a slice that has forgotten them."""
+    selected = rows.select(indices)
+    return rows._select_with_indices_mapping(indices) if selected._indices is None else selected
 
 
 @contextmanager
@@ -239,16 +248,29 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
         DataError: the data cannot be loaded.
     """
     try:
-        return datasets.load_dataset(dataset, **READER_OPTIONS.get(dataset, {}), **kwargs)
+        with refusing_lost_cells() if dataset == "csv" else nullcontext():
+            return datasets.load_dataset(dataset, **READER_OPTIONS.get(dataset, {}), **kwargs)
     except StopIteration:  # as the json reader of datasets fails on a file without lines
         return []
     except DatasetGenerationError as error:
+        if isinstance(error.__cause__, Warning):
+            raise DataError(f"{source} cannot be read as {dataset}: {SURPLUS}") from error
         reason = str(error.__cause__ or error).strip().rstrip(".")
         raise DataError(f"{source} cannot be read as {dataset}: {reason}.") from error
     except (ConnectionError, FileNotFoundError) as error:
         raise DataError(f"{source} cannot be loaded: {error} Name files: {instead}.") from error
     except ValueError as error:  # as datasets reports an unknown split or configuration
         raise DataError(f"{source} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def refusing_lost_cells() -> Iterator[None]:
+    """Raise pandas' warning of csv lines that have more cells than the header, which would be left out."""
+    from pandas.errors import ParserWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ParserWarning)
+        yield
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
@@ -307,6 +329,11 @@ def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
     """Return the 0-based rows of the original file, for these indices of a (possibly subsampled) data set."""
     table = rows._indices
     return list(indices) if table is None else table.column(0).take(np.asarray(indices, np.int64)).to_pylist()
+
+
+def digest_of_all(rows: datasets.Dataset) -> str:
+    """Hash the whole data set of which ``take`` took these rows."""
+    return content_digest(datasets.Dataset(rows.data, info=rows.info))
 
 
 def _list(numbers: Sequence[int], most: int = 3) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hftune.data.cache import Stream, cached_arrays
+from hftune.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ class Ragged:
     """Rows of numbers of different lengths: row k is ``flat[offsets[k] : offsets[k + 1]]``."""
 
     flat: np.ndarray
-    """All numbers, int32."""
+    """All numbers: int32, int64 if they need it, or float32."""
     offsets: np.ndarray
     """(N + 1,) int64."""
 
@@ -61,23 +62,24 @@ class Ragged:
         return Ragged(np.delete(self.flat, self.offsets[:-1]), self.offsets - np.arange(len(self.offsets)))
 
     def padded(self, value: int, side: str = "right") -> tuple[Tensor, Tensor]:
-        """Pad the rows to the longest of them. Return numbers and attention mask, both (N, T) int64."""
+        """Pad the rows to the longest of them. Return numbers, int64 or float32, and attention mask, int64, both (N, T)."""
         import torch
 
         lengths_N1, places_T = np.diff(self.offsets)[:, None], np.arange(np.diff(self.offsets).max(initial=0))
         mask_NT = places_T < lengths_N1 if side == "right" else places_T >= len(places_T) - lengths_N1
-        padded_NT = np.full(mask_NT.shape, value, np.int64)
+        padded_NT = np.full(mask_NT.shape, value, _wide(self.flat.dtype))
         padded_NT[mask_NT] = self.flat
         return torch.from_numpy(padded_NT), torch.from_numpy(mask_NT.astype(np.int64))
 
 
 class Texts(Sequence):
-    """A data set of tokenized texts. A sample is a dictionary of the columns: int64 arrays of tokens, and single values.
+    """A data set of tokenized texts. A sample is a dictionary of the columns: int64 arrays of tokens (float32 if they are
+    fractions), and single values.
 
     The arrays are mapped from files, which all processes of a machine share, and samples are copied out of them on access.
 
     Args:
-        arrays: by name; a column of tokens, int32, has a second one beside it whose name ends in OFFSETS.
+        arrays: by name; a column of tokens, int32 as a rule, has a second one beside it whose name ends in OFFSETS.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
@@ -95,7 +97,7 @@ class Texts(Sequence):
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
         row = range(len(self))[_whole(index)]  # also from the end
         return {
-            name: column.take([row]).flat.astype(np.int64) if isinstance(column, Ragged) else column[row]
+            name: column.take([row]).flat.astype(_wide(column.flat.dtype)) if isinstance(column, Ragged) else column[row]
             for name, column in self._columns.items()
         }
 
@@ -172,7 +174,12 @@ def values(examples: Sequence[Mapping[str, Any]], name: str) -> Tensor:
         found = np.asarray(examples.texts.column(name))[list(examples.indices)]
     else:
         found = np.asarray([np.asarray(example[name]) for example in examples])
-    return torch.from_numpy(found.astype(np.float32 if found.dtype.kind == "f" else np.int64))
+    return torch.from_numpy(found.astype(_wide(found.dtype)))
+
+
+def _wide(dtype: np.dtype) -> type:
+    """Return the type of numbers in tensors."""
+    return np.float32 if dtype.kind == "f" else np.int64
 
 
 def column_of(dataset: Any, name: str) -> np.ndarray:
@@ -198,14 +205,35 @@ def cached_texts(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]]
 
 
 def flat_arrays(rows: datasets.Dataset) -> dict[str, np.ndarray | Stream]:
-    """Return the columns of rows, lists of token ids or single values, as the arrays of ``Texts``."""
+    """Return the columns of rows, lists of token ids or other numbers, or single values, as the arrays of ``Texts``.
+
+    Raises:
+        DataError: a column has lists of something else.
+    """
     arrays: dict[str, np.ndarray | Stream] = {}
     for name in rows.column_names:
         chunks = rows.data.column(name).chunks
         if pa.types.is_list(chunks[0].type):
             lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
             arrays[name + OFFSETS] = offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
-            arrays[name] = Stream(np.int32, (int(offsets[-1]),), (chunk.flatten().to_numpy() for chunk in chunks))
+            numbers = (chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks)
+            arrays[name] = Stream(_narrow(name, chunks), (int(offsets[-1]),), numbers)
         else:
             arrays[name] = np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
     return arrays
+
+
+def _narrow(name: str, chunks: Sequence[pa.ListArray]) -> type:
+    """Return the type in which the numbers of lists are kept: int32, if they fit, int64 or float32."""
+    import pyarrow.compute as pc
+
+    kind = chunks[0].type.value_type
+    if pa.types.is_floating(kind):
+        return np.float32
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        raise DataError(f"Column {name!r} of tokenized rows has lists of {kind}. They must be lists of numbers.")
+    if not pa.types.is_integer(kind):
+        return np.int32
+    bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in chunks]
+    numbers = [number for bound in bounds for number in bound.values() if number is not None]
+    return np.int32 if all(-(2**31) <= number < 2**31 for number in numbers) else np.int64

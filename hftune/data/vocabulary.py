@@ -54,11 +54,15 @@ def _read(files: Sequence[str], columns: Sequence[str]) -> list[str]:
     for file in map(Path, files):
         kind = format_of(file.name)
         rows = load_files(kind, str(file), data_files=str(file), split="train")
+        if not len(rows):
+            continue
         for column in ["text"] if kind == "text" else columns:
             if column not in rows.column_names:
                 raise DataError(f"{file} has no column {column!r}, only {', '.join(rows.column_names)}. Set --columns ...")
-            texts += [text for text in rows[column] if text]
-    if not any(map(str.strip, texts)):
+            if (dtype := getattr(rows.features[column], "dtype", None)) not in ("string", "large_string"):
+                raise DataError(f"{file}: column {column!r} holds {dtype or 'lists'}, not text. Set --columns ...")
+            texts += [text for text in rows[column] if text and text.strip()]
+    if not texts:
         raise DataError(f"{', '.join(files)}: there is no text.")
     return texts
 

@@ -76,6 +76,11 @@ def _check_fsdp(recipe: Recipe) -> None:
         raise ConfigError(
             "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
         )
+    if recipe.adapter.quantize is not None:
+        raise ConfigError(
+            f"adapter.quantize={recipe.adapter.quantize} does not work under FSDP, which cannot shard weights of 4 bits. "
+            "Launch without FSDP, or leave it out: adapter.base_dtype=bf16 takes half the memory of float32."
+        )
     if reason := UNSHARDED.get(recipe.train.optimizer):
         raise ConfigError(
             f"train.optimizer={recipe.train.optimizer} does not work under FSDP: it {reason}. Train without FSDP, or choose "

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hftune.distributed.failure_report import say_last
+
 POLL_S = 0.05
 SHUTDOWN_S = 30.0
 """How long processes may take to end after a signal, as under torchrun; TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes it."""
@@ -43,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
                 return 128 + signals.first
             try:
                 importlib.import_module(module)
-            except ImportError as error:
-                print(f"hftune: Task.libraries names {module}, which cannot be imported: {error}.", file=sys.stderr, flush=True)
+            except Exception as error:  # whatever a library raises where something of it is missing
+                named = "" if module.startswith("hftune.") else f"Task.libraries names {module}, which "
+                os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+                say_last(f"hftune: {named or module + ' '}cannot be imported: {type(error).__name__}: {error}.", "ConfigError")
                 return 2
     children: dict[int, int] = {}
     signals.children = children

@@ -163,13 +163,24 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
         for number, handler in before.items():
             signal.signal(number, handler)
         if process.poll() is None:
-            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
-                child.kill()
-            process.wait()
+            kill(process)
         errors.join()
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill a process that leads a session and all that it has started, also in sessions of their own, and wait for it."""
+    children = []
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
 
 
 def show(lines: Iterable[str], name: str) -> None:

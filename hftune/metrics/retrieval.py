@@ -32,7 +32,7 @@ def rank_positives(
     """Rank each anchor's positive among the distinct positives of all anchors, by cosine similarity.
 
     Other positives of an equal anchor do not count against it. Of equally similar documents, the positive comes last: a model
-    that gives every text the same embedding finds nothing.
+    that gives every text the same embedding finds nothing, nor does one whose embeddings are NaN.
 
     Args:
         anchors_ND, positives_ND: of length 1, float32.
@@ -54,7 +54,7 @@ def rank_positives(
         for row, anchor in enumerate(anchor_texts[start : start + size]):
             if len(documents_of[anchor]) > 1:
                 similar_RC[row, [*documents_of[anchor] - {own_R[row]}]] = -np.inf
-        ranks.append((similar_RC >= own_R1).sum(1))
+        ranks.append((~(similar_RC < own_R1)).sum(1))
     return Ranking(np.concatenate(ranks), samples_C[np.concatenate(nearest)])
 
 
@@ -68,6 +68,8 @@ def mrr_at(ranks_N: np.ndarray, k: int) -> float:
     return float(np.where(ranks_N <= k, 1 / ranks_N, 0).mean())
 
 
-def spearman(similarities_N: np.ndarray, scores_N: np.ndarray) -> float:
-    """Return Spearman's rank correlation, in [-1, 1]; NaN if either is the same for all."""
+def spearman(similarities_N: np.ndarray, scores_N: np.ndarray) -> float | None:
+    """Return Spearman's rank correlation, in [-1, 1]; None if either is the same for all; NaN if a similarity is."""
+    if np.ptp(similarities_N) == 0 or np.ptp(scores_N) == 0:
+        return None
     return float(spearmanr(similarities_N, scores_N).statistic)

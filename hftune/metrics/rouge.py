@@ -25,18 +25,33 @@ _TEXTS = datasets.Features({"predictions": datasets.Value("string"), "references
 # dot between the parts of a foreign name.
 _SINGLE = "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _SINGLE += "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uac00-\ud7a3"
-_TOKEN = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
+_NO_SPACES = (range(0xE00, 0xF00), range(0x1000, 0x10A0), range(0x1780, 0x1800), range(0xA9E0, 0xAA00), range(0xAA60, 0xAA80))
+"""Thai and Lao, Burmese, Khmer, and the extensions of Burmese: scripts that put no spaces between words."""
+_MARKED = range(0x300, 0x20000)
+"""Where the marks of all scripts are, but for the second variation selectors, which change how a Han character is drawn."""
+
+
+@functools.cache  # not at import, as it looks at a hundred thousand characters
+def _token() -> re.Pattern[str]:
+    """Return the pattern of a token of CharTokenizer. Marks, such as the vowels of Hindi and Thai, continue a token."""
+    single = _SINGLE + "".join(
+        chr(code) for codes in _NO_SPACES for code in codes if unicodedata.category(chr(code)).startswith("L")
+    )
+    marks = "\u200d" + "".join(  # ZERO WIDTH JOINER, within words of Sinhala; without the first variation selectors
+        chr(code) for code in _MARKED if unicodedata.category(chr(code)) in ("Mn", "Mc") and not 0xFE00 <= code <= 0xFE0F
+    )
+    return re.compile(rf"[{single}][{marks}]*|(?:[^\W_{single}]+[{marks}]*)+")
 
 
 class CharTokenizer:
     """Split into single Han characters, kana and Hangul syllables, and lower-cased runs of all other letters and digits.
 
-    The text is normalised first (NFKC), such as full-width forms; punctuation and white space are dropped:
-    "GDP增长6.7%" gives gdp, 增, 长, 6, 7.
+    Letters of Thai, Lao, Khmer and Burmese are single, too. Marks belong to the letter before them. The text is normalised
+    first (NFKC), such as full-width forms; punctuation and white space are dropped: "GDP增长6.7%" gives gdp, 增, 长, 6, 7.
     """
 
     def tokenize(self, text: str) -> list[str]:
-        return _TOKEN.findall(unicodedata.normalize("NFKC", text).lower())
+        return _token().findall(unicodedata.normalize("NFKC", text).lower())
 
 
 class WordTokenizer:
@@ -141,7 +156,7 @@ class RougeEnglish(_Rouge):
 class RougeOther(_Rouge):
     """ROUGE-1, ROUGE-2 and ROUGE-L F1 on the tokens of CharTokenizer, means over the pairs, in [0, 1].
 
-    These are unstemmed words in scripts with spaces, and characters in those of Chinese, Japanese and Korean.
+    These are unstemmed words in scripts with spaces, and characters in those without, and in Korean's.
     """
 
     suffix = ""

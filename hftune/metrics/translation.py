@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sacrebleu.metrics import BLEU, CHRF
 
-CHARACTERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char"}
+CHARACTERS = {"zh": "zh", **dict.fromkeys(("ja", "ko", "th", "lo", "km", "my"), "char")}
 """sacreBLEU's tokenizer for languages that 13a, its default, does not cut into words. Its own for Japanese and Korean need
 packages and dictionaries that not every machine has."""
 

@@ -1,4 +1,4 @@
-"""Generation that continues from a forward pass over the same sources, such as the one that computed the loss.
+"""Generation settings, and generation that continues from a forward pass over the same sources, which computed the loss.
 
 ``generate`` (transformers 5.23, ``GenerationMixin``) repeats the prompt for each beam before it reads it: with 4 beams, each
 source is computed four times. To repeat the cache of a forward pass that has read the source costs a copy.
@@ -8,13 +8,17 @@ source is computed four times. To repeat the cache of a forward pass that has re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
+
+from hftune.errors import ConfigError, did_you_mean
+from hftune.models.pretrained import CONFIG, folder_of
 
 CONTINUABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
@@ -109,6 +113,31 @@ def _repeat(cache: DynamicCache, num_copies: int, room: int = ROOM) -> None:
     """Repeat the rows of a cache for the beams, one layer after the other, so that only one layer is there twice."""
     for index, layer in enumerate(cache.layers):
         cache.layers[index] = SourceLayer(layer.keys, layer.values, num_copies, room)
+
+
+def own_generation(model: str, commit: str | None, config: PreTrainedConfig) -> GenerationConfig:
+    """Return the generation settings that come with a model, or that its config implies."""
+    folder = folder_of(model, commit, CONFIG)
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
+
+
+def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
+    """Change generation settings, in place, as ``task.generation`` says.
+
+    Raises:
+        ConfigError: it has an unknown key, or values that cannot be used together.
+    """
+    try:
+        unknown = config.update(**settings)
+    except ValueError as error:
+        raise ConfigError(f"task.generation={dict(settings)} cannot be used: {str(error).splitlines()[0]}") from error
+    for key in unknown:
+        raise ConfigError(
+            f"task.generation.{key} is not a key of transformers' GenerationConfig.{did_you_mean(key, config.to_dict())}"
+        )
+    return config
 
 
 def rows_per_source(config: GenerationConfig) -> int:

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-POOLING = ("mean", "cls", "last")
-"""mean of the tokens, the first one, or the last one."""
-
 
 def pooled(hidden_NTD: Tensor, mask_NT: Tensor, how: str) -> Tensor:
     """Return a vector of length 1 for each text, (N, D) float32.
 
     Args:
         mask_NT: not 0 for real tokens, which may be padded on either side.
-        how: one of POOLING.
+        how: mean of the tokens, cls for the first one, or last.
     """
     hidden_NTD = hidden_NTD.float()
     if how == "mean":

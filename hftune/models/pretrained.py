@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hftune.data.hub import fetch
@@ -21,6 +33,7 @@ TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
 """Weights of older repositories, from which transformers reads only tensors."""
+_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("options of from_pretrained", default=MappingProxyType({}))
 _IN_A_LAYER = re.compile(r"\.(layers?|h|blocks?)\.\d+\.")
 
 
@@ -76,8 +89,28 @@ def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
         raise ConfigError(f"task.model_config.{key} is not a key of {type(config).__name__}.{hint}")
 
 
+@contextmanager
+def loading(**options: Any) -> Iterator[None]:
+    """Let ``load_model`` hand these to ``from_pretrained``, such as a dtype other than float32, whatever task calls it."""
+    token = _OPTIONS.set({**_OPTIONS.get(), **options})
+    try:
+        yield
+    finally:
+        _OPTIONS.reset(token)
+
+
+def drawn_parameters(model: PreTrainedModel) -> Sequence[str]:
+    """Return the names of the parameters that the files of a model lack, and that were therefore drawn at random.
+
+    Empty for a model that was built from a config: all of it is drawn.
+    """
+    return getattr(model, "drawn_parameters", ())
+
+
 def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, commit: str | None = None) -> PreTrainedModel:
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or initialize them if ``model`` is None.
+
+    In a context of ``loading``, with its options.
 
     Parameters that are missing in the checkpoint or have a different shape there, such as a head for other classes, are
     initialized from torch's global generator. On ``torch.device("meta")``, as in ``hftune plan``, no weights are read.
@@ -85,11 +118,17 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     Raises:
         ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers.
     """
+    options = {"dtype": torch.float32, **_OPTIONS.get()}
+    dtype = _OPTIONS.get().get("dtype") if model is None else options["dtype"]
     if model is None or torch.get_default_device().type == "meta":
         try:
-            return _initialize(auto_class, config, None if model is None else torch.float32)
+            return _initialize(auto_class, config, dtype)
         except ValueError as error:
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
+    if (quantized := options.get("quantization_config")) is not None:
+        quantized = deepcopy(quantized)
+        quantized.llm_int8_skip_modules += heads_of(auto_class, config)
+        options["quantization_config"] = quantized
     folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
     if commit is not None and not any(folder.glob("model*.safetensors")):
         folder = folder_of(model, commit, PICKLED)
@@ -97,7 +136,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     logging.set_verbosity_error()  # fine-tuning always misses head weights; no table of them
     try:
         loaded, info = auto_class.from_pretrained(
-            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+            folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
@@ -108,7 +147,68 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     body = [key for key, *_ in info["mismatched_keys"] if key.startswith(f"{loaded.base_model_prefix}.")]
     if body:
         raise ConfigError(f"task.model_config gives {body[0]} a different size than task.model={model} has.")
+    vars(loaded).pop("hf_device_map", None)  # Accelerate (1.15) would keep a quantised model where it was loaded
+    loaded.drawn_parameters = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     return loaded
+
+
+def saved_config(directory: Path) -> PreTrainedConfig:
+    """Load the config of a model that a task has saved, or of one whose adapters it has saved."""
+    from hftune.models.adapter_files import MODEL_CONFIG, is_adapter
+
+    return load_config(str(directory / MODEL_CONFIG if is_adapter(directory) else directory), {})
+
+
+def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """Load a model that a task has saved; if these are adapters, on their base.
+
+    The base is float32 in the end, in which all answers are computed, or has 4 bits if it had them in training.
+
+    Raises:
+        ConfigError: as ``load_model`` and ``load_adapter``.
+    """
+    from hftune.models.adapter_files import is_adapter, is_quantized, load_adapter, load_generation_config, read_base
+
+    if not is_adapter(directory):
+        return load_model(auto_class, str(directory), config)
+    base, given = read_base(directory), _OPTIONS.get()
+    folder = base.folder(directory)
+    if base.commit is None and not Path(folder).is_dir():
+        raise ConfigError(f"{directory} holds adapters of the model in {folder}, where there is none now. Put it back there.")
+    dtype = getattr(torch, base.dtype)
+    quantized = quantization(base.quantized, dtype, base.whole)
+    with loading(**{"dtype": dtype, **quantized, **given}):
+        model = load_model(auto_class, folder, config, base.commit)
+    load_adapter(model, directory, is_as_trained=given.keys().isdisjoint(quantized))
+    load_generation_config(model, directory)
+    return model.float() if dtype.itemsize < 4 and not is_quantized(model) else model
+
+
+def quantization(kind: str | None, dtype: torch.dtype, whole: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` that keep linear layers but the head in 4 bits; none if ``kind`` is None.
+
+    Args:
+        dtype: in which they compute, and the other weights are kept.
+        whole: names, or ends of names, of further modules that stay as they are.
+        device: on which they get their 4 bits; their layout there may differ.
+    """
+    if kind is None:
+        return {}
+    settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[*whole], **settings)
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def heads_of(auto_class: Any, config: PreTrainedConfig) -> list[str]:
+    """Return the names of the modules of a model that are beside its body, or compute its logits.
+
+    transformers (5.23) leaves out of its 4 bits only what has the last weight, and not if that has a bias, too.
+    """
+    with torch.device("meta"):
+        model = _initialize(auto_class, config, None)
+    last, body = model.get_output_embeddings(), model.base_model
+    beside = [name for name, child in model.named_children() if child is not body] if body is not model else []
+    return [*beside, *(name for name, module in model.named_modules() if module is last)]
 
 
 def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:

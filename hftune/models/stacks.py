@@ -47,7 +47,10 @@ def embeddings(model: nn.Module) -> set[nn.Parameter]:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices between embeddings and head: the head is what predicts tokens, otherwise the last matrix."""
+    """Return the matrices between embeddings and head.
+
+    The head is what predicts tokens. If nothing does, the last matrix counts as the head, also of a model without one.
+    """
     tables = embeddings(model)
     matrices = [value for value in model.parameters() if value.ndim == 2 and value not in tables]
     output = getattr(model, "get_output_embeddings", lambda: None)()

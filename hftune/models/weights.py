@@ -41,11 +41,21 @@ def weight_files(path: str, key: str = "task.weights") -> list[Path]:
     if found := next((place / name for name in FILES if (place / name).is_file()), None):
         return [found]
     if index := next((place / name for name in INDICES if (place / name).is_file()), None):
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [place / name for name in dict.fromkeys(listed)]
+        return [place / name for name in _listed_in(index, key)]
     inner = next((name for name in ("model", "model_last") if (place / name / FILES[0]).is_file()), None)
     hint = f" Did you mean {place / inner}?" if inner else ""
     raise ConfigError(f"{key}={path} holds neither {', '.join(FILES)} nor an index of parts.{hint}")
+
+
+def _listed_in(index: Path, key: str) -> list[str]:
+    """Return the names of the files that an index lists, each once."""
+    try:
+        return [*dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}={index.parent}: {index.name} cannot be read as a list of files ({type(error).__name__}: {error}). Copy it "
+            "again from where the weights come from."
+        ) from error
 
 
 def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list[str]:
@@ -57,9 +67,8 @@ def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list
     found: dict[str, Tensor] = {}
     for file in weight_files(path, key):
         found |= read_tensors(file, f"{key}={path}")
-    for prefix in PREFIXES:
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    while prefix := next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in found)), None):
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
     persistent, own = model.state_dict(keep_vars=True), dict(chain(model.named_parameters(), model.named_buffers()))
     for name, value in found.items():
         if name in persistent and persistent[name].shape != value.shape:

@@ -110,6 +110,11 @@ def own_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer | N
         raise ConfigError(f"{source} returned {type(optimizer).__name__}, which is not a torch.optim.Optimizer.")
     if config.groups or config.layer_decay is not None:
         raise ConfigError(f"{source} builds the optimizer and its groups. Leave train.groups and train.layer_decay out.")
+    if config.optimizer != TrainConfig.optimizer or config.optimizer_args:
+        raise ConfigError(
+            f"{source} builds the optimizer: train.optimizer={config.optimizer} has no effect. Leave it and "
+            "train.optimizer_args out."
+        )
     check_groups(model, optimizer.param_groups, source)
     for group in optimizer.param_groups:
         group["lr_scale"] = group["lr"] / config.lr

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hftune.models.adapters import LINEAR
 from hftune.strategies.averages import averaged_names, to_training
 
 NEEDS_VALUES = (
@@ -168,14 +169,59 @@ def average_bytes(model: nn.Module) -> int:
     return sum(tensors[name].nbytes for name in averaged_names(parameters, tensors))
 
 
+PACKED = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits: these, a byte for each block of 64, and a float32 for each 256 blocks, in bitsandbytes."""
+
+
+def packable_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that ``adapter.quantize`` keeps in 4 bits: those of the frozen linear layers but the head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    whole = {head, *(module.original_module for module in model.modules() if hasattr(module, "original_module"))}
+    layers = [module for module in model.modules() if isinstance(module, LINEAR) and module not in whole]
+    return [layer.weight for layer in layers if not layer.weight.requires_grad]
+
+
+def packed_bytes(weight: Tensor) -> int:
+    """Return the size of a weight in 4 bits."""
+    return round(weight.numel() * PACKED)
+
+
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Take an optimizer step, so that the optimizer has all of its state. Clears the gradients."""
+    """Give an optimizer all of its state: by a step, or, where a step asks tensors for values, as STATES says."""
     to_training(optimizer)
+    if (state_of := STATES.get(type(optimizer).__name__)) is not None:
+        for group in optimizer.param_groups:
+            optimizer.state.update({parameter: state_of(parameter, optimizer) for parameter in group["params"]})
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _adafactor_state(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return tensors like those that torch's Adafactor keeps: a number per row and per column of a matrix."""
+    if parameter.ndim < 2:
+        return {"variance": torch.empty_like(parameter)}
+    *batch, rows, columns = parameter.shape
+    return {"row_var": parameter.new_empty(*batch, rows, 1), "col_var": parameter.new_empty(*batch, 1, columns)}
+
+
+def _8bit_state(parameter: Tensor, optimizer: Any) -> dict[str, Tensor]:
+    """Return tensors like those that bitsandbytes' AdamW8bit keeps: two bytes per weight, and two scales per 256 of them."""
+    if parameter.numel() < optimizer.args.min_8bit_size:
+        return {f"state{index}": torch.empty_like(parameter, dtype=torch.float32) for index in (1, 2)}
+    states = {f"state{index}": torch.empty_like(parameter, dtype=torch.uint8) for index in (1, 2)}
+    blocks = -(-parameter.numel() // 256)
+    return states | {f"absmax{index}": parameter.new_empty(blocks, dtype=torch.float32) for index in (1, 2)}
+
+
+STATES: Mapping[str, Callable[[Tensor, Any], dict[str, Tensor]]] = {
+    "Adafactor": _adafactor_state,
+    "AdamW8bit": _8bit_state,
+}
+"""What the optimizers keep for each parameter whose steps ask tensors for values; by the names of their classes."""
 
 
 def step_memory(

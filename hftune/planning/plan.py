@@ -25,6 +25,7 @@ from hftune.build import (
     largest_micro_batch_tokens,
     load_datasets,
     may_be_packed,
+    may_score_head,
     plan_batches,
     total_steps,
     width_of,
@@ -37,6 +38,8 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
+from hftune.models import scored_head
+from hftune.models.adapters import base_tensors, has_adapter
 from hftune.models.packing import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import (
@@ -45,6 +48,8 @@ from hftune.planning.memory import (
     as_fake,
     average_bytes,
     make_optimizer_state,
+    packable_weights,
+    packed_bytes,
     step_memory,
     without_values,
 )
@@ -149,6 +154,8 @@ class Memory(StepMemory):
     """Part of the peak: DDP's buckets, which hold the gradients all the time."""
     receive_bytes: int
     """Part of the peak: in a pipeline, the receive buffers."""
+    frozen_bytes: int
+    """Part of the weights: those that are not trained, as beside adapters; 0 if all parameters are."""
     device: str
     """Device of the estimate: cpu or cuda."""
     samples: int
@@ -228,7 +235,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     unsure: list[str] = []
     check_names(recipe)
     on_device = target_device(device, unsure)
-    recipe = settle_precision(recipe, on_device, device, unsure)
+    recipe = settle_base_dtype(settle_precision(recipe, on_device, device, unsure), on_device, device)
     parallel = recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
@@ -456,6 +463,14 @@ def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, n
     return replace(recipe, train=replace(recipe.train, mixed_precision=precision))
 
 
+def settle_base_dtype(recipe: Recipe, device: torch.device, wanted: str | None) -> Recipe:
+    """Return the recipe with the type that ``adapter.base_dtype=auto`` means on the devices planned for."""
+    if recipe.adapter.base_dtype != "auto":
+        return recipe
+    is_bf16 = recipe.train.mixed_precision == "bf16" and "cuda" in (wanted, device.type)
+    return replace(recipe, adapter=replace(recipe.adapter, base_dtype="bf16" if is_bf16 else "float32"))
+
+
 def load(collate: Collate, dataset: Any, micro_batch: MicroBatch) -> dict[str, Any]:
     """Load a micro-batch as a process does."""
     return collate([dataset[sample] for sample in micro_batch.samples.tolist()])
@@ -490,7 +505,8 @@ def add_model(
         tensors = checkpoint_tensors(model, optimizer)
         sizes = {name: sum(value.nbytes for value in group.values()) for name, group in tensors.items()}
         average = average_bytes(model) if recipe.train.ema_decay is not None else 0
-        plan.disk = disk(recipe, plan, sizes["model"], sizes["optimizer"] + average)
+        further_bytes = sizes["optimizer"] + average
+        plan.disk = disk(recipe, plan, sizes["model"], further_bytes, exported_bytes(recipe, model, sizes["model"]))
         before = buffer_versions(model)
         try:
             count_memory(model, optimizer)
@@ -526,12 +542,17 @@ def count_in_process(
     found = []
     if any(PACKING in batch for _, batch in heaviest):
         install_packing(model)
+    if scores_head := may_score_head(recipe, model):
+        scored_head.install(model)
     for item, batch in heaviest:
-        compute_it, keeps_average = partial(forward_backward, recipe, model, batch), recipe.train.ema_decay is not None
+        compute_it = partial(forward_backward, recipe, model, batch, scores_head)
+        keeps_average = recipe.train.ema_decay is not None
         found.append(candidate_memory(plan, model, optimizer, item, compute_it, keeps_average))
         if plan.unused_parameters is None:
             plan.unused_parameters = without_gradient(dict(model.named_parameters()))
     plan.memory = max(found, key=lambda memory: memory.peak_bytes)
+    if recipe.adapter.quantize is not None:
+        plan.memory = in_4_bits(plan.memory, model)
 
 
 def count_in_pipeline(
@@ -561,6 +582,7 @@ def count_in_pipeline(
     plan.memory = Memory(
         **asdict(next(place for place in places if place.peak_bytes == fullest)),
         ddp_buckets_bytes=0,
+        frozen_bytes=0,
         device=meter.device.type,
         samples=rows,
         longest=None if plan.data.longest is None else longest,
@@ -588,10 +610,34 @@ def candidate_memory(
         **asdict(step),
         ddp_buckets_bytes=buckets,
         receive_bytes=0,
+        frozen_bytes=frozen_bytes(model, step.weights_bytes),
         device=next(model.parameters()).device.type,
         samples=samples,
         longest=None if plan.data.longest is None else item.micro_batch.length,
         host_copy_bytes=plan.disk.checkpoint_bytes,
+    )
+
+
+def frozen_bytes(model: nn.Module, weights_bytes: int) -> int:
+    """Return the bytes of the parameters and buffers that are not trained; 0 if all parameters are."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_frozen = len(trained) < len([*model.parameters()])
+    return weights_bytes - sum(parameter.nbytes for parameter in trained) if has_frozen else 0
+
+
+def in_4_bits(memory: Memory, model: nn.Module) -> Memory:
+    """Return the memory of a step whose frozen linear layers have 4 bits, given that of whole ones.
+
+    One of them at a time is whole, while it computes.
+    """
+    weights = packable_weights(model)
+    saved, whole = sum(value.nbytes - packed_bytes(value) for value in weights), max(value.nbytes for value in weights)
+    return replace(
+        memory,
+        peak_bytes=memory.peak_bytes - saved + whole,
+        weights_bytes=memory.weights_bytes - saved,
+        frozen_bytes=memory.frozen_bytes - saved,
+        activations_bytes=memory.activations_bytes + whole,
     )
 
 
@@ -607,7 +653,7 @@ def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
         return None
 
 
-def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], scores_head: bool = False) -> None:
     """Compute a micro-batch as a process does, with a model without values."""
     task, device = recipe.task, next(model.parameters()).device
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.mixed_precision)
@@ -615,7 +661,7 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
     if precision is not None:  # as Accelerate does
         forward = convert_outputs_to_fp32(torch.autocast(device.type, precision)(model.forward))
     inputs = without_values(batch, device)
-    task.loss(compute(forward, **inputs_of(task, inputs)), task.target(inputs)).backward()
+    task.loss(compute(forward, **inputs_of(task, inputs, scores_head)), task.target(inputs)).backward()
 
 
 def needs_values(error: Exception) -> str:
@@ -623,13 +669,24 @@ def needs_values(error: Exception) -> str:
     return f"needs the values of tensors, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
 
 
-def disk(recipe: Recipe, plan: Plan, model_bytes: int, further_bytes: int) -> Disk:
+def exported_bytes(recipe: Recipe, model: nn.Module, trained_bytes: int) -> int:
+    """Return the size of a finished model: of its adapters, of the weights that they are merged into, or of both."""
+    if not has_adapter(model):
+        return trained_bytes
+    base_bytes, kind = sum(value.nbytes for value in base_tensors(model).values()), recipe.adapter.export
+    has_own_base = kind != "merged" and getattr(recipe.task, "model", None) is None
+    return trained_bytes * (kind != "merged") + base_bytes * (kind != "adapter") + base_bytes * has_own_base
+
+
+def disk(recipe: Recipe, plan: Plan, trained_bytes: int, further_bytes: int, model_bytes: int) -> Disk:
     """Return what the output folder holds at most.
 
     Args:
-        further_bytes: of a checkpoint, besides the model: the optimizer's state, and a moving average of the weights.
+        trained_bytes: of a checkpoint: the model, or what is trained beside frozen weights.
+        further_bytes: of a checkpoint, besides: the optimizer's state, and a moving average of the weights.
+        model_bytes: of a finished model.
     """
     written = len({*plan.evaluations, *plan.checkpoints})
-    checkpoint_bytes, checkpoints, models = model_bytes + further_bytes, min(recipe.checkpoint.keep + 2, written), 3
+    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(recipe.checkpoint.keep + 2, written), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

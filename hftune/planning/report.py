@@ -171,7 +171,9 @@ def memory(plan: Plan) -> Iterator[str]:
     step = "a step with micro-batches" if peaks else "a micro-batch"
     yield f"{data_size(found.peak_bytes)} on {where} ({found.device}), in {step} of {samples}"
     parts = {
-        "weights": found.weights_bytes,
+        "weights": found.weights_bytes if not found.frozen_bytes else 0,
+        "weights that stay frozen": found.frozen_bytes,
+        "weights that are trained": found.weights_bytes - found.frozen_bytes if found.frozen_bytes else 0,
         "gradients": found.gradients_bytes,
         "DDP gradient buckets": found.ddp_buckets_bytes,
         "optimizer": found.optimizer_bytes,

@@ -25,6 +25,7 @@ CARD = "README.md"
 RECIPE, RESULT, METRICS = "recipe.yaml", "result.json", "metrics.jsonl"
 """Files of a run's output folder."""
 TASKS = {
+    "Chats": ("text-generation", "that answers chats"),
     "Embeddings": ("sentence-similarity", "that embeds texts for retrieval"),
     "ImageClassification": ("image-classification", "that classifies images"),
     "ImageRestoration": ("image-to-image", "that restores images"),
@@ -59,6 +60,8 @@ class CardFacts:
     """Passes over the training data until the last line of metrics.jsonl."""
     model_config: dict[str, Any]
     """config.json of the model, if it has one."""
+    base: dict[str, Any]
+    """base.json of a model that is adapters: the model that they belong to."""
     needs_trust: bool
     """Whether the recipe names code that is not hftune's."""
 
@@ -85,12 +88,14 @@ def add_card(folder: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
         print(warning(f"{folder / 'model' / CARD} could not be written: {reason}. Everything else is saved."), flush=True)
 
 
-def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = None) -> CardFacts:
+def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = None, model: Path | None = None) -> CardFacts:
     """Read what a card says from a run's output folder, also of a run that is not finished.
 
     Args:
         result: the contents of result.json before it is written.
+        model: folder of the model. None: the run's best one.
     """
+    model = model or folder / "model"
     run = read_json(folder / RUN)
     best = {name: value for name, value in read_about(folder / "model").items() if name in ("step", "metric", "value")}
     known = {"best": best, "commits": run.get("commits", {}), "versions": run.get("versions", {})}
@@ -104,7 +109,8 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
         evaluation=evaluation_of(found["best"], lines),
         num_evaluations=sum("eval/loss" in line for line in lines),
         epochs=lines[-1].get("epoch") if lines else None,
-        model_config=read_json(folder / "model" / "config.json"),
+        model_config=read_json(model / "config.json") or read_json(model / "model_config" / "config.json"),
+        base=read_json(model / "base.json"),
         needs_trust=needs_trust(folder / RECIPE),
     )
 
@@ -220,6 +226,8 @@ def library(facts: CardFacts) -> str | None:
     """Return the Hub's name of the library that loads the model without hftune, if there is one."""
     if pipeline_tag(facts) == "sentence-similarity":
         return "sentence-transformers"
+    if facts.base:
+        return "peft"
     return "transformers" if is_of_transformers(facts) else None
 
 
@@ -312,13 +320,50 @@ def results(facts: CardFacts) -> str:
 
 def usage(facts: CardFacts, repository: str | None) -> str:
     """Return how to load the model, and its labels."""
-    if options := facts.recipe.task.transformers_pipeline():
+    options = facts.recipe.task.transformers_pipeline()
+    if facts.base and is_of_transformers(facts):
+        example = adapter_example(facts, repository or f"{facts.values['output_dir']}/model", options)
+    elif options:
         example = pipeline_example(options, repository or f"{facts.values['output_dir']}/model")
     else:
         example = hftune_example(facts, repository)
     needs = "It needs code that is not part of hftune: the modules that `recipe.yaml` names." if facts.needs_trust else ""
-    parts = ["## How to use it", f"```python\n{example}\n```", "" if "transformers" in example else needs, labels(facts)]
+    parts = ["## How to use it", f"```python\n{example}\n```", "" if "transformers" in example else needs, vectors(facts)]
+    parts += [labels(facts)]
     return "\n\n".join(filter(None, parts))
+
+
+def adapter_example(facts: CardFacts, model: str, options: Mapping[str, Any] | None) -> str:
+    """Return Python that loads base and adapters, and merges them. peft does so for all kinds; see ``vectors``."""
+    kind, base = facts.model_config["architectures"][0], facts.base["name"] or f"{model}/base"
+    commit = f", revision={quoted(facts.base['commit'])}" if facts.base["commit"] else ""
+    task = f'"{options["task"]}"' if options else None
+    settings = "".join(f", {name}={value!r}" for name, value in options.items() if name != "task") if options else ""
+    names = ["AutoConfig", *(["AutoTokenizer", "pipeline"] if options else []), kind]
+    lines = [
+        "from peft import PeftModel",
+        f"from transformers import {', '.join(sorted(names, key=lambda name: (name.islower(), name)))}\n",
+        f"folder = {quoted(model)}",
+        'config = AutoConfig.from_pretrained(folder, subfolder="model_config")',
+        f"base = {kind}.from_pretrained({quoted(base)}{commit}, config=config, ignore_mismatched_sizes=True)",
+        "model = PeftModel.from_pretrained(base, folder).merge_and_unload()",
+    ]
+    if options:
+        lines += [
+            f"predict = pipeline({task}, model=model, tokenizer=AutoTokenizer.from_pretrained(folder){settings})",
+            'predict(["A text."])',
+        ]
+    return "\n".join(lines)
+
+
+def vectors(facts: CardFacts) -> str:
+    """Say what else looks as if it loaded DoRA's adapters, and does not."""
+    if not facts.base or facts.values["adapter"]["type"] != "dora":
+        return ""
+    return (
+        "Load it with peft, as here, or with hftune. `AutoModel.from_pretrained` of transformers (5.23) leaves DoRA's vectors "
+        "out without a word."
+    )
 
 
 def pipeline_example(options: Mapping[str, Any], model: str) -> str:
@@ -382,7 +427,10 @@ def data_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
 
 def recipe_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows on the settings that matter most."""
-    train = facts.values["train"]
+    train, adapter = facts.values["train"], facts.values.get("adapter", {})
+    if kind := adapter.get("type"):
+        packed = f", beside weights in {adapter['quantize']}" if adapter["quantize"] else ""
+        yield "adapters", f"{kind}, rank {adapter['rank']}, alpha {adapter['alpha']:g}{packed}"
     yield "global batch", f"{train['batch_size']:,} samples"
     if steps := facts.result.get("steps") or facts.run.get("num_steps"):
         epochs = f"{facts.epochs:.3g} epoch{'' if facts.epochs == 1 else 's'}" if facts.epochs and facts.is_finished else ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
+from hftune.models.adapters import has_adapter
 from hftune.models.stacks import outermost_lists
 
 MOST_UNKNOWN = 0.05
@@ -25,7 +26,8 @@ class Arithmetic:
     """Floating-point operations of a forward and a backward pass: per token, per square of a text's length, per item."""
 
     per_token: int
-    """6 for each weight of the layers' matrices: a multiplication and an addition forward, and twice as many backward."""
+    """6 for each weight of the layers' matrices: a multiplication and an addition forward, and twice as many backward. 4 for
+    the frozen weights beside adapters, which need no gradient of their own."""
     per_square: int
     """12 for each layer and its width: queries by keys, and their scores by values. Causal attention counts as if it were not
     causal."""
@@ -43,12 +45,17 @@ class Arithmetic:
             return None
         if [len(layers) for layers in lists] != [num_layers]:
             return None
-        in_matrices = sum(num_weights(module) for module in lists[0].modules())
-        trained = sum(parameter.numel() for parameter in lists[0].parameters() if parameter.requires_grad)
-        if not (1 - MOST_UNKNOWN) * trained < in_matrices <= trained:
+        modules, adapted = [*lists[0].modules()], has_adapter(model)
+        in_matrices = sum(map(num_weights, modules))
+        counted = sum(parameter.numel() for parameter in lists[0].parameters() if adapted or parameter.requires_grad)
+        if not (1 - MOST_UNKNOWN) * counted < in_matrices <= counted:
             return None
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        return cls(6 * in_matrices, 12 * num_layers * width, 0 if head is None else 6 * num_weights(head))
+        head = next(iter(getattr(head, "modules_to_save", {}).values()), head)  # the copy that is trained
+        head = getattr(head, "original_module", head)  # beside a copy that is trained
+        per_token = sum(flops_per_weight(module, adapted) * num_weights(module) for module in modules)
+        per_item = 0 if head is None else flops_per_weight(head, adapted) * num_weights(head)
+        return cls(per_token, 12 * num_layers * width, per_item)
 
     def flops(self, lengths: np.ndarray, num_items: float) -> float:
         """Return the operations for texts of these lengths, which have so many labels altogether."""
@@ -58,5 +65,12 @@ class Arithmetic:
 
 def num_weights(module: nn.Module) -> int:
     """Return the size of a module's matrix; 0 for a module that is not linear. GPT-2 calls its linear modules Conv1D."""
-    is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    return module.weight.numel() if is_linear else 0
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features  # of its 4-bit form, the weight has half as many elements
+    return module.weight.numel() if type(module).__name__ == "Conv1D" else 0
+
+
+def flops_per_weight(module: nn.Module, adapted: bool) -> int:
+    """Return the operations for each weight of a module: 4 for one that is frozen beside adapters, otherwise 6."""
+    is_frozen = adapted and not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return 4 if is_frozen else 6

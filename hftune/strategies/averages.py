@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from hftune.errors import ConfigError
+
 
 class MovingAverage:
     """An exponential moving average of trainable parameters and of buffers of floats, such as BatchNorm's statistics.
@@ -18,7 +20,16 @@ class MovingAverage:
     """
 
     def __init__(self, live: Mapping[str, Tensor]):
-        """Start from the present values of these tensors, which training changes in place."""
+        """Start from the present values of these tensors, which training changes in place.
+
+        Raises:
+            ConfigError: one is of half precision, in which an average soon stops moving: its changes are rounded away.
+        """
+        if low := [name for name, value in live.items() if value.dtype in (torch.bfloat16, torch.float16)]:
+            raise ConfigError(
+                f"train.ema_decay: {low[0]} is {live[low[0]].dtype}, too coarse for an average. Load the model in float32, "
+                "which train.mixed_precision computes in bf16 all the same, or set train.ema_decay to null."
+            )
         self.live = dict(live)
         self.values = {name: value.clone() for name, value in live.items()}
         """By the names of the whole model; sharded like the live tensors."""

@@ -226,6 +226,8 @@ class Strategy(Collectives, Step):
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
         self.collate_packed: Callable[[list[Any]], dict[str, Any]] | None = None
         """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
+        self.scores_head = False
+        """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
         # Of the last forward_backward. Tensors are on the device.
         self._loaders: dict[str, Loader] = {}
         """Of training and evaluation."""

@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
+from hftune.models.scored_head import TARGETS
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
-from hftune.strategies.optimizer_state import KNOWN
+from hftune.strategies.head_trial import reads_scores
+from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
@@ -76,18 +78,16 @@ class DataParallel(Strategy):
         """Compute a gradient that will be discarded."""
         (loaded,) = self.loader(dataset, num_workers=0, is_packed=True).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
-        outputs = compute(model, **inputs_of(self.task, inputs))
+        outputs = compute(model, **inputs_of(self.task, inputs, self.scores_head))
         self.task.loss(outputs, self.task.target(inputs)).backward()
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
         failed, hooks = False, []
         try:
-            # The optimizer allocates its moments in its first step: two of each parameter's size for Adam; three with amsgrad,
-            # and to be safe for optimizers that are not hftune's.
+            # The optimizer allocates its moments in its first step.
             optimizer = self.sharding.bare_optimizer
-            most = 2 if type(optimizer) in KNOWN and not optimizer.defaults.get("amsgrad") else 3
-            missing = 0 if optimizer.state else most
+            missing = 0 if optimizer.state else most_moments(optimizer)
             # A second micro-batch finds the gradient of the first. DDP has its buckets for it already.
             missing += not self.sharding.keeps_gradient
             there = [torch.empty_like(value) for value in parameters for _ in range(missing)]
@@ -126,7 +126,7 @@ class DataParallel(Strategy):
             accumulating = nullcontext() if is_last else self.sharding.accumulating()
             with accumulating, self.explained_memory_errors(inputs, step), resting:
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
-                    outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs))
+                    outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs, self.scores_head))
                 loss = loss_of(index, outputs, self.task.target(inputs))
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
@@ -200,7 +200,12 @@ class DataParallel(Strategy):
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
-            return self.model(**self.task.evaluation_inputs(batch))
+            return self.model(**self.evaluation_inputs(batch))
+
+    def evaluation_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the model's keyword arguments in an evaluation. Not collective."""
+        inputs = self.task.evaluation_inputs(batch)
+        return {**inputs, TARGETS: self.task.target(batch)} if self.scores_head and reads_scores(self.task) else inputs
 
 
 def drop_gradient(parameter: Tensor) -> None:

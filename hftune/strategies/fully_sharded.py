@@ -164,7 +164,7 @@ class FullySharded(DataParallel):
         if self.model is not self._absent:
             return super().forward(batch)
         with torch.no_grad():
-            return self.sharding.wrapped(**self.task.evaluation_inputs(batch))
+            return self.sharding.wrapped(**self.evaluation_inputs(batch))
 
 
 class ShardedWeights(Replicated):

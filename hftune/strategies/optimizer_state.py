@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hftune.config.sections import UNSHARDED
 from hftune.errors import ConfigError
+from hftune.optim.lion import Lion
+from hftune.optim.muon import Muon
 from hftune.strategies.averages import to_training
 
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """Classes that need no trial: their state consists of tensors with the shape of their parameters, and counters of steps."""
+MOMENTS = {**dict.fromkeys(KNOWN, 2), torch.optim.SGD: 1, Lion: 1, Muon: 2, torch.optim.Adafactor: 1}
+"""Tensors of a parameter's size that each class keeps at most; muon, for what it leaves to adamw."""
 PLAIN = (bool, int, float, str, type(None))
 """What a checkpoint holds of an optimizer besides tensors."""
 GIVEN = ("params", "lr", "lr_scale")
@@ -51,6 +56,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
+def most_moments(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many tensors of its size an optimizer keeps for a parameter, at most."""
+    if type(optimizer) in MOMENTS:
+        return MOMENTS[type(optimizer)] + bool(optimizer.defaults.get("amsgrad"))
+    return 3  # to be safe: a class of the user's
+
+
 def check_optimizer(
     optimizer: torch.optim.Optimizer, device: torch.device, is_sharded: bool = False, is_staged: bool = False
 ) -> None:
@@ -67,6 +79,8 @@ def check_optimizer(
     if type(optimizer) in KNOWN:
         return
     name = f"train.optimizer: {type(optimizer).__name__}"
+    if is_sharded and type(optimizer).__module__.startswith("bitsandbytes."):  # plain for tensors as small as those tried below
+        raise ConfigError(f"{name} {UNSHARDED['adamw_8bit']}, which FSDP cannot shard. Train without FSDP.")
     if is_sharded and optimizer.state:
         raise ConfigError(f"{name} creates its state when it is built, before FSDP shards the parameters. Train without FSDP.")
     twin, parameters = _stepped_twin(optimizer, device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hftune.models.packing import MASK, NotPackable, attention_calls, find_packing, install, stack_of, without_masks
+from hftune.models.scored_head import TARGETS
 from hftune.strategies.statistics import restored_buffers
 from hftune.task import Task
 
@@ -38,12 +39,17 @@ def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str,
     return partial(collate_packed, task, getattr(type(model), "find_packing", find_packing))
 
 
-def inputs_of(task: Task, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's keyword arguments, the packing of the batch included if it has one."""
-    if PACKING not in batch:
-        return task.inputs(dict(batch))
+def inputs_of(task: Task, batch: Mapping[str, Any], scores_head: bool = False) -> dict[str, Any]:
+    """Return the model's keyword arguments, the packing of the batch included if it has one.
+
+    Args:
+        scores_head: the model computes its loss together with its head, and is given the targets as well.
+    """
     rest = {name: value for name, value in batch.items() if name != PACKING}
-    return {**task.inputs(rest), PACKING: batch[PACKING]}
+    inputs = task.inputs(rest)
+    if scores_head:
+        inputs = {**inputs, TARGETS: task.target(rest)}
+    return {**inputs, PACKING: batch[PACKING]} if PACKING in batch else inputs
 
 
 def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
@@ -103,13 +109,14 @@ def reason_against(
         inputs, target = task.inputs(batch), task.target(batch)
         if needs_mask and MASK not in inputs:
             return f"its inputs have no {MASK}"
-        with _evaluating(model.to(device)), torch.no_grad():
-            for dtype in (None, half) if half else (None,):
+        with evaluating(model.to(device)), torch.no_grad():
+            is_half = any(parameter.dtype == half for parameter in model.parameters())  # beside adapters, which stay float32
+            for dtype in (half,) if is_half else (None, half) if half else (None,):
                 with torch.autocast(device.type, dtype, enabled=dtype is not None), attention_calls() as calls:
                     padded, packed = model(**inputs), compute(model, **inputs, packing=packing)
                 if len(calls) != len(layers):
                     return f"{len(calls)} of its {len(layers)} layers can"
-                tolerance = EXACT if dtype is None and not _rounds_float32(device) else ROUGH
+                tolerance = tolerance_of(device, dtype)
                 losses = [float(task.loss(outputs, target)) for outputs in (padded, packed)]
                 if abs(losses[0] - losses[1]) > tolerance * max(1.0, abs(losses[0])) or not _alike(
                     padded, packed, inputs.get(MASK), tolerance
@@ -126,12 +133,15 @@ def reason_against(
     return None
 
 
-def _rounds_float32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+def tolerance_of(device: torch.device, dtype: torch.dtype | None = None) -> float:
+    """Return how far results of two ways to compute the same may lie apart. ``dtype``: of autocast, if it is on."""
+    rounds_float32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return EXACT if dtype is None and not rounds_float32 else ROUGH
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a trial that leaves no trace in its modes, buffers and random generators."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(), restored_buffers(model), torch.compiler.set_stance("force_eager"):
         model.eval()

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hftune.distributed.collectives import Collectives
-from hftune.errors import TrainingError
+from hftune.errors import ConfigError, TrainingError
+from hftune.models.adapters import has_adapter, trained_names
 from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, kept_values, part_here, to_training
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
 
@@ -112,8 +113,15 @@ class Sharding(ABC):
         """
 
     def begin_training(self, keeps_average: bool) -> None:
-        """Get ready for optimizer steps, after ``prepare``; with a moving average of the weights, if asked for. Local."""
+        """Get ready for optimizer steps, after ``prepare``; with a moving average of the weights, if asked for. Local.
+
+        Raises:
+            ConfigError: the optimizer or the weights cannot be averaged.
+        """
         to_training(self.bare_optimizer)
+        if keeps_average and averages_itself(self.bare_optimizer):
+            name = type(self.bare_optimizer).__name__
+            raise ConfigError(f"train.ema_decay: {name} averages the weights itself. Set train.ema_decay to null.")
         if keeps_average:
             tensors = self.tensors()["model"]
             self.average = MovingAverage({name: tensors[name] for name in averaged_names(self.parameters(), tensors)})
@@ -329,11 +337,21 @@ def refuse_unused(names: Sequence[str]) -> None:
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return what a checkpoint holds of a whole model: the live tensors. Tied parameters have one name, the first."""
+    """Return what a checkpoint holds of a whole model and its optimizer: the live tensors."""
+    return {"model": model_tensors(model), "optimizer": moments(dict(model.named_parameters()), optimizer)}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model: the live tensors. Tied parameters have one name, the first.
+
+    Of a model with adapters, only what is trained, and buffers: the frozen weights are where the run began from, too.
+    """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if has_adapter(model):
+        trained = trained_names(model)
+        parameters = {name: value for name, value in parameters.items() if name in trained}
     persistent = model.state_dict(keep_vars=True)
-    buffers = {name: value for name, value in model.named_buffers() if name in persistent}
-    return {"model": parameters | buffers, "optimizer": moments(dict(model.named_parameters()), optimizer)}
+    return parameters | {name: value for name, value in model.named_buffers() if name in persistent}
 
 
 def moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
+from hftune.tasks.chats import Chats
 from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
@@ -10,6 +11,7 @@ from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
 
 __all__ = [
+    "Chats",
     "Embeddings",
     "ImageClassification",
     "ImageRestoration",

@@ -33,6 +33,8 @@ ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_A")
 POSITIVES = ("positive", "answer", "document", "passage", "pos", "sentence2", "sentence_B")
 """Usual names of the columns."""
 RECALL_AT = (1, 5, 10)
+MANY = 20_000
+"""Rows of the eval split from which on a notice says that similarities of all with all take long."""
 
 
 @dataclass
@@ -223,6 +225,15 @@ class Embeddings(TextTask, BatchLossTask):
 
         return ranking_losses(embeddings, labels, self.scale, self.symmetric, self.mask_duplicates)
 
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        messages, count = super().notices(datasets, model), len(datasets.get("eval", ()))
+        if count > MANY:
+            messages.append(
+                f"Each evaluation compares {count:,} anchors with {count:,} documents, on the main process. If that is slow, "
+                "lower task.max_eval_samples; ranks are then those among fewer documents."
+            )
+        return messages
+
     # Evaluation
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
@@ -251,7 +262,7 @@ class Embeddings(TextTask, BatchLossTask):
             return {"loss": loss, **self._correlation(rows)}
         return {"loss": loss, **self._retrieval(rows, vectors_BKD, texts_BK)}
 
-    def _correlation(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+    def _correlation(self, rows: list[dict[str, Any]]) -> dict[str, float | None]:
         import numpy as np
 
         from hftune.metrics.retrieval import spearman

@@ -5,6 +5,7 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -67,7 +68,8 @@ class ImageClassification(ImageTask):
     image_column: str | None = None
     """Column of the images. null: the only one of images."""
     label_column: str | None = None
-    """Column of the labels: class numbers from 0, or class names. null: the only one that could be it."""
+    """Column of the labels: class names, or class numbers (from 0 if label_names is set). null: the only one that could be
+    it."""
     label_names: list[str] | None = None
     """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
     its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
@@ -148,9 +150,11 @@ class ImageClassification(ImageTask):
                 hint = did_you_mean(name, MAXIMUM)
                 yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MAXIMUM)}.{hint}"
                 continue
-            maximum = MAXIMUM[name] or self.image_size or MNIST_SIZE
+            # The size of a model of transformers is known only from its image processor.
+            maximum = MAXIMUM[name] or self.image_size or (math.inf if self._is_of_transformers else MNIST_SIZE)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= maximum:
-                yield f"task.augmentation.{name}={format_value(value)} must be a number from 0 to {maximum}."
+                most = f"number from 0 to {maximum}" if maximum < math.inf else "number that is not negative"
+                yield f"task.augmentation.{name}={format_value(value)} must be a {most}."
 
     @cached_property
     def model_commit(self) -> str | None:
@@ -258,6 +262,22 @@ class ImageClassification(ImageTask):
         """Image in the data of each sample of the eval split, if that is a fold."""
         return list(self._sources["eval"].rows) if self.eval_fold else None
 
+    @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return {key.removeprefix("task."): column for key, column in self._sources["train"].columns.items()}
+
+    @property
+    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+        """Digest of the labels of all images: reading the images would take long."""
+        from hftune.data.digest import content_digest
+
+        if not self.eval_fold:
+            return None
+        sources = self._sources.values()
+        return content_digest(
+            sorted(pair for own in sources for pair in zip(own.rows, map(str, own.images.labels), strict=True))
+        )
+
     @cached_property
     def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
         """Class names in the order of the class numbers."""
@@ -266,7 +286,14 @@ class ImageClassification(ImageTask):
         if self.label_names:
             return list(self.label_names)
         train = self._sources["train"]
-        return list(train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__))
+        elsewhere = [label for split, source in self._sources.items() if split != "train" for label in source.images.labels]
+        found = train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__, elsewhere=elsewhere)
+        return list(found)
+
+    @property
+    def _are_labels(self) -> bool:
+        """Whether the class names are the labels themselves, because nothing names the classes."""
+        return not (self.label_names or self._sources["train"].label_names)
 
     def datasets(self) -> dict[str, Images | SeveralSizes]:
         """Return both splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
@@ -279,7 +306,9 @@ class ImageClassification(ImageTask):
 
         train = self._sources["train"]
         numbers = {
-            split: class_numbers(source.images.labels, self.labels, train.label_names, split, row_of=source.rows.__getitem__)
+            split: class_numbers(
+                source.images.labels, self.labels, train.label_names, split, source.rows.__getitem__, self._are_labels
+            )
             for split, source in self._sources.items()
         }
         if not self.label_names and (self.max_train_samples is None or len(train.rows) == train.total):
@@ -323,10 +352,12 @@ class ImageClassification(ImageTask):
 
     def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
         from hftune.data import notices
+        from hftune.data.labels import counted
 
         totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
         messages = [*notices.ignored_splits(self), *self._column_notices()]
         messages += [*notices.held_out(self, totals["train"][1], "images"), *notices.left_out(self._kept(totals), "images")]
+        messages += counted(self.labels) if self._are_labels else []
         if self._is_of_transformers:
             messages += [*self._model_notices(), *self._shared_files()]
             return messages
@@ -534,12 +565,12 @@ class ImageClassification(ImageTask):
         from transformers import AutoModelForImageClassification
 
         from hftune.models.image_processor import Preparation, load_image_processor
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_saved, saved_config
 
-        config = load_config(str(directory), {})
+        config = saved_config(directory)
         self.label_names = [config.id2label[number] for number in range(config.num_labels)]
         self._preparation = Preparation(load_image_processor(str(directory), None, None, None, None), str(directory))
-        return load_model(AutoModelForImageClassification, str(directory), config)
+        return load_saved(AutoModelForImageClassification, directory, config)
 
     def example_inputs(self) -> list[np.ndarray]:
         import numpy as np

@@ -48,7 +48,7 @@ class ImageTask(Task):
     same in every run, of each class its share. null: the evaluation data are files, folders or a split of their own."""
     eval_fold: list[int] | None = None
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
-    max_train_samples are then the images of all folds together. `hftune folds` sets it."""
+    max_train_samples are then the images of all folds together. `hftune folds` sets it; it takes no restoration."""
     image_column: str = "image"
     """Column of the images."""
     max_train_samples: int | None = None

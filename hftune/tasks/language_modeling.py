@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
-from hftune.tasks.text import NO_LABEL, TextTask, count_labels, token_loss
+from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class LanguageModeling(TextTask):
     auto_class = "AutoModelForCausalLM"
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
+    scored_head = True
     sample_fields = ("text", "perplexity")
 
     def validate(self) -> list[str]:
@@ -219,7 +220,7 @@ class LanguageModeling(TextTask):
         unknown = self.text_tokenizer.unk_token_id
         if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
             return []
-        shares = {split: float((blocks.stream == unknown).mean()) for split, blocks in datasets.items()}
+        shares = {split: blocks.share_of(unknown) for split, blocks in datasets.items()}
         tokens = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
         return [f"Tokens that are {self.text_tokenizer.unk_token}: {tokens}."] if tokens else []
 
@@ -244,7 +245,11 @@ class LanguageModeling(TextTask):
         return {"input_ids": batch["input_ids"], "use_cache": False}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return token_loss(outputs.logits, target)
+        return head_loss(outputs, target)
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        ids = [*map(int, example["input_ids"]), int(example["labels"][-1])]
+        return pieces(self.text_tokenizer, ids, [False, *[True] * (len(ids) - 1)])
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
@@ -252,7 +257,7 @@ class LanguageModeling(TextTask):
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of text (first words of the block), tokens (number predicted), loss (sum over them) and perplexity."""
         labels_NT = batch["labels"]
-        losses_N = token_losses(outputs.logits, labels_NT).sum(1).tolist()
+        losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
         counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
         texts = self.text_tokenizer.batch_decode(batch["input_ids"][:, :12])
         return [
@@ -292,25 +297,21 @@ class LanguageModeling(TextTask):
 
         tokens = self.text_tokenizer
         ids = torch.tensor(tokens(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
-        positions = getattr(model.config, "max_position_embeddings", None) or len(ids)
+        maximum = getattr(model.config, "max_position_embeddings", None)
+        positions = maximum or len(ids)
         losses = [
-            token_losses(model(input_ids=block[None, :-1], use_cache=False).logits, block[None, 1:])
+            head_losses(model(input_ids=block[None, :-1], use_cache=False), block[None, 1:])
             for start in range(0, len(ids) - 1, positions)
             if len(block := ids[start : start + positions + 1]) > 1
         ]
         room = positions - (model.generation_config.max_new_tokens or 20)  # the default of generate
-        prompt = ids[-room:] if 0 < room < len(ids) else ids
+        prompt = ids[-room:] if maximum and 0 < room < len(ids) else ids
         generated = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]))[0, len(prompt) :]
         total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
         return {
             "generated": tokens.decode(generated, skip_special_tokens=True),
             "perplexity": round(perplexity(total, len(ids) - 1), 2) if losses else None,
         }
-
-
-def token_losses(logits_NTV: Tensor, labels_NT: Tensor) -> Tensor:
-    """Return each token's cross-entropy (N, T) float32, 0 where the label is NO_LABEL."""
-    return token_loss(logits_NTV, labels_NT, reduction="none").view_as(labels_NT)
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:

@@ -47,7 +47,7 @@ class SingleLabel:
         if not self.focal_gamma:
             return cross_entropy(logits_NK, labels_N, weight=weights_K, label_smoothing=self.label_smoothing, reduction="sum")
         losses_N = cross_entropy(logits_NK, labels_N, reduction="none")
-        losses_N = (1 - (-losses_N).exp()) ** self.focal_gamma * losses_N  # exp(-loss) is the probability of the label
+        losses_N = _focal(1 - (-losses_N).exp(), self.focal_gamma) * losses_N  # exp(-loss) is the probability of the label
         return (losses_N if weights_K is None else weights_K[labels_N] * losses_N).sum()
 
     def num_items(self, labels_N: Tensor) -> float:
@@ -109,7 +109,7 @@ class MultiLabel:
         if self.focal_gamma:
             probability_NK = logits_NK.sigmoid()
             wrong_NK = probability_NK + labels_NK - 2 * probability_NK * labels_NK  # what the true answer did not get
-            losses_NK = wrong_NK**self.focal_gamma * losses_NK
+            losses_NK = _focal(wrong_NK, self.focal_gamma) * losses_NK
         return losses_NK.sum()
 
     def num_items(self, labels_NK: Tensor) -> float:
@@ -204,6 +204,16 @@ PROBLEMS: dict[str, type[Problem]] = {
     "regression": Regression,
 }
 """By transformers' names."""
+
+
+def _focal(wrong: Tensor, gamma: float) -> Tensor:
+    """Return the factors of the focal loss, by the probability of a wrong answer.
+
+    It is 0 where an answer is certain; there a power below 1 has an infinite slope, and the gradient would be NaN.
+    """
+    import torch
+
+    return wrong.clamp_min(torch.finfo(wrong.dtype).tiny) ** gamma
 
 
 def _by_name(names: Sequence[str], probabilities: Sequence[float]) -> dict[str, float]:

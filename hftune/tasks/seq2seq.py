@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.tasks.source_to_target import SourceToTarget
@@ -39,6 +39,7 @@ SCORES = {
     "chrf": ("chrf",),
 }
 """The metrics that each of ``task.scores`` adds."""
+HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
 
 
 @dataclass
@@ -155,13 +156,35 @@ class Seq2Seq(SourceToTarget):
         return super().datasets()
 
     def _check_language(self) -> None:
-        """Refuse ROUGE for English on targets that have no letter a-z: it would be 0 for every text."""
+        """Refuse scores that do not see the words of the targets.
+
+        ROUGE for English sees a to z and digits only, and BLEU takes a Chinese or Japanese sentence for a single word.
+        """
         targets = self._rows.get("eval", self._rows["train"])[:1000][self._target]
-        if "rouge" in self.scores and self.language == "en" and not any(re.search("[A-Za-z0-9]", text) for text in targets):
-            raise DataError(
-                f"task.language=en, but the targets have no letter from a to z and no digit, such as {targets[0][:20]!r}. Set "
-                "task.language to their language, such as zh."
-            )
+        letters = [letter for text in targets for letter in text if letter.isalpha()]
+        if "rouge" in self.scores and self.language == "en":
+            is_seen = any(re.search("[A-Za-z0-9]", text) for text in targets)
+            if not is_seen or 2 * sum(letter.isascii() for letter in letters) < len(letters):
+                self._refuse_language(targets, "[A-Za-z0-9]", "few letters from a to z, and ROUGE for English sees no others")
+        is_spaceless = 2 * len(re.findall(HAN_OR_KANA, "".join(letters))) > len(letters)
+        if "bleu" in self.scores and is_spaceless and self._is_cut_at_spaces:
+            what = "mostly Chinese or Japanese characters, of which BLEU would count whole sentences as words"
+            self._refuse_language(targets, "[A-Za-z]", what)
+
+    @property
+    def _is_cut_at_spaces(self) -> bool:
+        """Whether BLEU cuts texts in the language at spaces, rather than into characters or by a dictionary."""
+        from hftune.metrics.translation import CHARACTERS
+
+        return self.language not in CHARACTERS
+
+    def _refuse_language(self, targets: Sequence[str], expected: str, what: str) -> NoReturn:
+        """Raise a DataError that shows the target with the fewest characters that the language is expected to have."""
+        example = min(targets, key=lambda text: len(re.findall(expected, text)) / (len(text) or 1))
+        raise DataError(
+            f"task.language={self.language}, but the targets have {what}: {example[:20]!r}. Set task.language to their "
+            "language, such as zh."
+        )
 
     def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
         return super().source_ids([f"{self.prefix or ''}{text}" for text in texts])
@@ -253,15 +276,12 @@ class Seq2Seq(SourceToTarget):
         """The generation settings that come with the model; none for a new one."""
         from transformers import GenerationConfig
 
-        from hftune.models.pretrained import CONFIG, folder_of
+        from hftune.models.generation import own_generation
 
         if self.model is None:
             tokens = self.text_tokenizer
             return GenerationConfig(pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id)
-        folder = folder_of(self.model, self.model_commit, CONFIG)
-        if (folder / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(folder)
-        return GenerationConfig.from_model_config(self._named_config)
+        return own_generation(self.model, self.model_commit, self._named_config)
 
     @cached_property
     def _generation_config(self) -> GenerationConfig:
@@ -279,14 +299,9 @@ class Seq2Seq(SourceToTarget):
 
     def _set_generation(self, config: GenerationConfig) -> GenerationConfig:
         """Change generation settings as the recipe says."""
-        try:
-            unknown = config.update(**{"max_new_tokens": self.max_target_length, **self.generation})
-        except ValueError as error:
-            raise ConfigError(f"task.generation={self.generation} cannot be used: {str(error).splitlines()[0]}") from error
-        for key in unknown:
-            hint = did_you_mean(key, config.to_dict())
-            raise ConfigError(f"task.generation.{key} is not a key of transformers' GenerationConfig.{hint}")
-        return config
+        from hftune.models.generation import changed
+
+        return changed(config, {"max_new_tokens": self.max_target_length, **self.generation})
 
     @property
     def rows_per_sample(self) -> int:

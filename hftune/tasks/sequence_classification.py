@@ -45,8 +45,8 @@ class SequenceClassification(TextTask):
     text_columns: list[str] | None = None
     """Columns of the two texts of a pair, such as [premise, hypothesis], instead of text_column."""
     label_column: str | None = None
-    """Column of the labels: class numbers from 0, or class names; lists of them if texts can have several; or numbers to
-    predict. null: label, or another usual name, or the only column that may hold them."""
+    """Column of the labels: class names, or class numbers (from 0 if label_names is set); lists of them if texts can have
+    several; or numbers to predict. null: label, or another usual name, or the only column that may hold them."""
     label_columns: list[str] | None = None
     """Columns of 0 and 1, one for each label that texts can have, instead of label_column."""
     label_names: list[str] | None = None
@@ -195,9 +195,17 @@ class SequenceClassification(TextTask):
 
         def find() -> list[str]:
             labels, indices = self._raw_labels("train")
-            return class_names(labels, "train", lambda place: self._row_of("train")(indices[place]), self.ordinal)
+            elsewhere = [label for split in self._rows if split != "train" for label in self._raw_labels(split)[0]]
+            row_of = self._row_of("train")
+            return class_names(labels, "train", lambda place: row_of(indices[place]), self.ordinal, elsewhere)
 
-        return cached_value(["class names", self._rows["train"]._fingerprint, self._label, self.kind, self.ordinal], find)
+        splits = [rows._fingerprint for rows in self._rows.values()]
+        return cached_value(["class names", splits, self._label, self.kind, self.ordinal], find)
+
+    @property
+    def _are_labels(self) -> bool:
+        """Whether the class names are the labels themselves, because nothing names the classes."""
+        return not (self.label_names or self.label_columns or self._data_label_names)
 
     @property
     def _data_label_names(self) -> list[str] | None:
@@ -238,9 +246,13 @@ class SequenceClassification(TextTask):
         if not others:
             ids, cut = to_ids(first, tokenizer, self.max_length)
             return {"input_ids": ids, "cut": cut}
+        return pair_ids(first, others[0], tokenizer, self.max_length, self._has_types(config))
+
+    def _has_types(self, config: PreTrainedConfig | None) -> bool:
+        """Return whether a model with this config is told the two texts of a pair apart by token types."""
         # Not every model whose tokenizer knows token types has embeddings for them.
-        has_types = "token_type_ids" in tokenizer.model_input_names and (getattr(config, "type_vocab_size", 0) or 0) > 1
-        return pair_ids(first, others[0], tokenizer, self.max_length, has_types)
+        knows_types = "token_type_ids" in self.text_tokenizer.model_input_names
+        return knows_types and (getattr(config, "type_vocab_size", 0) or 0) > 1
 
     def targets(self, split: str) -> dict[str, np.ndarray]:
         """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
@@ -255,13 +267,17 @@ class SequenceClassification(TextTask):
             return {"label": read_flags(rows, self.label_columns, split, row_of)}
         labels, indices = self._raw_labels(split)
         names = self.labels or []
-        numbers = class_numbers(labels, names, self._data_label_names, split, lambda place: row_of(indices[place]))
+        numbers = class_numbers(
+            labels, names, self._data_label_names, split, lambda place: row_of(indices[place]), self._are_labels
+        )
         if self.kind == "single_label_classification":
             return {"label": np.array(numbers, np.int64)}
         return {"label": flags_of(numbers, indices, len(rows), len(names))}
 
     def encoded_by(self) -> Any:
-        return [self.max_length, self.kind, self.labels, self._data_label_names]
+        has_types = len(self._text_columns) > 1 and self._has_types(self._config)
+        are_labels = self.labels is not None and self._are_labels
+        return [self.max_length, self.kind, self.labels, self._data_label_names, are_labels, has_types]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
         """Return the number of texts of each class, or with each label."""
@@ -303,8 +319,8 @@ class SequenceClassification(TextTask):
         counts = self.class_counts(train)
         if absent := [name for name, count in counts.items() if count == 0]:
             raise DataError(
-                f"task.class_weights=balanced: no text of the train split has the label {absent[0]!r}. Remove it from "
-                "task.label_names, or give the weights as a mapping."
+                f"task.class_weights=balanced: no text of the train split has the label {absent[0]!r}. "
+                f"{'Remove it from task.label_names, or give' if self.label_names else 'Give'} the weights as a mapping."
             )
         if self.kind == "single_label_classification":
             return [len(train) / (len(labels) * count) for count in counts.values()]
@@ -315,9 +331,13 @@ class SequenceClassification(TextTask):
         return super().datasets()
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        from hftune.data.labels import counted
+
         messages = super().notices(datasets, model)
         if self.problem_type is None:
             messages.append(f"task.problem_type={self.kind}: {self._evidence}.")
+        if self.labels is not None and self._are_labels:
+            messages += counted(self.labels)
         if self.ordinal and not self.label_names:
             messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels or [])}.")
         return messages
@@ -361,7 +381,7 @@ class SequenceClassification(TextTask):
         return self._problem.metrics(rows)
 
     def transformers_pipeline(self) -> dict[str, Any]:
-        every = {"top_k": None} if self.problem_type == "multi_label_classification" else {}
+        every = {"top_k": None} if self.kind == "multi_label_classification" else {}
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length, **every}
 
     def example_inputs(self) -> list[Any]:

@@ -5,11 +5,11 @@ torch and transformers are imported inside the methods, so that mistyped recipes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftune.tasks.text import SHOWN, TextTask, count_labels, token_loss
+from hftune.tasks.text import SHOWN, TextTask, count_labels, head_loss, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,8 +42,17 @@ class SourceToTarget(TextTask):
     """Name of a target in samples and in the rows of an evaluation."""
     source_shown: ClassVar[int] = SHOWN
     """Characters of a source in the rows of an evaluation."""
+    scored_head = True
     text_keys = ("source_column", "target_column")
     length_keys = ("max_source_length", "max_target_length")
+
+    def validate(self) -> list[str]:
+        return [*super().validate(), *self._generation_problems()]
+
+    def _generation_problems(self) -> Iterator[str]:
+        count = self.generation.get("num_return_sequences")
+        if count not in (None, 1):
+            yield f"task.generation.num_return_sequences={count} must be 1: each source has one target. Leave it out."
 
     @property
     def _source(self) -> str:
@@ -95,7 +104,11 @@ class SourceToTarget(TextTask):
         return {**self.inputs(batch), "use_cache": True}
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return token_loss(outputs.logits, target)
+        return head_loss(outputs, target)
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        source, target = (list(map(int, example[name])) for name in ("source", self.target_name))
+        return pieces(self.text_tokenizer, source + target, [False] * len(source) + [True] * len(target))
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)

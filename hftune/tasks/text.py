@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,7 +78,7 @@ class TextTask(Task):
     same in every run, of each class its share. null: the evaluation data are files or a split of their own."""
     eval_fold: list[int] | None = None
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
-    max_train_samples are then the rows of all folds together. `hftune folds` sets it."""
+    max_train_samples are then the rows of all folds together. `hftune folds` sets it; it takes no language models."""
     max_train_samples: int | None = None
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = None
@@ -211,6 +212,12 @@ class TextTask(Task):
         rows = self._rows["eval"] if self.eval_fold else None
         return None if rows is None else row_numbers(rows, range(len(rows)))
 
+    @property
+    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+        from hftune.data.text import digest_of_all
+
+        return digest_of_all(self._rows["eval"]) if self.eval_fold else None
+
     def row_of(self, split: str) -> Callable[[int], Any]:
         """Return a function that translates an index of a split to the row of the data, for messages."""
         from hftune.data.text import row_numbers
@@ -251,6 +258,10 @@ class TextTask(Task):
         return self.columns(self._unchecked["train"])
 
     @property
+    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+        return self._columns
+
+    @property
     def _text_columns(self) -> list[str]:
         return [self._columns[key] for key in self.text_keys if key in self._columns]
 
@@ -277,7 +288,7 @@ class TextTask(Task):
 
         if self.model is not None:
             return load_tokenizer(self.model, commit=self.model_commit)
-        key = ["wordpiece", self._rows["train"]._fingerprint, self._text_columns, self.vocab_size, version("tokenizers")]
+        key = ["wordpiece", self._rows["train"]._fingerprint, self._columns, self.vocab_size, version("tokenizers")]
         key += _code(type(self))
         return wordpiece_tokenizer(cached_value(key, lambda: train_wordpiece(self.training_texts(), self.vocab_size)))
 
@@ -294,8 +305,12 @@ class TextTask(Task):
         """
         raise NotImplementedError
 
+    def encoder(self, split: str) -> Callable[[dict[str, list]], dict[str, list]]:
+        """Return ``encode`` for the rows of a split."""
+        return self.encode
+
     def encoded_by(self) -> Any:
-        """Return what ``encode`` and ``targets`` depend on besides rows, tokenizer and code: by default the subclass's fields.
+        """Return what ``encode`` and ``targets`` depend on besides rows, split, tokenizer and code: by default its own fields.
 
         Samples are tokenized again if it changes.
         """
@@ -318,9 +333,10 @@ class TextTask(Task):
 
         def make() -> dict[str, Any]:
             targets = self.targets(split)
-            return {**flat_arrays(mapped(rows, self.encode, f"Tokenizing {split}")), **targets}
+            return {**flat_arrays(mapped(rows, self.encoder(split), f"Tokenizing {split}")), **targets}
 
-        key = [type(self).__qualname__, rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.encoded_by()]
+        # The split, too: the same rows are for training in one fold and evaluated in another.
+        key = [type(self).__qualname__, split, rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.encoded_by()]
         return cached_texts(key + _code(type(self)), make)
 
     def build_model(self) -> PreTrainedModel:
@@ -425,9 +441,9 @@ class TextTask(Task):
 
     def _load_saved(self, auto_class: Any, directory: Path) -> PreTrainedModel:
         """Load the model that ``save`` wrote."""
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_saved, saved_config
 
-        return load_model(auto_class, str(directory), load_config(str(directory), {}))
+        return load_saved(auto_class, directory, saved_config(directory))
 
 
 _SHARED = frozenset(item.name for item in fields(TextTask))
@@ -448,11 +464,31 @@ def beginning(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+    """Return the text of tokens, special ones included, cut where training begins or ends, each piece with whether it is."""
+    groups = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in group]), bool(is_trained)) for is_trained, group in groups]
+
+
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:
-    """Return the sum of the cross-entropies of all labels but NO_LABEL, float32; with reduction "none", each one, flat."""
+    """Return the sum of the cross-entropies of all labels but NO_LABEL, float32 or float64; with "none", each of them, flat."""
+    import torch
     from torch.nn.functional import cross_entropy
 
-    return cross_entropy(logits_NTV.float().flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)
+    logits_NTV = logits_NTV if logits_NTV.dtype == torch.float64 else logits_NTV.float()
+    return cross_entropy(logits_NTV.flatten(0, 1), labels_NT.flatten(), ignore_index=NO_LABEL, reduction=reduction)
+
+
+def head_loss(outputs: Any, labels_NT: Tensor) -> Tensor:
+    """Return ``token_loss`` of a model's logits, or of what it computed together with its head: ``Task.scored_head``."""
+    loss_sum = getattr(outputs, "loss_sum", None)
+    return token_loss(outputs.logits, labels_NT) if loss_sum is None else loss_sum
+
+
+def head_losses(outputs: Any, labels_NT: Tensor) -> Tensor:
+    """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL, likewise; in evaluations."""
+    losses_NT = getattr(outputs, "losses", None)
+    return token_loss(outputs.logits, labels_NT, "none").view_as(labels_NT) if losses_NT is None else losses_NT
 
 
 def count_labels(labels: Tensor) -> int:

@@ -77,6 +77,7 @@ class TitleGeneration(SourceToTarget):
             *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
             *vocabulary_problems(self.vocabulary, self.model),
             *bound_problems(self, minimum),
+            *self._generation_problems(),
         ]
 
     def columns(self, rows: Dataset) -> dict[str, str]:

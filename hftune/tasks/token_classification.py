@@ -78,7 +78,11 @@ class TokenClassification(TextTask):
 
     @property
     def _data_label_names(self) -> list[str] | None:
-        return getattr(self._rows["train"].features[self._tags].feature, "names", None)
+        return self._names_in("train")
+
+    def _names_in(self, split: str) -> list[str] | None:
+        """Return the names that a split has for the numbers of its tags, if it has any."""
+        return getattr(getattr(self._rows[split].features[self._tags], "feature", None), "names", None)
 
     def _read(self, split: str) -> list[list[Any]]:
         from hftune.data.tags import read_tags
@@ -125,14 +129,21 @@ class TokenClassification(TextTask):
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         from hftune.data.labels import class_numbers
-        from hftune.data.tags import first_tokens, named_tags, word_ids
+        from hftune.data.tags import first_tokens, word_ids
 
         ids, words, cut = word_ids(rows[self._words], self.text_tokenizer, self.max_length)
         labels = []
-        for tags, words_of_tokens in zip(named_tags(rows[self._tags], self._data_label_names), words, strict=True):
+        for tags, words_of_tokens in zip(rows[self._tags], words, strict=True):
             numbers = class_numbers(tags, self.labels, self._data_label_names, "", int) if tags else []
             labels.append([NO_LABEL if word is None else numbers[word] for word in first_tokens(words_of_tokens)])
         return {"input_ids": ids, "labels": labels, "cut": cut}
+
+    def encoder(self, split: str) -> Callable[[dict[str, list]], dict[str, list]]:
+        """Return ``encode`` for the rows of a split, given names instead of the numbers that they have in this split."""
+        from hftune.data.tags import named_tags
+
+        names = self._names_in(split)
+        return lambda rows: self.encode({**rows, self._tags: named_tags(rows[self._tags], names)})
 
     def encoded_by(self) -> Any:
         return [self.max_length, self.labels, self._data_label_names]
@@ -161,18 +172,19 @@ class TokenClassification(TextTask):
         from hftune.data.tags import bracketed
 
         described = []
-        for words, row in zip(self._tagged_words("eval"), rows, strict=True):
+        for words, row in zip(self._tagged_words, rows, strict=True):
             true, predicted = ([self.labels[number] for number in row[name]] for name in ("label", "prediction"))
             wrong = sum(one != other for one, other in zip(true, predicted, strict=True))
             tagged = {"tagged": beginning(bracketed(words, true)), "predicted": beginning(bracketed(words, predicted))}
             described.append({"text": beginning(" ".join(words)), **tagged, "error": wrong})
         return described
 
-    def _tagged_words(self, split: str) -> list[list[str]]:
-        """Return the words of each text that have a token, and therefore a tag."""
+    @cached_property
+    def _tagged_words(self) -> list[list[str]]:
+        """The words of each text of the eval split that have a token, and therefore a tag."""
         from hftune.data.tags import first_tokens, word_ids
 
-        texts = self._rows[split][self._words]
+        texts = self._rows["eval"][self._words]
         _, words, _ = word_ids(texts, self.text_tokenizer, self.max_length)
         return [
             [text[word] for word in first_tokens(of_tokens) if word is not None]
@@ -190,34 +202,43 @@ class TokenClassification(TextTask):
         return {"task": "token-classification", "aggregation_strategy": "first"}
 
     def example_inputs(self) -> list[str]:
-        return [" ".join(words) for words in self._rows["eval"][:2][self._words]]
+        return [" ".join(words) for words in self._rows.get("eval", self._rows["train"])[:2][self._words]]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the entities of each text, with their places in it; or its words and tags, if these are not of entities.
 
-        A text is cut into words and punctuation marks, or is a list of words already.
+        A text is cut into words and punctuation marks, or is a list of words already. One that is longer than the maximum is
+        read in overlapping windows.
         """
-        import torch
-
-        from hftune.data.tags import checked_words, entities_of, first_tokens, is_entity_scheme, word_ids
+        from hftune.data.tags import checked_words, entities_of, is_entity_scheme
 
         texts = [checked_words(value, index) for index, value in enumerate(inputs)]
-        ids, words, _ = word_ids([[word.text for word in text] for text in texts], self.text_tokenizer, self.max_length)
-        batch = self.collate([{"input_ids": row} for row in ids])
-        logits_NTK = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
-        side = self.text_tokenizer.padding_side
         names = model.config.id2label
         rows: list[dict[str, Any]] = []
-        for text, of_tokens, logits_TK in zip(texts, words, logits_NTK.float().softmax(-1), strict=True):
-            probabilities_T, tags_T = logits_TK.max(-1)
-            if side == "left":
-                probabilities_T, tags_T = probabilities_T[-len(of_tokens) :], tags_T[-len(of_tokens) :]
-            first = {word: place for place, word in enumerate(first_tokens(of_tokens)) if word is not None}
-            kept = [text[word] for word in first]
-            tags = [names[int(tags_T[place])] for place in first.values()]
-            probabilities = torch.stack([probabilities_T[place] for place in first.values()]).tolist() if first else []
+        for text, found in zip(texts, self._word_tags(model, [[word.text for word in text] for text in texts]), strict=True):
+            kept, tags = [text[word] for word in found], [names[tag] for tag, _ in found.values()]
             if is_entity_scheme(names.values()):
-                rows.append({"entities": entities_of(kept, tags, probabilities)})
+                rows.append({"entities": entities_of(kept, tags, [probability for _, probability in found.values()])})
             else:
                 rows.append({"words": [word.text for word in kept], "tags": tags})
         return rows
+
+    def _word_tags(self, model: PreTrainedModel, texts: list[list[str]]) -> list[dict[int, tuple[int, float]]]:
+        """Return, for each text, the number and probability of the tag of each of its words that has a token, in their order.
+
+        Where windows overlap, a word has the tag of the window in which it is farther from both ends.
+        """
+        from hftune.data.tags import first_tokens, windows
+
+        found: list[dict[int, tuple[int, int, float]]] = [{} for _ in texts]
+        ids, words, texts_of = windows(texts, self.text_tokenizer, self.max_length)
+        for start in range(0, len(ids), len(texts)):  # as many at once as there are texts
+            batch = self.collate([{"input_ids": row} for row in ids[start : start + len(texts)]])
+            logits_NTK = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
+            tops_NT, tags_NT = (values.tolist() for values in logits_NTK.float().softmax(-1).max(-1))
+            for window, (tops_T, tags_T) in enumerate(zip(tops_NT, tags_NT, strict=True), start):
+                of_text, last = found[texts_of[window]], len(words[window]) - 1
+                for place, word in enumerate(first_tokens(words[window])):
+                    if word is not None and (word not in of_text or min(place, last - place) > of_text[word][0]):
+                        of_text[word] = (min(place, last - place), tags_T[place], tops_T[place])
+        return [{word: (tag, top) for word, (_, tag, top) in sorted(of_text.items())} for of_text in found]

@@ -50,6 +50,8 @@ class Facts:
     num_steps: int
     steps_per_epoch: int
     notices: Sequence[str]
+    fold_data: str | None = None
+    """Of a fold: the digest of the data that all folds are made of."""
 
     def write(self, output_dir: Path) -> None:
         """Write run.json.

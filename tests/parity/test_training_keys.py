@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hftune import ConfigError, Recipe
+from hftune import ConfigError, Recipe, cli
 from hftune.planning.plan import make_plan
 from tests.support.runs import train_on
 
@@ -23,7 +23,7 @@ JOBS = {
     "lion": (*WORDS, "train.optimizer=lion", "train.lr=1e-3", "train.schedule=cosine_restarts"),
     "schedule_free": (*WORDS, "train.optimizer=schedule_free", "train.schedule=constant"),
     "adamw_8bit": (*WORDS, "train.optimizer=adamw_8bit", "train.optimizer_args={min_8bit_size: 16}"),
-    "own": (*WORDS, "task.type=tests.support.tasks.OwnOptimizer", "train.schedule=wsd"),
+    "own": (*WORDS, "task.type=tests.support.tasks.OwnOptimizer", "train.schedule=wsd", "train.freeze=[wpe]"),
 }
 """Trained on 1 process."""
 SHARDED = [f"{name} under FSDP" for name in ("ema", "muon", "lion", "schedule_free")]
@@ -52,7 +52,8 @@ def runs(tmp_path_factory):
         again = {way: (*words(way), f"output_dir={folder}/{way} on {size} again") for way in RESUMED[size]}
         stopped = {f"{way}, stopped": these for way, these in again.items()}
         jobs |= stopped | {f"{way}, resumed": these for way, these in again.items()}
-        stops = dict.fromkeys(stopped, (2, size - 1))
+        # patience: in the evaluation that exhausts it, between two lines of metrics.jsonl
+        stops = {name: (3 if name.startswith("patience") else 2, size - 1) for name in stopped}
         sharded = [way for way in jobs if "FSDP" in way]
         done = train_on(size, jobs, folder, recipe=RECIPE, stops=stops, sharded=sharded)
         found |= {(way, size): run for way, run in done.items()}
@@ -136,3 +137,11 @@ def test_training_starts_from_weights_of_ones_own_and_says_what_they_lack(runs, 
     assert "has 1 tensor that the model lacks: extra." in said
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         make_plan(Recipe.load(RECIPE, *job[:-2], "task.weights=missing"))
+
+
+def test_a_model_whose_weights_were_not_all_trained_is_evaluated_again(runs, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    run = runs["own", 1]
+    assert run.result["test"]["loss"] > 0
+    assert cli.main(["evaluate", str(run.folder), "--split", "test", "--trust-code"]) == 0
+    assert f"{run.result['test']['loss']:.4g}" in capsys.readouterr().out

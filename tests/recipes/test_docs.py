@@ -4,9 +4,11 @@ import ast
 import inspect
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from html.parser import HTMLParser
 from importlib import import_module
@@ -157,6 +159,38 @@ def test_refusal_shown_is_the_one_given(tmp_path, monkeypatch, capsys):
     command, *lines = shown.splitlines()
     assert cli.main(command.removeprefix("$ hftune ").split()) == 2
     assert capsys.readouterr().err.splitlines() == lines
+    in_readme = shown.replace("$ hftune train", "$ python -m hftune.run")
+    assert textwrap.indent(in_readme, "    ") in PAGES["README.md"]
+
+
+PLANS = [
+    (page, command, shown)
+    for page, text in PAGES.items()
+    for command, shown in re.findall(
+        r"^```bash\n(hftune plan [^\n]+)\n```\n+```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE
+    )
+]
+
+
+def test_plans_are_shown():
+    assert len(PLANS) >= 3
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), PLANS, ids=[f"{page}: {command}" for page, command, _ in PLANS])
+def test_plan_shown_is_the_one_made(page, command, shown, capsys):
+    assert cli.main([*shlex.split(command)[1:], "--device", "cpu"]) == 0
+    printed = iter(capsys.readouterr().out.splitlines())
+    for line in shown.splitlines():
+        assert line.strip() == "..." or line in printed, f"{page}: the plan has no line {line!r} after those before it"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_evaluations_shown_have_the_metrics_of_the_recipe(page):
+    directions = Recipe.load("yelp_demo").task.metric_directions
+    found = re.findall(r"^step .+  eval  (.+)  best so far$", PAGES[page], flags=re.MULTILINE)
+    for line in found:
+        assert [name for name, _ in map(str.split, line.split("  "))] == ["loss", *directions], f"{page}: {line}"
+    assert found
 
 
 def test_kubernetes_job_starts_a_recipe_that_is_accepted_and_is_the_examples():

@@ -45,6 +45,15 @@ def test_every_row_is_predicted_once_in_the_order_of_the_file(made):
     ]
 
 
+def test_each_fold_says_of_which_data_and_columns_it_is(made):
+    folder, _, _ = made
+    runs = [folder / name / f"fold_{number}" for name in ("one", "two") for number in (0, 1)]
+    digests = {json.loads((run / "run.json").read_text())["fold_data"] for run in runs}
+    assert len(digests) == 1 and None not in digests
+    columns = json.loads((runs[0] / "model" / "hftune.json").read_text())["columns"]
+    assert columns == {"text_column": "text", "label_column": "label"}
+
+
 def test_the_predictions_are_those_of_the_best_model_of_each_fold(made):
     folder, _, _ = made
     scores = json.loads((folder / "one" / "folds.json").read_text())

@@ -112,11 +112,3 @@ def test_one_file_is_enough(tmp_path, monkeypatch):
     header, *predicted = Path("labels.csv").read_text().splitlines()
     assert header.split(",")[:2] == ["text", "label"] and [line.split(",")[0] for line in predicted] == ["good", "bad"]
     assert {line.split(",")[1] for line in predicted} <= {"praise", "blame"}
-
-
-def test_refusal_is_the_one_shown(tmp_path):
-    shown = README[README.index("    $ python") :].split("\n\n")[0].splitlines()
-    said = python("-m", *shown[0].split("python -m ")[1].split(), folder=tmp_path)
-    assert said.returncode == 2
-    for line, expected in zip(said.stderr.splitlines(), shown[1:], strict=True):
-        assert line.startswith(expected.strip("\n")[4:].removesuffix("..."))

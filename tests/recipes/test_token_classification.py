@@ -9,7 +9,6 @@ from transformers import pipeline
 from hftune import ConfigError, DataError, Recipe, load_model, train
 from hftune.build import load_datasets
 from hftune.data.demo_entities import sentences
-from tests.support.runs import SMALL, Command
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG"]
 TEXT = "maria rossi thanked bank of lima ."
@@ -74,7 +73,6 @@ def test_tags_in_another_order_are_trained_as_the_same_tags(files, tmp_path):
 @pytest.mark.parametrize(
     ("split", "row", "words", "message"),
     [
-        ("train", {"tokens": ["a", "b"], "ner_tags": ["O"]}, [], "Row 0 of the train split has 2 words and 1 tags"),
         (
             "eval",
             {"tokens": ["a"], "ner_tags": ["B-GPE"]},
@@ -90,13 +88,3 @@ def test_mistakes_in_the_data_are_named(files, tmp_path, split, row, words, mess
     given = [f"task.data_files.{name}={path if name == split else files[name]}" for name in files]
     with pytest.raises((DataError, ConfigError), match=message):
         load_datasets(Recipe.load("token_classification_demo", *given, *words))
-
-
-def test_a_mistake_ends_all_processes_with_one_sentence(tmp_path):
-    rows = [{"tokens": ["a", "b"], "ner_tags": ["O"]}] * 3
-    path = write(tmp_path / "bad.jsonl", rows)
-    given = [f"task.data_files.{split}={path}" for split in ("train", "eval")]
-    done = Command(2, "recipe=token_classification_demo", *SMALL, *given, f"output_dir={tmp_path}/out")
-    assert done.returncode == 2
-    _, err = done.communicate()
-    assert err.count("Row 0 of the train split has 2 words and 1 tags. Give each word one tag.") == 1

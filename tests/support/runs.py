@@ -95,7 +95,8 @@ def train_on(
 ) -> dict[str, Run]:
     """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
 
-    Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM.
+    Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM;
+    it is checked that this interrupts it, and that a later job with its output_dir resumes.
     ``sharded``: the jobs that train under FSDP. ``variables``: as for Group. If a process crashes in native code, all is trained
     once more, and a warning shows the stacks.
     """
@@ -122,7 +123,18 @@ def train_on(
             shutil.rmtree(path, ignore_errors=True)
         codes = Group(world_size, listed, log, variables).wait()
     assert not any(codes), f"{codes}\n{log.read_text()}"
+    for path in {folders[name] for name in stops or {} if name in jobs}:
+        assert_resumed(path, [name for name in jobs if folders[name] == path], stops or {})
     return {name: Run(path) for name, path in folders.items()}
+
+
+def assert_resumed(folder: Path, jobs: list[str], stops: Collection[str]) -> None:
+    """Check that a folder was trained by all of its jobs, each from where the one before was stopped, and ended only if none was."""
+    from hftune.tracking.ledger import audit  # as above
+
+    starts = [start["after_step"] for start in audit(folder).starts][-len(jobs) :]
+    assert len(starts) == len(jobs) and all(starts[1:]), f"{folder} was trained from steps {starts} by {jobs}"
+    assert (folder / "result.json").exists() == (jobs[-1] not in stops), folder
 
 
 class Group:

@@ -438,10 +438,15 @@ class FromWeights(NextToken):
 
 @dataclass
 class OwnOptimizer(NextToken):
-    """Builds its own optimizer."""
+    """Builds its own optimizer, for all weights but those of the positions, which the recipe freezes; and has test data."""
+
+    def datasets(self) -> dict[str, Any]:
+        datasets = super().datasets()
+        return {**datasets, "test": datasets["eval"][:7]}
 
     def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
-        return torch.optim.NAdam([{"params": model.parameters()}], lr=2 * config.lr)
+        trained = [value for name, value in model.named_parameters() if "wpe" not in name]
+        return torch.optim.NAdam([{"params": trained}], lr=2 * config.lr)
 
 
 @dataclass

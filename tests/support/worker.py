@@ -173,8 +173,17 @@ def work(
             if stop is None:
                 train(recipe)
             else:
-                with terminated_after(*stop), suppress(Interrupted):
-                    train(recipe)
+                with terminated_after(*stop):
+                    train_until_interrupted(recipe)
+
+
+def train_until_interrupted(recipe: Recipe) -> None:
+    """Train; fail if nothing stops it, or a test of resuming would pass that compares two unbroken runs."""
+    try:
+        train(recipe)
+    except Interrupted:
+        return
+    raise AssertionError(f"{recipe.output_dir} was to be stopped, but was trained to its end.")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
+from hftune import ConfigError
 from hftune.strategies.averages import MovingAverage, averaged_names
 from hftune.strategies.sharding import Replicated, checkpoint_tensors
 
@@ -32,6 +33,17 @@ def step(sharding, rng):
 
 def copies(model):
     return [value.clone() for value in (*model.parameters(), *model.buffers())]
+
+
+def test_half_precision_is_too_coarse_to_average():
+    with pytest.raises(ConfigError, match=r"train.ema_decay: weight is torch.bfloat16"):
+        MovingAverage(nn.Linear(2, 2).bfloat16().state_dict())
+
+
+def test_an_optimizer_that_averages_itself_takes_no_other_average():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"train.ema_decay: AdamWScheduleFree averages the weights itself"):
+        prepared(model, AdamWScheduleFree(model.parameters()), keeps_average=True)
 
 
 def test_frozen_parameters_and_counters_are_not_averaged():

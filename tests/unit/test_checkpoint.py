@@ -88,6 +88,11 @@ def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeyp
     }
 
 
+def test_weights_to_start_from_need_not_be_there_any_more_on_resume(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(Recipe.load("yelp_demo", "task.weights=gone.safetensors").to_yaml())
+    assert [*_changes(Checkpoint(tmp_path, 0, {}, {}), Recipe.load("yelp_demo"))] == ["task.weights"]
+
+
 def test_keys_that_an_older_version_wrote_otherwise_without_effect_are_no_changes(tmp_path):
     recipe = Recipe.load("mnist_best")
     text = recipe.to_yaml()

@@ -114,6 +114,15 @@ def test_vocabulary_is_written_from_tables_with_tabs_and_compressed_ones(name, t
     assert "北京大学" in (words / "vocab.txt").read_text(encoding="utf-8").splitlines()
 
 
+def test_vocabulary_wants_texts_which_may_begin_with_blank_lines(capsys, tmp_path):
+    (tmp_path / "blank.csv").write_text(
+        "id,text\n" + "1,' '\n".replace("'", '"') * 1001 + "1,北京大学的报告\n" * 5, encoding="utf-8"
+    )
+    words = ("vocab", str(tmp_path / "blank.csv"), "--size", "60", "--output", str(tmp_path / "words"), "--columns")
+    assert refused(capsys, *words, "id") == f"{tmp_path / 'blank.csv'}: column 'id' holds int64, not text. Set --columns ..."
+    assert cli.main([*words, "text"]) == 0
+
+
 def test_vocabulary_that_loading_would_refuse_is_not_written(capsys, tmp_path):
     (tmp_path / "corpus.txt").write_text("an English text\n" * 5, encoding="utf-8")
     said = refused(capsys, "vocab", tmp_path / "corpus.txt", "--size", "60", "--output", tmp_path / "words")
@@ -160,7 +169,7 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
-COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, folds, sweep, push, report, configs, slurm, audit, doctor, vocab, completion"
+COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, folds, sweep, merge, push, report, configs, slurm, audit, doctor, vocab, completion"
 
 
 @pytest.mark.parametrize(

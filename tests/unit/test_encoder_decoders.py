@@ -199,6 +199,9 @@ def test_recipe_that_cannot_work_is_refused_before_torch():
         "task.scores=[rouge, blue]": "task.scores=blue is not one of rouge, bleu, chrf. Did you mean 'bleu'?",
         "task.language=english": "task.language=english is not a code of ISO 639-1, such as en, de or zh.",
         "task.max_target_length=1": "task.max_target_length=1 must be at least 3.",
+        "task.generation={num_beams: 2, num_return_sequences: 2}": (
+            "task.generation.num_return_sequences=2 must be 1: each source has one target. Leave it out."
+        ),
     }.items():
         with pytest.raises(ConfigError) as caught:
             Recipe.load("seq2seq", *given, override).validate()
@@ -231,10 +234,30 @@ def test_targets_in_a_script_that_english_rouge_does_not_see_are_refused(tmp_pat
     with pytest.raises(DataError) as caught:
         task_of("t5", dataset="csv", data_files=files).datasets()
     assert str(caught.value) == (
-        "task.language=en, but the targets have no letter from a to z and no digit, such as '东京'. Set task.language to their language, "
-        "such as zh."
+        "task.language=en, but the targets have few letters from a to z, and ROUGE for English sees no others: '东京'. Set "
+        "task.language to their language, such as zh."
     )
     assert len(task_of("t5", dataset="csv", data_files=files, language="zh").datasets()["train"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("score", "language", "targets", "is_refused"),
+    [
+        ("rouge", "en", ["今天天气很好", "中国经济增长 2018", "GDP 放缓"], True),
+        ("bleu", "en", ["今天天气很好", "中国经济增长 2018", "GDP 放缓"], True),
+        ("bleu", "zh", ["今天天气很好"], False),
+        ("rouge", "en", ["A café in Zürich", "42"], False),
+        ("bleu", "de", ["Ein Zug aus 北京"], False),
+    ],
+)
+def test_language_is_compared_with_most_of_the_letters(tmp_path, score, language, targets, is_refused):
+    files = write(tmp_path, [{"source": "x", "target": target} for target in targets])
+    task = task_of("t5", dataset=None, data_files=files, scores=[score], language=language)
+    if not is_refused:
+        task._check_language()
+        return
+    with pytest.raises(DataError, match=rf"^task.language={language}, but the targets have .*: '今天天气很好'\. Set task.lang"):
+        task._check_language()
 
 
 # Columns

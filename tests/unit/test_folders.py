@@ -1,14 +1,21 @@
 """Folders that cannot be used as hftune would use them, each told in one sentence before training."""
 
 import errno
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
+from hftune import Recipe
 from hftune.checkpoints.atomic_files import only_writer
-from hftune.checkpoints.output_dir import start_folder
+from hftune.checkpoints.checkpointer import Checkpoint
+from hftune.checkpoints.export import ABOUT
+from hftune.checkpoints.output_dir import OutputDir, start_folder
+from hftune.checkpoints.resume import Start
+from hftune.checkpoints.train_state import TrainState
 from hftune.data.cache import cache_dir
 from hftune.distributed.preflight import check_writable
 from hftune.errors import ConfigError
@@ -84,3 +91,34 @@ def test_a_run_that_starts_over_leaves_no_model_of_the_earlier_one(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     start_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def output_of(tmp_path, about, *words):
+    """An output folder whose run goes on from step 5, with a model that says this about itself."""
+    recipe = Recipe.load("yelp_demo", f"output_dir={tmp_path}", *words)
+    output = OutputDir(recipe)
+    output.start = Start(Checkpoint(tmp_path / "checkpoints" / "step_00000005", 5, {}, {}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ABOUT).write_text(json.dumps({"metric": recipe.eval.metric, **about}))
+    return output
+
+
+STRATEGY = SimpleNamespace(on_main=lambda call: call())
+
+
+@pytest.mark.parametrize(("step", "best"), [(4, None), (5, 5), (6, 6)])
+def test_a_model_that_was_exported_after_the_checkpoint_is_the_best_one(tmp_path, step, best):
+    """Of the checkpoint's own step, too: a request to stop writes one before the evaluation."""
+    state = TrainState(step=5, best=0.5, best_step=3, evaluations_since=2, last_improvement=0.4)
+    output_of(tmp_path, {"step": step, "value": 0.6}).find_best(STRATEGY, state)
+    assert state.best_step == best
+    assert (state.evaluations_since, state.last_improvement) == (2, 0.4)  # patience does not depend on where models lie
+
+
+def test_a_run_that_evaluates_no_more_forgets_the_scores_of_other_weights(tmp_path):
+    state = TrainState(step=5, best=0.5, best_step=3, metrics={"accuracy": 0.5})
+    (tmp_path / "predictions.jsonl").write_text("{}\n")
+    output = output_of(tmp_path, {"step": 3, "value": 0.5}, "eval.every=never")
+    output.find_best(STRATEGY, state)
+    output.open(state)
+    assert (state.best_step, state.metrics) == (None, {}) and not (tmp_path / "predictions.jsonl").exists()

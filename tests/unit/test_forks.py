@@ -6,7 +6,10 @@ import time
 
 import pytest
 
+from hftune.errors import ConfigError
+from hftune.launchers import forks
 from hftune.launchers.forks import Signals, wait_for
+from hftune.launchers.local import read_failure
 
 
 @pytest.fixture
@@ -57,9 +60,10 @@ def test_a_process_that_a_library_has_started_is_none_of_its_business(signals):
 
 
 def test_a_signal_is_passed_on_and_is_the_exit_code(signals):
-    children = {fork(sleep): 0}
+    ready, is_ready = os.pipe()
+    children = {fork(lambda: os.write(is_ready, b"-") and sleep()): 0}
     signals.children = children
-    time.sleep(0.3)
+    os.read(ready, 1)  # it has its own handlers
     os.kill(os.getpid(), signal.SIGTERM)
     assert wait_for(children, signals, lambda rank: False) == 128 + signal.SIGTERM
 
@@ -90,7 +94,14 @@ def test_a_signal_after_the_end_of_a_process_harms_nobody(signals):
 
 
 def test_patience_that_is_no_number_is_the_default(monkeypatch, signals):
-    from hftune.launchers import forks
-
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30s")
     assert forks.shutdown_seconds() == forks.SHUTDOWN_S
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_its_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    assert forks.main(["2", str(tmp_path), "no_such_library", "hftune.run", "recipe=x"]) == 2
+    said = "Task.libraries names no_such_library, which cannot be imported: ModuleNotFoundError: No module named 'no_such_library'."
+    assert capsys.readouterr().err == f"hftune: {said}\n"
+    error = read_failure(tmp_path)
+    assert isinstance(error, ConfigError) and str(error) == said

@@ -158,10 +158,16 @@ def test_many_classes_have_a_top5_accuracy():
         ({"mixup": -1.0}, "task.mixup=-1.0 must be at least 0."),
         ({"label_smoothing": 1.0}, "task.label_smoothing=1.0 must be in [0, 1)."),
         ({"augmentation": {"flip": 2}}, "task.augmentation.flip=2 must be a number from 0 to 1."),
+        ({"augmentation": {"shift": -1}}, "task.augmentation.shift=-1 must be a number that is not negative."),
+        ({"augmentation": {"shift": 40}, "image_size": 32}, "task.augmentation.shift=40 must be a number from 0 to 32."),
     ],
 )  # fmt: skip
 def test_fields_that_contradict_each_other_are_refused(changed, message):
     assert ImageClassification(**fields(**changed)).validate() == [message]
+
+
+def test_images_of_transformers_may_be_shifted_by_more_than_those_of_mnist():
+    assert ImageClassification(**fields(augmentation={"shift": 40})).validate() == []
 
 
 def test_model_that_does_not_classify_images_is_refused_before_data_are_read(tmp_path):

@@ -134,6 +134,56 @@ def test_the_order_of_grades_is_said_where_the_data_set_gives_it(tmp_path):
     )
 
 
+@BOTH
+def test_numbers_that_do_not_count_from_0_are_the_classes_themselves(tmp_path, kind):
+    found = task(kind, tmp_path, ([1, 2, 3, 5],), ([5, 1],))
+    assert found.labels == ["1", "2", "3", "5"] and scored_as(found, "train") == found.labels
+    assert scored_as(found, "eval") == ["5", "1"]
+    (said,) = (said for said in found.notices(found.datasets(), None) if "classes" in said)
+    assert said == "The 4 classes are the numbers among the labels: 1, 2, 3, 5. task.label_names would name them."
+
+
+def test_a_number_that_is_no_class_is_refused(tmp_path):
+    assert refused(task("texts", tmp_path, ([1, 2, 5],), ([6],))) == (
+        "Row 0 of the eval split has the label 6; there are 3 labels (1, 2, 5). "
+        "Correct the row, or set task.label_names; null uses the names of the data."
+    )
+
+
+def test_a_number_that_only_the_eval_split_has_is_a_class_if_larger_ones_are(tmp_path):
+    assert task("texts", tmp_path, ([0, 2],), ([0, 1, 2],)).labels == ["0", "1", "2"]
+    assert "there are 2 labels, 0 to 1 (0, 1)" in refused(task("texts", tmp_path, ([0, 1],), ([0, 2],)))
+
+
+def test_metrics_count_only_classes_that_occur(tmp_path):
+    found = task("texts", tmp_path, ([1, 2, 3, 4, 5],), ([1, 2],))
+    right = [{"label": number, "prediction": number} for number in found.datasets()["train"].column("label").tolist()]
+    assert found.metrics(right)["macro_f1"] == 1
+
+
+@pytest.mark.parametrize("labels", [[*range(1000, 1200)], [f"id {number}" for number in range(200)]])
+def test_a_column_of_ids_is_refused_as_labels(tmp_path, labels):
+    assert refused(task("texts", tmp_path, (labels,), (labels[:2],))) == (
+        "The train split has 200 different labels in 200 rows, as a column of ids has. Name the column of the classes in "
+        "task.label_column, or list the classes in task.label_names."
+    )
+
+
+def test_classes_without_texts_cannot_be_balanced(tmp_path):
+    found = task("texts", tmp_path, (["bad", "good"], ["bad", "good", "new"]), (["bad"], ["bad"]), class_weights="balanced")
+    with pytest.raises(DataError) as caught:
+        _ = found._weights
+    assert str(caught.value) == (
+        "task.class_weights=balanced: no text of the train split has the label 'new'. Give the weights as a mapping."
+    )
+
+
+def test_lists_of_labels_are_asked_for_all_of_them_in_the_card(tmp_path, write_rows):
+    path = str(write_rows("rows.jsonl", [{"text": f"text {i}", "labels": ["a", "b"][: 1 + i % 2]} for i in range(8)]))
+    found = SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, data_files={"train": path, "eval": path})
+    assert found.transformers_pipeline()["top_k"] is None
+
+
 def of_csv(tmp_path: Path, text: str, **fields: Any) -> SequenceClassification:
     (tmp_path / "rows.csv").write_text(text, encoding="utf-8")
     files = dict.fromkeys(("train", "eval"), str(tmp_path / "rows.csv"))

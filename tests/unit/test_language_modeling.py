@@ -167,6 +167,19 @@ def test_text_is_continued_and_its_own_perplexity_said(task):
         made.predict(model, [text, " "])
 
 
+@torch.no_grad()
+def test_model_without_a_maximum_of_positions_reads_the_whole_text(task, monkeypatch):
+    made = task(
+        model_config={"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, generation={"max_new_tokens": 2}
+    )
+    made.datasets()
+    model = made.build_model().eval()
+    generate, read = model.generate, []
+    monkeypatch.setattr(model, "generate", lambda ids, **options: (read.append(ids.shape[1]), generate(ids, **options))[1])
+    made.predict(model, ["The cat saw the dog ."])
+    assert read == [6]
+
+
 FILES = "task.data_files={train: x.txt, eval: x.txt}"
 
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from itertools import chain
 
+import datasets
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.commands import audit as audit_command
 from hftune.config import Recipe
 from hftune.data import notices
+from hftune.data.mixture import load_mixture
 from hftune.tasks import LanguageModeling, SequenceClassification
 from hftune.tracking.ledger import Ledger, audit
 
@@ -187,6 +189,10 @@ def test_columns_that_do_not_fit_together_are_refused(files, tmp_path):
             {"data_files": {"train": "f"}},
             "task.datasets[0].data_files={'train': 'f'} must be a path, a glob or a list of them: ",
         ),
+        (
+            {"columns": {"text": "review", "title": "review"}},
+            "task.datasets[0].columns={'text': 'review', 'title': 'review'} gives review two names. Name each column once.",
+        ),
         ({"data_files": None}, "task.datasets[0] names no data: give it data_files or dataset."),
     ],
 )
@@ -241,9 +247,25 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
     kinds = [{first, second} & {*block["input_ids"].tolist()} for block in train]
     assert len(train) == len(train.lengths) == 21 + 11 and kinds == [{first}] * 21 + [{second}] * 10 + [set()]  # a rest
     assert loaded.mixture(train) == [(21, 1.0), (11, 3.0)]
+    tokens = [token for part in train.parts for token in part.stream.tolist()]
+    assert train.share_of(first) == pytest.approx(tokens.count(first) / len(tokens))
     assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
     limited = LanguageModeling(datasets_=entries, eval_share=0.1, max_train_samples=5, model_config={"model_type": "gpt2"})
     assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights instead." in limited.validate()
+
+
+def test_data_files_may_be_null_and_numbers_have_to_fit(tmp_path):
+    def number(name, value, kind):
+        rows = datasets.Dataset.from_dict({"text": ["a"], "label": [value]}).cast_column("label", datasets.Value(kind))
+        rows.to_parquet(path := str(tmp_path / f"{name}.parquet"))
+        return {"data_files": path}
+
+    (mixed,) = load_mixture([{"dataset": "hftune.data.demo:reviews", "data_files": None}], lambda index: None).sources
+    assert "text" in mixed.column_names
+    entries = [number("small", 1, "int8"), number("large", 300, "int64")]
+    assert load_mixture(entries[::-1], lambda index: None).sources[1]["label"][0] == 1
+    with pytest.raises(DataError, match=r"^large\.parquet: its values do not fit into the columns of the first .*300"):
+        load_mixture(entries, lambda index: None)
 
 
 def test_a_data_set_of_which_no_row_is_left_is_refused(files, tmp_path):

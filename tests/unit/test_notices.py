@@ -100,3 +100,12 @@ def test_pictures_of_both_parts_are_counted_whatever_their_names(tmp_path):
     task = Recipe.load("restoration_demo", "task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.crop=16").task
     said = task.notices(task.datasets(), task.build_model())
     assert "2 of the 3 images in the eval split are also in the train split: scores will look better than they are." in said
+
+
+def test_many_rows_to_compare_with_each_other_are_said_to_take_long(texts, monkeypatch):
+    rows = [{"anchor": f"a text {number}", "positive": f"the text {number}"} for number in range(6)]
+    words = ("task.model=null", TINY_BERT, "task.max_length=32")
+    assert not any("Each evaluation compares" in sentence for sentence in texts("embeddings", rows, rows, *words))
+    monkeypatch.setattr("hftune.tasks.embeddings.MANY", 5)
+    said = "Each evaluation compares 6 anchors with 6 documents, on the main process. If that is slow, lower "
+    assert any(sentence.startswith(said) for sentence in texts("embeddings", rows, rows, *words))

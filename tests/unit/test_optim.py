@@ -22,7 +22,7 @@ from hftune.optim import (
     parameter_groups,
 )
 from hftune.strategies.optimizer_state import check_optimizer
-from tests.support.tasks import Tagging
+from tests.support.tasks import OwnOptimizer, Tagging
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
@@ -549,9 +549,16 @@ def test_patience_counts_from_the_last_improvement_that_was_large_enough():
     state = TrainState(step=5)
     counts = []
     for score in (0.5, 0.55, 0.62, 0.6, 0.71, 0.73):
-        state.note_score(score, greater_is_better=True, min_improvement=0.1)
+        state.step += 1
+        for _ in range(2):  # a run that goes on in a new folder evaluates its last step again, to have a model there
+            state.note_score(score, greater_is_better=True, min_improvement=0.1)
         counts.append(state.evaluations_since)
-    assert counts == [0, 1, 0, 1, 2, 0] and not state.has_ended(10, 1) and state.has_ended(5, None)
+    assert counts == [0, 1, 0, 1, 2, 0] and not state.has_ended(20, 1) and state.has_ended(11, None)
+    state.note_score(0.72, greater_is_better=True, min_improvement=0.1)
+    state.forget_best()
+    assert state.last_improvement == 0.73
+    state.forget_scores()
+    assert state.last_improvement is None and state.evaluations_since == 0
 
 
 @pytest.mark.parametrize("name", sorted(sections.UNSHARDED))
@@ -563,3 +570,8 @@ def test_optimizers_that_need_whole_weights_are_refused_under_fsdp_before_anythi
         f"train.optimizer={name} does not work under FSDP: it {sections.UNSHARDED[name]}. Train without FSDP, or choose adamw, "
         "muon, lion or schedule_free."
     )
+
+
+def test_a_task_with_an_optimizer_of_its_own_refuses_one_by_name():
+    with pytest.raises(ConfigError, match=r"OwnOptimizer.optimizer builds the optimizer: train.optimizer=lion has no effect"):
+        build_optimizer(OwnOptimizer().build_model(), recipe_with(OwnOptimizer(), optimizer="lion"))

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from hftune import ConfigError
-from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
+from hftune.strategies.optimizer_state import (
+    MOMENTS,
+    changed_options,
+    check_optimizer,
+    most_moments,
+    options_of,
+    plain_state,
+)
 from hftune.strategies.sharding import Replicated
 from tests.support.optimizers import Counted
 
@@ -141,3 +148,21 @@ def test_numbers_of_state_and_groups_are_found_by_name():
     names = {weight: name for name, weight in layer.named_parameters()}
     assert plain_state(optimizer, names) == {"weight/count": 1, "bias/count": 1}
     assert changed_options(optimizer, before) == [{"patience": 0.9}]
+
+
+def test_8_bit_state_is_refused_under_fsdp_by_whatever_name():
+    """Tensors as small as those that are tried have a plain state."""
+    AdamW8bit = pytest.importorskip("bitsandbytes").optim.AdamW8bit
+    with pytest.raises(ConfigError, match="AdamW8bit keeps its state in blocks of 256 numbers"):
+        check_optimizer(built(AdamW8bit), CPU, is_sharded=True)
+
+
+@pytest.mark.parametrize("kind", sorted(MOMENTS, key=str))
+def test_no_optimizer_keeps_more_than_is_reserved_for_it(kind):
+    weight = nn.Parameter(torch.ones(6, 5))
+    optimizer = kind([weight], lr=0.1)
+    weight.grad = torch.ones(6, 5)
+    optimizer.step()
+    assert sum(value.numel() for value in optimizer.state[weight].values() if value is not None and value.ndim) <= (
+        most_moments(optimizer) * weight.numel()
+    )

@@ -24,7 +24,7 @@ def tensors(**changed):
     return {**found, **changed}
 
 
-@pytest.mark.parametrize("kind", ["folder", "parts", "safetensors", "bin", "wrapped", "from ddp"])
+@pytest.mark.parametrize("kind", ["folder", "parts", "safetensors", "bin", "wrapped", "from ddp", "from ddp, compiled"])
 def test_weights_are_found_in_files_and_folders(tmp_path, kind):
     given = tensors()
     path = tmp_path / "weights.pt"
@@ -43,6 +43,8 @@ def test_weights_are_found_in_files_and_folders(tmp_path, kind):
         torch.save(given, path)
     elif kind == "wrapped":
         torch.save({"state_dict": given, "step": 5}, path)
+    elif kind == "from ddp, compiled":
+        torch.save({f"_orig_mod.module.{name}": value for name, value in given.items()}, path)
     else:
         torch.save({f"module.{name}": value for name, value in given.items()}, path)
     model = Net()
@@ -82,6 +84,15 @@ def test_what_does_not_fit_is_refused(tmp_path, given, message):
     with pytest.raises(ConfigError) as caught:
         load_weights(Net(), str(path))
     assert str(caught.value).startswith(f"task.weights={path}") and str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_broken_index_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=rf"^task.weights={tmp_path}: model.safetensors.index.json cannot be read as a list of"
+    ):
+        load_weights(Net(), str(tmp_path))
 
 
 def test_a_path_without_weights_is_refused_with_the_near_one(tmp_path):

@@ -161,18 +161,25 @@ def test_width_is_read_from_transformers_configs_only():
     assert width_of(Own()) is None and width_of(bert()) == 32
 
 
-def test_rotary_layers_train_packed_in_bf16_with_attention_dropout():
+def test_rotary_layers_compute_the_same_packed_in_bf16_and_drop_attention_out():
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        attention_dropout=0.5, use_cache=False,
+        attention_dropout=0.5, use_cache=False, initializer_range=0.2,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
-    install(model, stack_of(model))
+    model = LlamaForCausalLM(config).eval()
     mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    inputs = {"input_ids": torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0]]), "attention_mask": mask_BT}
+    packing, is_text_BT = Packing.of(mask_BT), mask_BT.bool()
     with torch.autocast("cpu", torch.bfloat16):
-        logits = compute(model, input_ids=mask_BT * 7, attention_mask=mask_BT, packing=Packing.of(mask_BT)).logits
-    logits.float().square().sum().backward()
-    assert all(torch.isfinite(value.grad).all() for value in model.parameters())
+        expected = model(**inputs).logits[is_text_BT].detach()
+        install(model, stack_of(model))
+        logits = compute(model, **inputs, packing=packing).logits[is_text_BT]
+        dropped = compute(model.train(), **inputs, packing=packing).logits[is_text_BT]
+    assert torch.allclose(logits, expected, rtol=0, atol=2**-6 * float(expected.abs().max()))  # a few roundings to 8 bits
+    assert not torch.allclose(dropped, expected, rtol=0, atol=2**-3 * float(expected.abs().max()))
+    dropped.float().square().sum().backward()
+    assert all(torch.isfinite(value.grad).all() and value.grad.any() for value in model.parameters())
 
 
 @pytest.mark.parametrize(("length", "samples", "parts"), [(128, 32, 4), (127, 32, 2), (63, 32, 1), (10, 32, 1), (4000, 3, 2)])
@@ -180,6 +187,11 @@ def test_steps_of_few_tokens_are_not_split(length, samples, parts):
     plan = BatchPlan(1000, samples, lengths=np.full(1000, length), packed=True)
     assert default_parts(plan) == parts
     assert default_parts(plan, least=4) == min(4, 2 if samples == 3 else 4)  # a pipeline
+
+
+def test_rows_that_an_epoch_draws_several_times_make_whole_steps():
+    plan = BatchPlan(10, 32, lengths=np.full(10, 128), packed=True, mixture=[(10, 5.0)])
+    assert default_parts(plan) == 4
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ from torch.nn.functional import cross_entropy
 
 from hftune import ConfigError, Recipe, Task, TrainingError, cli, train
 from hftune.batch_plan import BatchPlan, balance
+from hftune.build import build_model
 from hftune.checkpoints.checkpointer import steps
-from hftune.planning.memory import make_optimizer_state, step_memory
+from hftune.config import TrainConfig
+from hftune.optim import optimizer_class
+from hftune.planning.memory import make_optimizer_state, packable_weights, step_memory
 from hftune.planning.pipeline import PipelinePlan
-from hftune.planning.plan import make_plan, survey
+from hftune.planning.plan import in_4_bits, make_plan, survey
 from hftune.planning.report import plan_text
 from tests.support.runs import DATA, SMALL, TINY
 
@@ -87,8 +90,8 @@ def test_the_state_of_an_optimizer_of_ones_own_is_counted(tmp_path, optimizer, c
     assert memory.optimizer_bytes == pytest.approx(copies * memory.weights_bytes, abs=64)  # and counters of steps
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.Adafactor", "tests.support.optimizers.Reads"])
-def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path, optimizer):
+def test_an_optimizer_that_needs_values_leaves_a_plan_without_memory(tmp_path):
+    optimizer = "tests.support.optimizers.Reads"
     plan = make_plan(own(tmp_path, "tests.support.tasks.Trapped", optimizer=optimizer))
     assert plan.memory is None and plan.parameters > 0
     assert plan.notices[-1].startswith(
@@ -180,6 +183,28 @@ def test_samples_are_counted_as_they_are_augmented(tmp_path):
     assert plan.memory.activations_bytes > 400_000 * 4
 
 
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
+def test_state_of_optimizers_whose_steps_ask_for_values_is_that_of_a_real_step(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    kind = optimizer_class(TrainConfig(optimizer=name))
+    shapes = [(80, 70), (300,), (5, 6, 7), ()]
+    real, planned = (kind([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.1) for _ in range(2))
+    for weight in real.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    real.step()
+    make_optimizer_state(planned)
+    shared = ("step", "qmap1", "qmap2")  # counters, and tables that all parameters share
+    sizes = [
+        [
+            sorted((key, value.shape, value.dtype) for key, value in state.items() if key not in shared and value is not None)
+            for state in optimizer.state.values()
+        ]
+        for optimizer in (real, planned)
+    ]
+    assert sizes[0] == sizes[1]
+
+
 def test_bytes_are_those_of_real_tensors():
     def model_and_pass():
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -207,6 +232,25 @@ def test_bf16_and_gradient_checkpointing_take_less_memory():
         for word in ("seed=1", "train.mixed_precision=bf16", "train.gradient_checkpointing=true")
     )
     assert bf16 < 0.8 * plain and recomputed < 0.5 * plain
+
+
+def test_adapters_are_planned_beside_frozen_weights_whole_or_in_4_bits():
+    words = (*TINY, *DATA, FEW, "adapter.type=lora", "adapter.export=both")
+    recipe = Recipe.load("yelp_demo", *words)
+    plan = make_plan(recipe)
+    trained, whole = 4 * plan.trainable_parameters, plan.memory
+    assert whole.weights_bytes - whole.frozen_bytes == trained and 0 < trained < 0.5 * whole.frozen_bytes
+    assert whole.optimizer_bytes == pytest.approx(2 * trained, rel=0.01)
+    assert trained <= plan.disk.checkpoint_bytes - whole.optimizer_bytes < 1.1 * trained
+    assert plan.disk.model_bytes > whole.frozen_bytes
+    assert "weights that stay frozen" in plan_text(plan)
+
+    with torch.device("meta"):
+        packed = in_4_bits(whole, model := build_model(recipe))
+    linear = sum(value.numel() for value in packable_weights(model))
+    assert linear == 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32  # of two layers, and the pooler
+    assert whole.frozen_bytes - packed.frozen_bytes == pytest.approx(linear * (4 - 0.516), rel=1e-3)
+    assert packed.peak_bytes < whole.peak_bytes
 
 
 @pytest.mark.parametrize("architecture", ["prefix_lm", "encoder_decoder"])

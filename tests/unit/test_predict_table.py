@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas
@@ -11,7 +12,10 @@ from PIL import Image
 
 from hftune import cli, load_model
 from hftune.commands import predict_rows
-from hftune.tasks import SequenceClassification
+from hftune.commands.predict_data import find_columns, flat, flattened, output_columns, output_rows
+from hftune.data.table import read_table
+from hftune.errors import DataError
+from hftune.tasks import Seq2Seq, SequenceClassification
 from tests.support.predictions import untrained
 from tests.support.runs import TINY
 
@@ -19,7 +23,7 @@ TEXTS = [
     "The food was superb.",
     "Cold, and late; never again. " * 9,
     "So so",
-    'Great\nplace, "really" great.',
+    'Great\nplace,\r"really" great.',
     "I would not go.",
 ]
 
@@ -146,16 +150,66 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
         ),
         (["--data", "test.csv", "--output", "x.csv", "--text", "x"], "--text does not go with --data."),
         (["--data", "owner/name", "--output", "x.csv"], "--data=owner/name cannot be loaded: HF_HUB_OFFLINE is set"),
+        (
+            ["--data", "more.csv", "--output", "x.csv"],
+            "--data more.csv cannot be read as csv: lines have more cells than the header has names. Complete the header,",
+        ),
+        (
+            ["--data", "blank.csv", "--output", "x.csv", "--empty", "null"],
+            "--data blank.csv: no row has an input in column 'text'.",
+        ),
+        (
+            ["--data", "test.csv", "--output", "y.csv"],
+            "y.csv.parts has the name of the folder for unfinished predictions, but holds",
+        ),
         (["--text", "x", "--map", "text=a"], "--map is for tables: --data FILE."),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"empty.csv": "", "header.csv": "text\n", "ragged.csv": "text\na\nb,c,d\n"}.items():
+    tables = {"empty.csv": "", "header.csv": "text\n", "ragged.csv": "text\na\nb,c,d\n", "blank.csv": "text,id\n,1\n"}
+    (tmp_path / "y.csv.parts").mkdir()
+    for name, text in {**tables, "more.csv": "text,label\n1,good,0\n2,bad,1\n", "y.csv.parts/kept": "mine"}.items():
         (tmp_path / name).write_text(text)
     assert predict(run, *words) == 2
     assert capsys.readouterr().err.startswith(f"hftune: {said}")
-    assert not (tmp_path / "x.csv").exists()
+    assert not (tmp_path / "x.csv").exists() and (tmp_path / "y.csv.parts" / "kept").exists()
+
+
+def test_no_column_takes_the_place_of_another_one(tmp_path):
+    (tmp_path / "t.csv").write_text("text,label,label_given\nhello,new,old\n")
+    job = SimpleNamespace(table=read_table(str(tmp_path / "t.csv")), selected=None, options={"probabilities": True})
+    prediction = {"label": "probability", "probability": 0.75, "probabilities": {"probability": 0.75, "label": 0.25}}
+    columns = output_columns(job, list(flat(prediction)))
+    assert list(output_rows(job, columns, iter([prediction]))) == [
+        {
+            **{"text": "hello", "label_given_given": "new", "label_given": "old"},
+            **{"probability_probability": 0.75, "label_probability": 0.25, "label": "probability", "probability": 0.75},
+        }
+    ]
+
+
+def test_the_column_that_was_trained_on_comes_before_a_guess(tmp_path):
+    (tmp_path / "t.csv").write_text("id,text,remark\n1,a,b\n")
+    table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
+    assert task.input_columns() == {"text": None}
+    for trained_on, column in (({"text_column": "remark"}, "remark"), ({"text_column": "gone"}, "text"), ({}, "text")):
+        assert find_columns(task, table, {}, trained_on) == {"text": column}
+    (tmp_path / "n.csv").write_text("id,stars\n1,2\n")
+    with pytest.raises(DataError, match=r"has no column that could be the text\. It has: id, stars\. Name the right one"):
+        find_columns(task, read_table(str(tmp_path / "n.csv")), {}, {})
+
+
+def test_a_text_without_a_token_is_planned():
+    assert sum(len(batch.samples) for batch in predict_rows.plan(np.zeros(3, np.int64), 2, 2048)) == 3
+
+
+def test_texts_of_a_translation_column_are_found_by_their_names(tmp_path, write_rows):
+    path = write_rows("rows.jsonl", [{"id": 1, "translation": {"en": "a train", "fr": "un train"}}])
+    task, given = Seq2Seq(source_column="translation.en", target_column="translation.fr"), {"source": "translation.fr"}
+    table = flattened(read_table(str(path)), task, {})
+    assert find_columns(task, table, {}, {}) == {"source": "translation.en"} and table.rows[0]["translation.en"] == "a train"
+    assert find_columns(Seq2Seq(), flattened(read_table(str(path)), Seq2Seq(), given), given, {}) == given
 
 
 def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, table, expected, tmp_path, capsys, monkeypatch):
@@ -173,7 +227,9 @@ def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, tab
     assert not output.exists() and len(list((tmp_path / "out.csv.parts").glob("rows_*.jsonl"))) == 2
     shutil.copytree(tmp_path / "out.csv.parts", tmp_path / "kept")
     calls.clear()
-    assert predict(run, "--data", table, "--output", output) == 0
+    (run / "model").rename(run / ".model.replaced")  # as a kill between two renames of an export leaves it
+    assert predict(run, "--data", table, "--output", output, "--batch-size", 3) == 0
+    (run / ".model.replaced").rename(run / "model")
     assert calls == TEXTS[4:] and not (tmp_path / "out.csv.parts").exists()
     assert "note: Going on after 4 of 5 rows, which are predicted already." in capsys.readouterr().out
     check(list(csv.DictReader(output.open())), expected)
@@ -182,7 +238,7 @@ def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, tab
     table.write_text(table.read_text() + "005,,Fine.\n")
     monkeypatch.setattr(SequenceClassification, "predict", predict_one)
     assert predict(run, "--data", table, "--output", output, "--batch-size", 3) == 0
-    assert "out.csv.parts belongs to a different input and options: starting over." in capsys.readouterr().out
+    assert "out.csv.parts belongs to a different input: starting over." in capsys.readouterr().out
     assert len(output.read_text().splitlines()) > 6
 
 

@@ -66,6 +66,17 @@ def test_focal_loss_of_one_class_counts_what_is_easy_less():
     assert focal.loss(LOGITS, CLASSES).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_gradient_of_the_focal_loss_is_finite_where_an_answer_is_certain(gamma):
+    for problem, target in (
+        (SingleLabel("ab", focal_gamma=gamma), [0, 1]),
+        (MultiLabel("ab", focal_gamma=gamma), [[1, 0], [1, 1]]),
+    ):
+        logits = torch.tensor([[30.0, -200.0], [0.0, 1.0]], requires_grad=True)
+        problem.loss(logits, torch.tensor(target)).backward()
+        assert logits.grad.isfinite().all() and logits.grad[1].all()
+
+
 def test_focal_loss_of_several_labels_counts_what_is_easy_less():
     found = MultiLabel(LABELS, [1.0, 2.0, 1.0], focal_gamma=1.5).loss(LOGITS, FLAGS).item()
     expected = 0.0

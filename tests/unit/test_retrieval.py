@@ -33,10 +33,21 @@ def test_a_model_that_embeds_all_texts_alike_finds_nothing():
     assert ranks.tolist() == [3, 3, 3] and recall_at(ranks, 1) == 0
 
 
+def test_embeddings_that_are_nan_find_nothing():
+    nothing = np.full((3, 2), np.nan, np.float32)
+    assert rank_positives(nothing, nothing, [1, 2, 3], [4, 5, 6]).ranks_N.tolist() == [3, 3, 3]
+    assert np.isnan(spearman(nothing[:, 0], np.array([1, 2, 3])))  # so that the loop says that training has diverged
+
+
 def test_recall_and_mrr():
     ranks = np.array([1, 2, 20, 5])
     assert (recall_at(ranks, 1), recall_at(ranks, 5)) == (0.25, 0.75)
     assert mrr_at(ranks, 10) == pytest.approx((1 + 0.5 + 0.2) / 4)
+
+
+def test_spearman_has_no_value_where_all_are_equal():
+    assert spearman(np.array([0.5, 0.5]), np.array([1, 2])) is None
+    assert spearman(np.array([0.1, 0.5]), np.array([2, 2])) is None
 
 
 def test_spearman_counts_order_alone():

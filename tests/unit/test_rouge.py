@@ -18,6 +18,7 @@ from hftune.metrics.rouge import (
     ExactMatch,
     PredictionLength,
     RougeChar,
+    RougeOther,
     RougeWord,
     WordTokenizer,
     _word_cutter,
@@ -115,6 +116,16 @@ def test_the_order_of_words_counts_in_rouge_l_only():
 def test_a_character_token_is_a_han_kana_or_hangul_character_or_a_run_of_the_rest():
     tokens = CharTokenizer().tokenize("GDP增长6.7%，史蒂夫・乔 Café_x スー 한국 々𠮷")
     assert tokens == [*["gdp", "增", "长", "6", "7", "史", "蒂", "夫", "乔", "café", "x"], *"スー한국々𠮷"]
+
+
+def test_marks_continue_a_token_and_letters_of_scripts_without_spaces_are_single():
+    tokens = CharTokenizer().tokenize
+    assert tokens("किताब की, কলম शक्ति") == ["किताब", "की", "কলম", "शक्ति"]
+    assert tokens("กินข้าว 25") == ["กิ", "น", "ข้", "า", "ว", "25"]
+    assert tokens("ខ្មែរ မြန်မာ") == ["ខ្", "មែ", "រ", "မြ", "န်", "မာ"]
+    assert tokens("1\ufe0f\u20e3 葛\U000e0100飾") == ["1", "葛", "飾"]  # how a character is drawn is no mark
+    score = RougeOther().compute(predictions=["कल"], references=["काला"])
+    assert score["rouge_l"] == 0
 
 
 def test_a_word_token_is_a_word_of_jieba_in_lower_case_without_punctuation():

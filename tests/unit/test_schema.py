@@ -91,7 +91,7 @@ def test_recipes_of_the_pages_are_valid():
         (
             "task: {type: SequenceClasification}",
             "task.type",
-            "'SequenceClasification' is not one of ['Embeddings', 'ImageClassification'",
+            "'SequenceClasification' is not one of ['Chats', 'Embeddings', 'ImageClassification'",
         ),
         ("task: {type: SequenceClassification, width: 2}", "task", "'width' was unexpected"),
         ("task: {type: TitleGeneration, architecture: decoder}", "task.architecture", "'decoder' is not one of ['prefix_lm'"),

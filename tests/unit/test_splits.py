@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hftune import ConfigError, DataError
+from hftune.commands import folds_result
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.splits import Part, split_fold, split_off
@@ -105,6 +106,34 @@ def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(t
     assert not any("max_train_samples" in notice for notice in loaded._row_notices(loaded._rows, "text"))
 
 
+def test_consecutive_rows_keep_their_numbers_too(tmp_path):
+    file = one_file(tmp_path, [*"ababab"])
+    for fold in range(6):  # leave one out: a single row is consecutive, and so is the rest of the first and the last
+        loaded = task(data_files={"train": file}, eval_fold=[fold, 6])
+        assert [row["text"][12] for row in loaded._rows["eval"]] == [str(row) for row in loaded.fold_rows]
+        numbers = row_numbers(loaded._rows["train"], range(5))
+        assert sorted([*numbers, *loaded.fold_rows]) == [*range(6)]
+        assert notices.num_rows(loaded._rows["train"]) == (5, 6)
+
+
+def test_folds_of_different_data_are_not_joined(tmp_path):
+    def digests(labels):
+        file = one_file(tmp_path, [*labels])
+        return {task(data_files={"train": file}, eval_fold=[fold, 3]).fold_data for fold in range(3)}
+
+    (one,), (other,) = digests("ababab"), digests("ababba")
+    assert one != other and task(data_files={"train": one_file(tmp_path)}, eval_share=0.1).fold_data is None
+    for name, digest, row in (("fold_0", one, 0), ("fold_1", other, 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"fold_data": digest}))
+        (tmp_path / name / "out_of_fold.jsonl").write_text(json.dumps({"row": row, "index": 0}) + "\n")
+    folders = [tmp_path / "fold_0", tmp_path / "fold_1"]
+    with pytest.raises(ConfigError, match=r"The data have changed between .*fold_0 and .*fold_1, so the folds are not of"):
+        folds_result.check_same_data(folders)
+    with pytest.raises(ConfigError, match=r"Row 0 is in two folds, so the folds are not of the same data\. Train all of"):
+        folds_result.joined_rows(folders)
+
+
 def test_a_test_file_may_be_given_besides(tmp_path):
     test = tmp_path / "test.jsonl"
     test.write_text('{"text": "text of the test", "label": "a"}\n' * 4)
@@ -135,6 +164,8 @@ def test_images_are_held_out_by_class(tmp_path):
     assert sorted(found["eval"].labels) == [0, 0, 1, 1] and len(found["train"]) == 16
     seen = [int(images.pixels_NHWC[row, 0, 0, 0]) for images in found.values() for row in range(len(images))]
     assert sorted(seen) == list(range(20))
+    folds = [ImageClassification(data_files={"train": path}, eval_fold=[fold, 2]) for fold in range(2)]
+    assert len({fold.fold_data for fold in folds}) == 1 and sorted(folds[0].fold_rows + folds[1].fold_rows) == [*range(20)]
     pictures = ImageRestoration(data_files={"train": path}, eval_share=0.2, crop=None)
     assert pictures.validate() == [] and {split: len(own) for split, own in pictures.datasets().items()} == {
         "train": 16,

@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hftune import cli
 from hftune.commands import sweep
 from hftune.commands.sweep_space import Range, parse, split, trial_name
 from hftune.errors import ConfigError
+from hftune.launchers.local import kill
 
 TRIAL = """
 echo $LR >>"{log}"
@@ -99,6 +102,8 @@ def test_trials_have_readable_names_that_differ():
         (["seed=1,2", "--jobs", "0"], "--jobs 0 must be at least 1."),
         (["recipe=yelp", "seed=1,2"], "Name one recipe"),
         (["seed=1,2", "eval.every=never"], "A sweep compares evaluations, and eval.every=never makes none."),
+        (["eval.every=5,never"], "A sweep compares evaluations, and eval.every=never makes none."),
+        (["eval.metric=accuracy,loss"], "eval.metric cannot vary in a sweep."),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(trained, capsys, words, said):
@@ -147,7 +152,7 @@ def test_another_sweep_in_the_same_folder_is_refused(trained, capsys):
             "train.epochs=2",
         ): "has other keys that all trials share (train.epochs=1 instead of train.epochs=2)",
         ("train.lr=1e-5", "seed=1,2", "train.epochs=1"): "has other keys that all trials share",
-        ("train.lr=1e-5,3e-5", "train.epochs=1", "--optuna", "2"): "has other way to choose values (grid instead of optuna)",
+        ("train.lr=1e-5,3e-5", "train.epochs=1", "--optuna", "2"): "chooses values in another way (grid instead of optuna)",
     }.items():
         assert swept(*words) == 2
         assert f"outputs/yelp_demo/sweep holds a sweep that {said}" in capsys.readouterr().err
@@ -155,8 +160,26 @@ def test_another_sweep_in_the_same_folder_is_refused(trained, capsys):
     assert summary("outputs/two/sweep")["trials"]
 
 
-@pytest.mark.parametrize("optuna", [False, True])
-def test_ctrl_c_stops_all_trials_and_the_same_command_goes_on(trained, tmp_path, capsys, optuna):
+def test_values_that_the_recipe_alone_would_refuse_may_vary_and_words_may_come_in_another_order(trained):
+    words = ["train.micro_batch_size=64", "train.epochs=1", "train.batch_size=64,128", "train.lr=1e-5,3e-5"]
+    assert swept(*words) == 0
+    names = {trial["name"] for trial in summary()["trials"]}
+    assert len(trained()) == 4
+    assert swept(*reversed(words)) == 0
+    assert not trained() and {trial["name"] for trial in summary()["trials"]} == names
+
+
+def test_a_score_that_is_not_finite_is_not_called_a_missing_evaluation(tmp_path):
+    for best, why in (({"metric": "loss", "value": None}, "its eval.metric is not finite"), ({}, "it was never evaluated")):
+        (tmp_path / "result.json").write_text(json.dumps({"best": best}))
+        assert (trial := sweep.Trial("t", {}, tmp_path)).read_result()
+        assert trial.error == f"{why}, so there is nothing to compare"
+
+
+@pytest.mark.parametrize("optuna, number", [(False, signal.SIGINT), (True, signal.SIGINT), (False, signal.SIGHUP)])
+def test_a_signal_stops_all_trials_and_the_same_command_goes_on(trained, tmp_path, capsys, request, optuna, number):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     words = ["train.lr=1e-5..1e-4", "--optuna", "4"] if optuna else ["train.lr=1e-5,3e-5,1e-4,2e-5"]
     if optuna:
         pytest.importorskip("optuna")
@@ -166,7 +189,7 @@ def test_ctrl_c_stops_all_trials_and_the_same_command_goes_on(trained, tmp_path,
         until = time.monotonic() + 20
         while len(list(tmp_path.glob("outputs/yelp_demo/sweep/*/began"))) < 2 and time.monotonic() < until:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt).start()
     assert swept(*words, "--jobs", "2") == 75
@@ -193,11 +216,46 @@ def test_optuna_searches_a_range_and_goes_on_with_more_trials(trained, capsys):
     assert {trial["values"]["train.schedule"] for trial in summary()["trials"]} <= {"linear", "cosine"}
 
 
+def test_lists_that_optuna_has_begun_to_choose_from_stay_as_they_are(trained, capsys):
+    pytest.importorskip("optuna")
+    assert swept("train.lr=1e-5..1e-3", "train.schedule=linear,cosine", "--optuna", "1") == 0
+    trained()
+    assert swept("train.lr=1e-5..1e-3", "train.schedule=linear,cosine,constant", "--optuna", "2") == 2
+    assert "has other values for Optuna to choose from (train.schedule=linear,cosine instead of" in capsys.readouterr().err
+    assert not trained()
+    assert swept("train.lr=1e-6..1e-3", "train.schedule=linear,cosine", "--optuna", "2") == 0
+
+
+def test_a_search_that_was_killed_between_two_values_leaves_no_trial_of_the_bare_recipe(tmp_path):
+    pytest.importorskip("optuna")
+    from hftune.commands.sweep_optuna import Search
+    from hftune.config import Recipe
+
+    arguments = (parse(["recipe=yelp_demo", "seed=1,2", "train.lr=1e-5..1e-3"]), tmp_path, 2, Recipe.load("yelp_demo"))
+    Search(*arguments).study.ask()
+    again = Search(*arguments)
+    assert again.trials == [] and again.next().values.keys() == {"seed", "train.lr"}
+    assert [trial.state.name for trial in again.study.get_trials()] == ["FAIL", "RUNNING"]
+
+
+def test_trials_are_killed_with_what_they_started_in_other_sessions():
+    script = ["sh", "-c", "setsid sleep 100 & echo $!; wait"]
+    process = subprocess.Popen(script, start_new_session=True, stdout=subprocess.PIPE)
+    child = psutil.Process(int(process.stdout.readline()))
+    kill(process)
+    assert process.returncode == -signal.SIGKILL and psutil.wait_procs([child], timeout=5)[1] == []
+    kill(process)  # one that has ended by itself
+    process.stdout.close()
+
+
 def test_gpus_are_shared_out_among_jobs(monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert sweep.share_gpus(2, 2) == ["4", "5", "6", "7"]
     with pytest.raises(ConfigError, match="needs 6 GPUs; there are 4"):
         sweep.share_gpus(3, 2)
+    for none in ("", "-1", "-1,0"):  # as CUDA reads them
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert sweep.share_gpus(2, 2) == []
     one = sweep.Sweep(None, None, None, 2, 2, None, ["4", "5", "6", "7"])
     assert [one.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]

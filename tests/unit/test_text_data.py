@@ -77,6 +77,12 @@ def test_label_names_may_be_the_labels_themselves(tmp_path):
     assert list(loaded.datasets()["eval"].column("label")) == [1, 0, 1]
 
 
+def test_a_csv_file_whose_header_lacks_a_name_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("text,label\n1,good,0\n2,bad,1\n")
+    with pytest.raises(DataError, match=r"t\.csv cannot be read as csv: lines have more cells than the header has names\."):
+        text.load_split("csv", "train", {"train": str(tmp_path / "t.csv")}, "train")
+
+
 def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
     rows = [dict(row) for row in ROWS]
     for row in rows[::2]:

@@ -7,6 +7,7 @@ import torch
 
 from hftune.data.digest import content_digest
 from hftune.data.texts import Ragged, Texts, column_of, flat_arrays, lengths_of, ragged, values
+from hftune.errors import DataError
 from hftune.tasks import SequenceClassification, TitleGeneration
 
 ROWS = [
@@ -32,6 +33,25 @@ def test_samples_are_those_of_the_rows(texts):
         texts[3]
     assert texts.to_dataset().to_list() == ROWS
     assert texts.select([2, 0]).to_dataset().to_list() == [ROWS[2], ROWS[0]]
+
+
+@pytest.mark.parametrize(
+    "numbers, dtype", [([0.5, -1.75], np.float32), ([1, 2**40], np.int64), ([1, -2], np.int32), ([True, False], np.int32)]
+)
+def test_numbers_of_all_kinds_stay_what_they_are(numbers, dtype):
+    array = flat_arrays(datasets.Dataset.from_dict({"numbers": [numbers, [numbers[0]]]}))["numbers"]
+    assert array.dtype == dtype
+    flat = np.concatenate([np.asarray(chunk, array.dtype) for chunk in array.chunks])
+    made = Texts({"numbers": flat, "numbers_offsets": np.array([0, 2, 3])})
+    assert made[0]["numbers"].tolist() == numbers and made[1]["numbers"].dtype == (
+        np.float32 if dtype is np.float32 else np.int64
+    )
+    assert ragged(made.__getitems__([1, 0]), "numbers").padded(0)[0].tolist() == [[numbers[0], 0], numbers]
+
+
+def test_lists_of_texts_are_refused():
+    with pytest.raises(DataError, match=r"Column 'words' of tokenized rows has lists of string\."):
+        flat_arrays(datasets.Dataset.from_dict({"words": [["a"]]}))
 
 
 @pytest.mark.parametrize("index", [slice(0, 2), "input_ids", [0, 1], 1.0, np.array([0, 1]), torch.tensor([0, 1])])

@@ -234,6 +234,12 @@ def the_launchers_own_parser_reads_its_options():
 # transformers, datasets
 
 
+def a_class_says_whether_its_models_have_adapters():
+    from transformers.integrations import PeftAdapterMixin
+
+    assert PeftAdapterMixin._hf_peft_config_loaded is False
+
+
 def models_are_made_from_a_config():
     from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
@@ -259,6 +265,8 @@ def data_sets_have_fingerprint_and_indices():
     chosen = rows.select([2, 0])
     assert chosen._fingerprint != rows._fingerprint
     assert [place.as_py() for place in chosen._indices.column(0)] == [2, 0]
+    chosen = rows._select_with_indices_mapping([1, 2])
+    assert chosen["a"] == [2, 3] and [place.as_py() for place in chosen._indices.column(0)] == [1, 2]
 
 
 # optional packages
@@ -431,6 +439,13 @@ TABLE = [
         NO_ISSUE,
         compilations_are_counted,
     ),
+    Upstream(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "models",
+        "a loss that leaves out tokens without a target cannot count them in a plan",
+        "a public FakeTensorMode",
+        values_are_refused_without_values,
+    ),
     *(
         Upstream(
             f"torch._subclasses.fake_tensor.{name}",
@@ -521,6 +536,13 @@ TABLE = [
         models_are_made_from_a_config,
     ),
     Upstream(
+        "_hf_peft_config_loaded",
+        "models",
+        "save_pretrained writes adapters alone where it is set; a merged model is a plain one again",
+        "transformers: a method that merges and removes adapters",
+        a_class_says_whether_its_models_have_adapters,
+    ),
+    Upstream(
         "_attn_implementation",
         "models",
         "masks differ for eager attention and for SDPA",
@@ -536,6 +558,13 @@ TABLE = [
         data_sets_have_fingerprint_and_indices,
     ),
     Upstream("_indices", "data", "messages name rows of the file", NO_ISSUE, data_sets_have_fingerprint_and_indices),
+    Upstream(
+        "_select_with_indices_mapping",
+        "data",
+        "rows that follow each other know their numbers, too",
+        "datasets: select that keeps indices",
+        data_sets_have_fingerprint_and_indices,
+    ),
     Upstream("_jsc", "spark launchers", "Spark's free slots, without a wait of many minutes", NO_ISSUE, spark_reaches_java),
     Upstream(
         "SystemMetricsMonitor",

@@ -1,0 +1,270 @@
+"""The folders that adapters are kept in, and models with adapters made plain again. Independent of tasks and ranks.
+
+A folder is what peft and transformers write and load, ``adapter_config.json`` and ``adapter_model.safetensors``, with three
+additions of ours:
+
+- ``base.json``: which model the adapters belong to, and the digest of its weights. peft puts adapters on any other one, too.
+- ``model_config/config.json``: the config with the task's class names. Beside adapter_config.json, transformers would take it
+  for that of a whole model, and look for its weights there.
+- ``base/``: the base itself, where no name leads to it, because it was built from a config or given weights of one's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hftune.errors import ConfigError
+from hftune.models.adapters import LOWER, base_digest, base_tensors, is_packed
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+"""Files of the folder."""
+MODEL_CONFIG, OWN_BASE = "model_config", "base"
+"""Its subfolders."""
+PREFIX = "base_model.model."
+"""What peft's files have before each name."""
+ANSWERS = ("logits", "last_hidden_state")
+"""What a model returns that two models are compared by."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters belong to."""
+
+    name: str | None
+    """On the Hub, or the path of its folder; None: it is in the subfolder ``base``."""
+    commit: str | None
+    """Of the Hub; None for a folder."""
+    dtype: str
+    """Of its weights in training, such as "bfloat16"."""
+    quantized: str | None
+    """nf4: its linear layers had 4 bits in training."""
+    digest: str
+    """See ``base_digest``."""
+    whole: Sequence[str] = ()
+    """Names of the modules that were trained as a whole."""
+
+    def folder(self, directory: Path) -> str:
+        """Return what ``load_model`` loads it from, given the folder of the adapters."""
+        return str(directory / OWN_BASE) if self.name is None else self.name
+
+
+def is_adapter(directory: Path) -> bool:
+    """Say whether a folder holds adapters, and not a whole model."""
+    return (directory / CONFIG).is_file()
+
+
+def read_base(directory: Path) -> Base:
+    """Return which model the adapters of a folder belong to.
+
+    Raises:
+        ConfigError: they are not hftune's.
+    """
+    path = directory / BASE
+    if not path.is_file():
+        raise ConfigError(f"{directory} holds adapters without a {BASE}: hftune did not write them. Load them with peft.")
+    return Base(**json.loads(path.read_text(encoding="utf-8")))
+
+
+# Writing
+
+
+def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, commit: str | None, final: Path) -> None:
+    """Add to a folder of ``save_pretrained`` what it lacks: the name of the base, its digest, and the model's config.
+
+    Args:
+        name: of the base, see ``Base``.
+        final: where the folder will be.
+    """
+    quantized = "nf4" if is_quantized(model) else None
+    dtype = str(base_dtype(model)).removeprefix("torch.")
+    whole = [key for key, module in replaced(model) if hasattr(module, "original_module")]
+    base = Base(name, commit, dtype, quantized, base_digest(model), whole)
+    (directory / BASE).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
+    path = directory / CONFIG
+    written = json.loads(path.read_text(encoding="utf-8"))
+    # Here and not in peft's config: peft would ask the Hub about the base each time it saves.
+    written |= {"base_model_name_or_path": base.folder(final.absolute()), "revision": commit}
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_tied(model, directory / WEIGHTS)
+    config = deepcopy(model.config)
+    vars(config).pop("quantization_config", None)  # the files of the base are not quantised, as it would say
+    config.save_pretrained(directory / MODEL_CONFIG)
+    if name is None:
+        plain_model(model, merged=False).save_pretrained(directory / OWN_BASE)
+
+
+def write_tied(model: PreTrainedModel, path: Path) -> None:
+    """Write a shared weight under its second name, too, which peft wants to read. ``save_pretrained`` leaves it out."""
+    written = load_file(path)
+    trained = {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict().items()}
+    if missing := {name: value.detach().to("cpu", copy=True) for name, value in trained.items() if name not in written}:
+        save_file({**written, **missing}, path, {"format": "pt"})
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Say whether the linear layers of a model have 4 bits."""
+    return any(map(is_packed, model.parameters()))
+
+
+def base_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of the frozen weights of a model with adapters, those in 4 bits aside."""
+    return next((value.dtype for value in base_tensors(model).values() if value.dtype.is_floating_point), torch.float32)
+
+
+# Loading
+
+
+def load_adapter(model: PreTrainedModel, directory: Path, is_as_trained: bool = True) -> None:
+    """Put the adapters of a folder on their base, in place: as in training, and so that they could be trained on.
+
+    Not ``PreTrainedModel.load_adapter``: it drops the vectors of DoRA without a word (transformers 5.23).
+
+    Args:
+        is_as_trained: the weights are those of training; else they are the ones that had 4 bits then, and have no digest.
+
+    Raises:
+        ConfigError: the model is not their base; or they do not fit it.
+    """
+    from peft import LoraConfig, set_peft_model_state_dict
+
+    config, base = LoraConfig.from_pretrained(directory), read_base(directory)
+    config.inference_mode = False
+    model.add_adapter(config)
+    raise_precision(model)
+    if is_as_trained and (digest := base_digest(model)) != base.digest:
+        raise ConfigError(
+            f"{directory} holds adapters of another base model than {base.folder(directory)} is now: its weights have the "
+            f"digest {digest[:12]}, and those that the adapters were trained on {base.digest[:12]}. Put the earlier ones back."
+        )
+    tensors = {name.removeprefix(PREFIX): value for name, value in load_file(directory / WEIGHTS).items()}
+    outcome = set_peft_model_state_dict(model, tensors)
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    if missing := [*sorted(trained & {*outcome.missing_keys}), *outcome.unexpected_keys]:
+        raise ConfigError(f"{directory / WEIGHTS} does not fit its base model: {missing[0]} is in one of the two only.")
+
+
+def raise_precision(model: nn.Module) -> None:
+    """Keep what is trained in float32, in which small updates are not lost."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in LOWER:
+            parameter.data = parameter.data.float()
+
+
+def load_generation_config(model: PreTrainedModel, directory: Path) -> None:
+    """Give a model the generation config that was saved beside its adapters, if there is one."""
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+
+
+# Plain models
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Add the adapters to the weights they belong to, in place: the model is then a plain one, with the names of its base.
+
+    Each layer is merged in float32, and takes its own type again: rounded once.
+
+    Raises:
+        ConfigError: the layers have 4 bits, to which the sums would be rounded.
+    """
+    if is_quantized(model):
+        raise ConfigError("Adapters cannot be merged into weights of 4 bits: load the base without adapter.quantize.")
+    for name, module in [*replaced(model)]:
+        model.set_submodule(name, plain_module(module, merged=True))
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+    model.requires_grad_(True)
+    model.tie_weights()
+
+
+def plain_model(model: PreTrainedModel, merged: bool) -> PreTrainedModel:
+    """Return a plain model on the CPU, with the adapters merged or left out; the given one, which may be in training, stays.
+
+    It is built anew from its config, as a model in training has hooks. Each layer is copied, then merged.
+    """
+    if merged and is_quantized(model):
+        raise ConfigError("Adapters cannot be merged into weights of 4 bits.")
+    values = {name: value.detach().to("cpu", copy=True) for name, value in plain_tensors(model, merged)}
+    with torch.device("meta"):
+        plain = type(model)(deepcopy(model.config))
+    plain.load_state_dict(values, strict=False, assign=True)
+    plain.tie_weights()
+    for name, value in model.named_buffers():  # those that no file holds, such as the frequencies of positions
+        owner, _, own = name.rpartition(".")
+        if name not in values:
+            plain.get_submodule(owner).register_buffer(own, value.to("cpu", copy=True), persistent=False)
+    if empty := [name for name, value in plain.named_parameters() if value.is_meta]:
+        raise ConfigError(f"{type(model).__name__} cannot be exported without its adapters: {empty[0]} was not found in it.")
+    if model.can_generate():
+        plain.generation_config = deepcopy(model.generation_config)
+    return plain.eval()
+
+
+def plain_tensors(model: nn.Module, merged: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers of a model without its adapters, by their names in the plain model."""
+    inside = []
+    for name, module in replaced(model):
+        inside.append(f"{name}.")
+        plain = plain_module(on_cpu(module), merged)
+        yield from ((f"{name}.{key}", value) for key, value in plain.state_dict().items())
+    yield from ((name, value) for name, value in model.state_dict().items() if not name.startswith(tuple(inside)))
+
+
+def replaced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that peft has put in the place of a model's own, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+
+
+def plain_module(module: Any, merged: bool) -> nn.Module:
+    """Return the module that peft has replaced; with what was trained, if ``merged``. Changes it in place."""
+    if hasattr(module, "original_module"):  # trained as a whole
+        trained, original = module.modules_to_save[module.active_adapters[0]], module.original_module
+        dtypes = {value.dtype for value in original.parameters()}
+        return trained.to(dtypes.pop()) if merged and len(dtypes) == 1 else trained if merged else original
+    layer = module.get_base_layer()
+    dtype = layer.weight.dtype
+    if merged:
+        layer.to(torch.promote_types(dtype, torch.float32))
+        module.merge(safe_merge=True)
+        layer.to(dtype)
+    return layer
+
+
+def on_cpu(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the CPU, which takes no memory elsewhere."""
+    values = {
+        id(value): nn.Parameter(value.detach().to("cpu", copy=True), value.requires_grad) for value in module.parameters()
+    }
+    values |= {id(value): value.to("cpu", copy=True) for value in module.buffers()}
+    return deepcopy(module, values)
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel) -> Tensor | None:
+    """Return what a model computes for a small fixed input, float32; None if it takes neither tokens nor images."""
+    config = model.config
+    if model.main_input_name == "input_ids":
+        inputs: dict[str, Any] = {"input_ids": torch.arange(3, 19)[None] % config.get_text_config().vocab_size}
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"][:, :4]
+    elif model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        shape = (1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
+        inputs = {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)}
+    else:
+        return None
+    outputs = model.eval()(**inputs)
+    return next((value.float() for name in ANSWERS if (value := getattr(outputs, name, None)) is not None), None)

@@ -1,0 +1,247 @@
+"""Cross-entropy of a large vocabulary, computed together with the head that predicts the tokens, a few rows at a time.
+
+The logits of a micro-batch are often its largest tensors: 2,048 tokens by 150,000 words are 1.2 GB in float32, and their
+softmax and their gradient as much again. Here only rows that have a target meet the head, in chunks. The gradient of a chunk is
+computed right after its loss, so that nothing of it is kept for the backward pass, and nothing is computed twice.
+
+All of this happens inside the head's own call, where FSDP has gathered its weights and autocast is on. What comes before the
+head is the model's own code. What comes behind it, such as soft-capping, is named in ``Head``;
+``hftune.strategies.head_trial`` compares both ways before training, as a model may do something else there.
+
+Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section 3.2, FusedLinearCrossEntropy.
+"""
+
+# Shapes: B rows of T tokens, R of which have a target, C width of the model, V words.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+AT_ONCE = 2**24
+"""Logits of a chunk: 64 MiB in float32. Micro-batches that have no more of them are computed as a whole."""
+LEAST_ON_GPU = 512
+"""Rows of a chunk on a GPU, or more: with fewer, reading and writing the gradient of the head's weights, once a chunk, takes
+longer than the arithmetic."""
+NO_TARGET = -100
+"""As cross_entropy's ``ignore_index``."""
+TARGETS = "targets"
+"""The keyword argument that a model takes after ``install``: (B, T) int64, NO_TARGET where there is nothing to predict."""
+
+
+@dataclass
+class ScoredOutput(ModelOutput):
+    """What a model returns if it is given targets and would have too many logits."""
+
+    loss_sum: Tensor | None = None
+    """Sum of the cross-entropies, a scalar: float32, or float64 if the logits are."""
+    losses: Tensor | None = None
+    """Each of them, (B, T), 0 where there is no target; only without gradient, as in evaluations."""
+    past_key_values: Any = None
+    encoder_last_hidden_state: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Head:
+    """From the hidden states that a model gives its head to the logits that it returns."""
+
+    module: nn.Module
+    """A linear layer; or one with an adapter, or in 4 bits."""
+    forward: Callable[[Tensor], Tensor]
+    """Its own, without hooks."""
+    num_words: int
+    scale: float = 1.0
+    """Cohere multiplies the logits, Granite divides them."""
+    cap: float | None = None
+    """Gemma's final_logit_softcapping."""
+    bias: Tensor | None = None
+    """BART's final_logits_bias, (1, V): a buffer beside the head."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Head | None:
+        """Find the head of a transformers model; None if it has none that predicts tokens."""
+        if not isinstance(model, PreTrainedModel) or (module := model.get_output_embeddings()) is None:
+            return None
+        config = model.config.get_text_config(decoder=True)
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        cap, bias = getattr(config, "final_logit_softcapping", None), getattr(model, "final_logits_bias", None)
+        return cls(module, module.forward, getattr(module, "out_features", config.vocab_size), scale, cap, bias)
+
+    def losses(self, hidden_RC: Tensor, targets_R: Tensor, reduction: str = "sum") -> Tensor:
+        """Return the cross-entropies (R,), or their sum, of rows that all have a target."""
+        logits_RV = self.forward(hidden_RC)
+        if self.scale != 1.0:
+            logits_RV = logits_RV * self.scale
+        if self.cap is not None:
+            logits_RV = torch.tanh(logits_RV / self.cap) * self.cap
+        if self.bias is not None:
+            logits_RV = logits_RV + self.bias
+        if logits_RV.dtype != torch.float64:
+            logits_RV = logits_RV.float()
+        return cross_entropy(logits_RV, targets_R, reduction=reduction)
+
+    def rows_at_once(self, hidden: Tensor, at_once: int) -> int:
+        """Return the rows of a chunk."""
+        return max(1, at_once // self.num_words, LEAST_ON_GPU if hidden.is_cuda else 1)
+
+
+def install(model: nn.Module, kernel: str = "chunks", at_once: int | None = None) -> Callable[[], None]:
+    """Let a model that has a ``Head`` take ``targets`` beside its inputs; return a function that undoes it.
+
+    Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch has at most ``at_once`` logits: then it
+    returns what it always does, the same bits.
+
+    Args:
+        kernel: chunks, or liger, which computes training passes of any size by Liger's kernel.
+        at_once: None: ``AT_ONCE``.
+    """
+    own, original = vars(model).get("forward"), model.forward.__func__
+
+    @wraps(original)  # transformers reads the names of the arguments
+    def forward(self: Any, *args: Any, targets: Tensor | None = None, **inputs: Any) -> Any:
+        if targets is None:
+            return original(self, *args, **inputs)
+        head, fuses = Head.of(self), kernel == "liger" and torch.is_grad_enabled()
+        most = AT_ONCE if at_once is None else at_once
+        if not fuses and targets.numel() * head.num_words <= most:
+            return original(self, *args, **inputs)
+        losses_BT: Tensor | None = None
+
+        def score(hidden_BTC: Tensor) -> Tensor:
+            nonlocal losses_BT
+            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most, fuses)
+            return loss_sum.view(1, 1, 1).clone()  # a logit, for what the model does behind its head; FSDP wants no view
+
+        with _replaced(head.module, score) as sums:
+            outputs = original(self, *args, **inputs)
+        (loss_sum,) = sums
+        rest = {name: getattr(outputs, name, None) for name in ("past_key_values", "encoder_last_hidden_state")}
+        return ScoredOutput(loss_sum.view(()), losses_BT, **rest)
+
+    model.forward = MethodType(forward, model)  # deepcopy binds it to the copy
+
+    def undo() -> None:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+    return undo
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Let a module compute something else, and yield a list that its output is added to.
+
+    Its hooks stay: FSDP gathers the weights of the head before it, often in a unit with the last norm, and frees them after it.
+    In the backward pass it gathers them again when the gradient of the output arrives, so the output has to be what is used.
+    """
+    own, outputs = vars(module).get("forward"), []
+    module.forward = forward
+    handle = module.register_forward_hook(lambda module, args, output: outputs.append(output))  # the last of all hooks
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int, fuses: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of the losses; and, without gradient, each of them."""
+    if hidden_BTC.shape[:2] != targets_BT.shape:
+        raise ValueError(
+            f"the head is given {tuple(hidden_BTC.shape[:2])} tokens, and the targets are {tuple(targets_BT.shape)}"
+        )
+    targets = targets_BT.flatten()
+    places_R = _places(targets)
+    hidden_RC, targets_R = hidden_BTC.flatten(0, 1).index_select(0, places_R), targets[places_R]
+    if fuses:
+        return _by_liger(head, hidden_RC, targets_R), None
+    size = head.rows_at_once(hidden_RC, at_once)
+    if torch.is_grad_enabled():
+        trained = [parameter for parameter in head.module.parameters() if parameter.requires_grad]
+        return _ChunkedLoss.apply(hidden_RC, targets_R, head, size, *trained), None
+    chunks = zip(hidden_RC.split(size), targets_R.split(size), strict=True)
+    losses_R = torch.cat([head.losses(hidden, target, "none") for hidden, target in chunks])
+    return losses_R.sum(), losses_R.new_zeros(len(targets)).index_copy(0, places_R, losses_R).view_as(targets_BT)
+
+
+def _places(targets: Tensor) -> Tensor:
+    """Return the indices of the targets that are to be predicted. Waits for the device, once.
+
+    In a plan, tensors have no values: then all are to be predicted.
+    """
+    if isinstance(targets, FakeTensor):
+        return torch.arange(len(targets), device=targets.device)
+    return (targets != NO_TARGET).nonzero().flatten()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The sum of the losses of all chunks. Its gradient is computed in the forward pass, and scaled in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_RC: Tensor, targets_R: Tensor, head: Head, size: int, *trained: nn.Parameter) -> Tensor:
+        """Compute losses and gradients. ``trained``: the parameters of the head that get one."""
+        gradient_RC = torch.empty_like(hidden_RC)
+        gradients: list[Tensor | None] = [None] * len(trained)
+        losses = []
+        for start in range(0, max(1, len(hidden_RC)), size):  # without rows one empty chunk, whose gradients are zeros
+            rows = slice(start, start + size)
+            with torch.enable_grad():
+                hidden = hidden_RC[rows].detach().requires_grad_()
+                loss = head.losses(hidden, targets_R[rows])
+            gradient_RC[rows], *found = torch.autograd.grad(loss, [hidden, *trained], allow_unused=True)
+            gradients = [_added(known, new) for known, new in zip(gradients, found, strict=True)]
+            del found  # as large as the head
+            losses.append(loss.detach())
+        ctx.save_for_backward(gradient_RC, *gradients)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        """Scale the gradients in place, as they may be large; torch refuses a second backward pass, which would find that."""
+        hidden, *parameters = [None if gradient is None else gradient.mul_(scale) for gradient in ctx.saved_tensors]
+        return hidden, None, None, None, *parameters
+
+
+def _added(known: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Add up gradients in place. None: the parameter is not used, like those of an adapter that is switched off."""
+    return new if known is None or new is None else known.add_(new)
+
+
+def liger_problem(model: nn.Module, device: torch.device) -> str | None:
+    """Return why Liger's kernel cannot compute this model's loss here; None if it can."""
+    head = Head.of(model)
+    if device.type != "cuda":
+        return f"it runs on GPUs, and this is a {device.type} device"
+    if head is None or type(head.module) is not nn.Linear:
+        return f"it needs a plain linear head, and {type(model).__name__} has {_kind(head)}"
+    if head.scale != 1.0 or head.bias is not None:
+        return f"it does not scale or shift logits, as {type(model).__name__} does"
+    return None
+
+
+def _kind(head: Head | None) -> str:
+    return "none" if head is None else f"one of type {type(head.module).__name__}"
+
+
+def _by_liger(head: Head, hidden_RC: Tensor, targets_R: Tensor) -> Tensor:
+    """Compute the sum by Liger's kernel, with gradients added up in float32."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    options = {"softcap": head.cap, "reduction": "sum", "accum_dtype": torch.float32}
+    return liger_fused_linear_cross_entropy(hidden_RC, head.module.weight, targets_R, head.module.bias, **options)

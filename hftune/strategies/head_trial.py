@@ -1,0 +1,53 @@
+"""Whether a model's loss can be computed together with its head: tried on a sample. Independent of processes and steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+
+from hftune.models.scored_head import TARGETS, Head, install
+from hftune.strategies.packing import evaluating, tolerance_of
+from hftune.task import Task
+
+
+def reason_against(model: nn.Module, task: Task, dataset: Any, sample: int, device: torch.device) -> str | None:
+    """Compute the loss of a sample from its logits and in chunks, in evaluation mode, and compare; the model stays as it is.
+
+    Returns:
+        Why training must compute the logits as a whole, a part of a sentence; None if it need not.
+    """
+    home = next(model.parameters()).device
+    try:
+        batch = send_to_device(task.collate([dataset[sample]]), device)
+        inputs, target = task.inputs(batch), task.target(batch)
+        with evaluating(model.to(device)), torch.no_grad():
+            expected = float(task.loss(model(**inputs), target))
+            undo = install(model, at_once=Head.of(model).num_words * (target.numel() // 3))  # so there are several chunks
+            try:
+                found = float(task.loss(model(**inputs, **{TARGETS: target}), target))
+            finally:
+                undo()
+        if not abs(found - expected) <= tolerance_of(device) * max(1.0, abs(expected)):
+            return f"chunks give another loss of a sample, {found:.6g} and not {expected:.6g}"
+    except Exception as error:  # whatever a model or a task of others raises
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        return f"chunks fail ({type(error).__name__}: {reason})"
+    finally:
+        model.to(home)
+        if home != device:
+            clear_device_cache()
+    return None
+
+
+def reads_scores(task: Task) -> bool:
+    """Say whether a task's predictions, too, can do without logits.
+
+    A subclass that has other predictions, and does not say ``scored_head`` itself, may want them.
+    """
+    kinds = type(task).__mro__
+    says, predicts = (next(kind for kind in kinds if name in vars(kind)) for name in ("scored_head", "predictions"))
+    return task.scored_head and issubclass(says, predicts)

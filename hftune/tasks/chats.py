@@ -1,0 +1,556 @@
+"""Chats: a language model learns the assistant's part of conversations, as its chat template writes them.
+
+torch, transformers and datasets are imported inside the methods, so that mistyped recipes are refused without waiting for them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.tasks.language_modeling import perplexity
+from hftune.tasks.text import NO_LABEL, SHOWN, TextTask, beginning, count_labels, head_loss, head_losses, pieces
+from hftune.tasks.validation import bound_problems
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation import BaseStreamer
+
+    from hftune.data.chats import ChatFormat
+    from hftune.data.texts import Texts
+    from hftune.task import Batch, Direction
+
+MESSAGES = ("messages", "conversations", "conversation", "chat")
+"""Usual names of a column of chats."""
+SCORES: dict[str, dict[str, Direction | None]] = {
+    "exact_match": {"exact_match": "max"},
+    "rouge": {"rouge_1": "max", "rouge_2": "max", "rouge_l": "max"},
+}
+"""The metrics that each of ``task.scores`` adds."""
+MAX_NEW_TOKENS = 256
+"""Of an answer, where neither the recipe nor the model says how many."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Generation settings without effect, unless the next token is drawn at random."""
+
+
+@dataclass
+class Chats(TextTask):
+    """Learn to answer in chats. The loss is cross-entropy of the answers, each with the token that ends it; an item is a token.
+
+    Every trained token is predicted from the very tokens that inference would feed. A chat is one sample where its template
+    allows that, or else several, each with the answers that it writes alike.
+    """
+
+    model: str | None = "HuggingFaceTB/SmolLM2-360M-Instruct"
+    """Causal language model: name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a
+    byte-level tokenizer trained on the chats."""
+    messages_column: str | None = None
+    """Column of the chats: lists of messages, each with role and content. null: messages, or what is usual, if there is one."""
+    tools_column: str | None = None
+    """Column of the tools that a chat may call: their JSON schemas. null: tools, if there is one."""
+    prompt_column: str | None = None
+    """Instead of messages_column: column of prompts, texts or lists of messages. null: prompt, if completion is there, too."""
+    completion_column: str | None = None
+    """Column of the answers to prompt_column, texts or lists of messages. null: completion."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """assistant: all answers. last: the last answer of each chat. all: every token, the users' messages included. A message
+    with "train": false is not trained on."""
+    max_length: int = 2048
+    """Maximum length of a chat in tokens."""
+    too_long: Literal["refuse", "drop", "cut"] = "refuse"
+    """What to do with longer chats: refuse the data, drop these chats, or cut their last messages, as whole turns."""
+    chat_template: str | None = None
+    """File with the chat template, in Jinja, such as chat_template.jinja. null: the tokenizer's own; ChatML for a new model."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}; `hftune predict` passes them as well."""
+    date: str | None = None
+    """Date that a template writes which asks for today's, such as 2026-11-23. null: the day on which the run starts, which a
+    resumed run keeps."""
+    generation: dict[str, Any] | None = None
+    """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
+    transformers' GenerationConfig. Without do_sample, they take the likeliest token. null: only the loss is computed."""
+    scores: list[str] = field(default_factory=lambda: ["exact_match"])
+    """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
+    language: str = "en"
+    """Language of the answers (ISO 639-1), by which ROUGE cuts words."""
+
+    auto_class = "AutoModelForCausalLM"
+    text_keys = ()
+    fold_rows = None  # a chat may be several samples
+    scored_head = True
+    settled_fields = ("date",)
+    libraries = (*TextTask.libraries, "hftune.data.chats", "hftune.data.texts", "hftune.models.generation")
+
+    @property
+    def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores
+        found: dict[str, Direction | None] = {"perplexity": "min"}
+        if self.generation is None:
+            return found
+        units = ("_char", "_word") if self.language == "zh" else ("",)
+        for score in self.scores:
+            names = SCORES.get(score, {})
+            found |= {f"{name}{unit}": way for name, way in names.items() for unit in (units if score == "rouge" else ("",))}
+        return {**found, "mean_length": None, "empty_share": "min"}
+
+    @property
+    def sample_fields(self) -> Sequence[str]:  # type: ignore[override]  # depends on generation
+        return ("prompt", "answer", "perplexity" if self.generation is None else "generated")
+
+    def validate(self) -> list[str]:
+        return [
+            *super().validate(),
+            *bound_problems(self, {"max_length": 3}),
+            *self._column_problems(),
+            *self._template_problems(),
+            *self._score_problems(),
+        ]
+
+    def _column_problems(self) -> Iterator[str]:
+        if (self.prompt_column is None) != (self.completion_column is None):
+            missing = "prompt" if self.prompt_column is None else "completion"
+            yield f"task.{missing}_column is missing: set both columns, or messages_column instead."
+        if self.messages_column is not None and self.prompt_column is not None:
+            yield "task.messages_column and task.prompt_column both name the chats. Leave one of them out."
+
+    def _template_problems(self) -> Iterator[str]:
+        if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
+            yield f"task.chat_template={self.chat_template}: there is no such file."
+        if self.date is not None:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError:
+                yield f"task.date={self.date} is not a date, such as 2026-11-23."
+
+    def _score_problems(self) -> Iterator[str]:
+        for score in self.scores:
+            if score not in SCORES:
+                yield f"task.scores={score} is not one of {', '.join(SCORES)}.{did_you_mean(score, SCORES)}"
+        if self.generation is not None and self.train_on == "all":
+            yield "task.generation compares answers, which task.train_on=all does not know. Set that to assistant or last."
+
+    # Data
+
+    def columns(self, rows: Dataset) -> dict[str, str]:
+        """Return the columns of the chats, and that of their tools, if there is one."""
+        names = rows.column_names
+        tools = self.tools_column or ("tools" if "tools" in names else None)
+        found = {} if tools is None else {"tools_column": tools}
+        if self.messages_column is not None:
+            return {"messages_column": self.messages_column, **found}
+        if self.prompt_column is not None and self.completion_column is not None:
+            return {"prompt_column": self.prompt_column, "completion_column": self.completion_column, **found}
+        usual = [name for name in MESSAGES if name in names]
+        if usual:
+            return {"messages_column": usual[0], **found}
+        if {"prompt", "completion"} <= {*names}:
+            return {"prompt_column": "prompt", "completion_column": "completion", **found}
+        raise DataError(
+            "The train split has no column of chats, such as messages, and none of prompt and completion. It has: "
+            f"{', '.join(names)}. Set task.messages_column, or task.prompt_column and task.completion_column."
+        )
+
+    @cached_property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model, with its chat template; or, for a new model, a byte-level one trained on the chats.
+
+        Raises:
+            ConfigError: there is no chat template.
+        """
+        from hftune.models.pretrained import load_tokenizer
+
+        tokenizer = self._new_tokenizer() if self.model is None else load_tokenizer(self.model, commit=self.model_commit)
+        if self.chat_template is not None:
+            tokenizer.chat_template = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"task.model={self.model} has no chat template, so it is not known how to write a chat. Set "
+                "task.chat_template to a file with one; or take a model with one, such as HuggingFaceTB/SmolLM2-360M-Instruct."
+            )
+        return tokenizer
+
+    def _new_tokenizer(self) -> PreTrainedTokenizerBase:
+        from hftune.data.byte_tokenizer import END_OF_TURN, PAD, TURN, chat_tokenizer, train_bytes
+        from hftune.data.cache import cached_value
+
+        rows, special = self._rows["train"], (PAD, TURN, END_OF_TURN)
+        key = ["chat bytes", rows._fingerprint, self._columns, self.vocab_size, version("tokenizers")]
+        return chat_tokenizer(cached_value(key, lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
+
+    def training_texts(self) -> Iterator[str]:
+        """Yield the contents of all messages, and their roles."""
+        from hftune.data.chats import ChatError
+
+        for index, row in enumerate(self._rows["train"]):
+            try:
+                messages, _ = chat_of(row, self._columns)
+            except ChatError as error:
+                raise DataError(self._about_row("train", index, str(error))) from error
+            for message in messages:
+                yield message["role"]
+                yield message["content"]
+
+    def _about_row(self, split: str, index: int, reason: str) -> str:
+        return f"The {split} split cannot be trained on, at row {self.row_of(split)(index)}: {reason}"
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model's template writes chats, and where its generation stops."""
+        from hftune.data.chats import ChatFormat
+
+        today = None if self.date is None else datetime.date.fromisoformat(self.date)
+        stops = _as_list(self._own_generation.eos_token_id)
+        return ChatFormat(self.text_tokenizer, options=self.template_options, stops=stops, today=today)
+
+    def datasets(self) -> dict[str, Texts]:
+        """Return the samples of each split: input_ids and labels (NO_LABEL where nothing is trained), their row, and lost: how
+        many answers of the row were cut, in the first of its samples."""
+        if self.chat_format.dated:
+            self.date = self.chat_format.today.isoformat()
+        found = {split: self._tokenized(split) for split in self._rows}
+        for split, samples in found.items():
+            self._check_lengths(split, samples)
+        return found
+
+    def _tokenized(self, split: str) -> Texts:
+        from hftune.data.cache import idle_cores, mapped
+        from hftune.data.text import tokenizer_key
+        from hftune.data.texts import cached_texts, flat_arrays
+
+        rows, tokenizer = self._rows[split], self.text_tokenizer
+        settings = {"train_on": self.train_on, "max_length": self.max_length, "too_long": self.too_long}
+
+        def make() -> dict[str, Any]:
+            given = {"chats": self.chat_format, "columns": self._columns, **settings}
+            try:
+                encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), numbered=True, **given)
+            except BadChat as error:
+                raise DataError(self._about_row(split, *error.args)) from error
+            if len(encoded) == 0:
+                raise DataError(
+                    f"No chat of the {split} split has at most task.max_length={self.max_length} tokens. Raise it; or, if the "
+                    "template repeats much, change task.template_options."
+                )
+            return flat_arrays(encoded)
+
+        key = [rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.chat_format.key, settings]
+        return cached_texts(["chats", *key], make)
+
+    def _check_lengths(self, split: str, samples: Texts) -> None:
+        """Refuse chats that are too long, or raise DataError; where they are dropped or cut, none is left."""
+        import numpy as np
+
+        lengths = self.lengths(samples)
+        long = lengths > self.max_length
+        if long.any():
+            worst = int(lengths.argmax())
+            row, count = self.row_of(split)(int(np.asarray(samples.column("row"))[worst])), int(long.sum())
+            raise DataError(
+                f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
+                f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
+                "task.too_long=drop to leave these chats out, or cut to leave out their last turns."
+            )
+
+    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
+        if self._mixed is None:
+            return None
+        import numpy as np
+
+        ends = np.cumsum(self._mixed.sizes(self._rows["train"]))
+        counts = np.diff(np.searchsorted(dataset.column("row"), ends), prepend=0)
+        return [(int(count), weight) for count, weight in zip(counts, self._mixed.weights, strict=True)]
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        from hftune.data import notices
+
+        messages = super().notices(datasets, model)
+        inputs = {split: (sample["input_ids"] for sample in samples) for split, samples in datasets.items()}
+        messages += notices.shared(notices.shared_arrays(inputs), "chats")
+        for split, samples in datasets.items():
+            messages += self._changed_chats(split, samples)
+        if self.chat_format.dated:
+            messages.append(f"The chat template writes the date: task.date={self.date}, in all chats and after a resume.")
+        new = sorted({*self.chat_format.stops} - {*_as_list(self._own_generation.eos_token_id)})
+        if self.model is not None and new:
+            names = ", ".join(self.text_tokenizer.convert_ids_to_tokens(new))
+            messages.append(f"Generation with the trained model stops at {names} as well, which ends the template's answers.")
+        return messages
+
+    def _changed_chats(self, split: str, samples: Texts) -> Iterator[str]:
+        """Yield how many chats of a split were dropped, cut, or made into several samples."""
+        import numpy as np
+
+        total, used = len(self._rows[split]), len(np.unique(np.asarray(samples.column("row"))))
+        if used < total:
+            yield (
+                f"Dropped {total - used:,} of {total:,} chats of the {split} split, longer than "
+                f"task.max_length={self.max_length} tokens."
+            )
+        lost = np.asarray(samples.column("lost"))
+        if lost.any():
+            yield (
+                f"Cut {int((lost > 0).sum()):,} of {total:,} chats of the {split} split to task.max_length={self.max_length} "
+                f"tokens: {int(lost.sum()):,} answers are left out."
+            )
+        if len(samples) > used:
+            yield (
+                f"The {used:,} chats of the {split} split are {len(samples):,} samples: the template writes earlier turns "
+                "differently once a later one follows."
+            )
+
+    # Model
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        """The config of the model. Its padding stays as it is: with the end token as padding, some models never train it."""
+        from hftune.models.pretrained import load_config
+
+        tokens = self.text_tokenizer
+        fresh = {"vocab_size": len(tokens), "bos_token_id": None, "eos_token_id": tokens.eos_token_id}
+        return load_config(self.model, {**self.model_config, **(fresh if self.model is None else {})}, self.model_commit)
+
+    @cached_property
+    def _own_generation(self) -> GenerationConfig:
+        """The generation settings that come with the model."""
+        from transformers import GenerationConfig
+
+        from hftune.models.generation import own_generation
+
+        if self.model is None:
+            return GenerationConfig(eos_token_id=self.text_tokenizer.eos_token_id)
+        return own_generation(self.model, self.model_commit, self._config)
+
+    def build_model(self) -> PreTrainedModel:
+        """Load the model, or build a new one. It keeps its generation settings, and learns where the template's answers end."""
+        from transformers import AutoModelForCausalLM
+
+        from hftune.models.pretrained import load_model
+
+        config = self._config
+        words = config.get_text_config().vocab_size
+        if words < len(self.text_tokenizer):
+            raise ConfigError(
+                f"task.model={self.model} has weights for {words} tokens, but its tokenizer writes {len(self.text_tokenizer)}."
+            )
+        model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
+        self._check_positions(model)
+        model.generation_config = self._generation_of(self._own_generation)
+        return model
+
+    def _generation_of(self, own: GenerationConfig) -> GenerationConfig:
+        """Return a model's settings with the stops of its chats, changed as the recipe says, or raise ConfigError."""
+        from hftune.models.generation import changed
+
+        config, length = deepcopy(own), {} if own.max_new_tokens else {"max_new_tokens": MAX_NEW_TOKENS}
+        config.update(eos_token_id=list(self.chat_format.stops), pad_token_id=self.text_tokenizer.pad_token_id, max_length=None)
+        return changed(config, {**length, **(self.generation or {})})
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return head_loss(outputs, target)
+
+    def num_items(self, target: Tensor) -> int:
+        return count_labels(target)
+
+    # Evaluation
+
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+        """Return rows of prompt (its end), answer (the last one), tokens (number trained), loss (sum over them), perplexity,
+        and generated, if the recipe has settings for it."""
+        ids, labels_NT = batch["input_ids"].tolist(), batch["labels"]
+        losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
+        counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
+        pairs = [last_answer(*sample) for sample in zip(ids, labels_NT.tolist(), strict=True)]
+        rows: list[dict[str, Any]] = [
+            {
+                "prompt": ending(self._text(prompt).strip()),
+                "answer": self._text(answer),
+                **{"tokens": count, "loss": loss, "perplexity": perplexity(loss, count)},
+            }
+            for (prompt, answer), count, loss in zip(pairs, counts_N, losses_N, strict=True)
+        ]
+        if self.generation is None:
+            return [{**row, "answer": beginning(row["answer"])} for row in rows]
+        texts = self._generate(model, [prompt for prompt, _ in pairs], self._likeliest(model.generation_config))
+        return [{**row, "generated": text} for row, text in zip(rows, texts, strict=True)]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.text_tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _likeliest(self, own: GenerationConfig) -> GenerationConfig:
+        """Return settings without chance, so that scores do not depend on it, unless the recipe asks for samples."""
+        config = deepcopy(own)
+        if not (self.generation or {}).get("do_sample"):
+            config.update(do_sample=False, **dict.fromkeys(SAMPLING))
+        return config
+
+    def _generate(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+    ) -> list[str]:
+        """Return the model's answer to each prompt."""
+        from hftune.data.texts import Ragged
+
+        ids_NT, mask_NT = Ragged.of(prompts).padded(self.text_tokenizer.pad_token_id, "left")
+        given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
+        answers_NT = model.generate(**given, generation_config=config, streamer=streamer)[:, ids_NT.shape[1] :]
+        return [self._text(answer) for answer in answers_NT.tolist()]
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with the mean loss of the trained tokens as their error."""
+        return [{**row, "error": round(row["loss"] / row["tokens"], 6)} for row in rows]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        import math
+
+        found: dict[str, Any] = {
+            "perplexity": perplexity(math.fsum(row["loss"] for row in rows), sum(row["tokens"] for row in rows))
+        }
+        if self.generation is None:
+            return found
+        from hftune.metrics.rouge import ExactMatch, PredictionLength, rouge_for
+
+        kinds = [*(rouge_for(self.language) if "rouge" in self.scores else ()), PredictionLength]
+        kinds += [ExactMatch] if "exact_match" in self.scores else []
+        pairs = {"predictions": [row["generated"] for row in rows], "references": [row["answer"] for row in rows]}
+        for kind in kinds:
+            found |= kind().compute(**pairs)
+        return found
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """Return the text of a sample in pieces, each with whether it is trained."""
+        labels = list(map(int, example["labels"]))
+        ids = [*map(int, example["input_ids"]), labels[-1]]  # a sample ends with a trained token
+        return pieces(self.text_tokenizer, ids, [False, *(label != NO_LABEL for label in labels)])
+
+    # Use
+
+    def load(self, directory: Path) -> PreTrainedModel:
+        model = super().load(directory)
+        self._own_generation = model.generation_config
+        model.generation_config = self._generation_of(model.generation_config)  # the recipe's may have changed since
+        return model
+
+    def example_inputs(self) -> list[str]:
+        """Return what the user says first in two chats: MLflow keeps texts, but no lists of messages."""
+        rows = self._rows.get("eval", self._rows["train"])
+        chats = [chat_of(rows[index], self._columns)[0] for index in range(min(2, len(rows)))]
+        return [message["content"] for chat in chats for message in chat if message["role"] == "user"][:2]
+
+    def input_columns(self) -> dict[str, str | None]:
+        return {"prompt": self.prompt_column}
+
+    def input_lengths(self, inputs: list) -> list[int] | None:
+        return [len(self.prompt_ids(index, value)) for index, value in enumerate(inputs)]
+
+    def prompt_ids(self, index: int, value: Any) -> list[int]:
+        """Return the tokens of a raw input with the number ``index``: a text, a list of messages, or these with their tools.
+
+        Raises:
+            DataError: it cannot be answered.
+        """
+        from hftune.data.chats import ChatError, messages_of, tools_of
+
+        if isinstance(value, str) and not value.strip():
+            raise DataError(f"Input {index} is an empty text.")
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        row = messages if isinstance(messages, Mapping) else {"messages": messages}
+        try:
+            chat = messages_of(row, has_answer=False)
+            if chat[-1]["role"] not in ("user", "tool"):
+                raise ChatError(f"The last message is the {chat[-1]['role']}'s, so that there is nothing to answer.")
+            return self.chat_format.prompt(chat, tools_of(row, "tools"))
+        except ChatError as error:
+            raise DataError(f"Input {index} cannot be answered: {error}") from error
+
+    def reply(self, model: PreTrainedModel, messages: list[dict[str, Any]], streamer: BaseStreamer | None = None) -> str:
+        """Return the answer to a chat; a streamer of transformers gets its tokens as they are generated, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            return self._generate(model, [self.prompt_ids(0, messages)], streamer=streamer)[0]
+
+    def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
+        """Return the answer to each input as ``generated``: a text, a list of messages, or {messages, tools}."""
+        prompts = [self.prompt_ids(index, value) for index, value in enumerate(inputs)]
+        return [{"generated": text} for text in self._generate(model, prompts)]
+
+
+class BadChat(Exception):
+    """A row that cannot be trained on: its index and the reason."""
+
+
+def encode(
+    rows: dict[str, list],
+    indices: list[int],
+    chats: ChatFormat,
+    columns: Mapping[str, str],
+    train_on: str,
+    max_length: int,
+    too_long: str,
+) -> dict[str, list]:
+    """Make samples of some rows, given as lists of the values of each column; see ``Chats.datasets``.
+
+    Raises:
+        BadChat: a row cannot be trained on.
+    """
+    from hftune.data.chats import ChatError, fitted
+
+    found: dict[str, list] = {"input_ids": [], "labels": [], "row": [], "lost": []}
+    for place, index in enumerate(indices):
+        try:
+            messages, tools = chat_of({name: values[place] for name, values in rows.items()}, columns)
+            whole = chats.samples(messages, tools, train_on)
+        except ChatError as error:
+            raise BadChat(index, str(error)) from error
+        samples = whole if too_long == "refuse" else fitted(whole, max_length, too_long)  # those refused are counted later
+        lost = sum(len(sample.ends) for sample in whole) - sum(len(sample.ends) for sample in samples)
+        found["input_ids"] += [sample.input_ids for sample in samples]
+        found["labels"] += [sample.labels for sample in samples]
+        found["row"] += [index] * len(samples)
+        found["lost"] += [lost, *[0] * (len(samples) - 1)] if samples else []
+    return found
+
+
+def chat_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the checked messages of a row and its tools, or raise ChatError.
+
+    Args:
+        columns: see ``Chats.columns``.
+    """
+    from hftune.data.chats import messages_of, tools_of
+
+    names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
+    tools = columns.get("tools_column")
+    return messages_of(row, names), None if tools is None else tools_of(row, tools)
+
+
+def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the last trained run of a sample, and the tokens before it, from which it is generated."""
+    end = max(place for place, label in enumerate(labels) if label != NO_LABEL)
+    start = end
+    while start > 0 and labels[start - 1] != NO_LABEL:
+        start -= 1
+    return list(input_ids[: start + 1]), list(labels[start : end + 1])
+
+
+def ending(text: str) -> str:
+    """Return the last SHOWN characters of a text, with an ellipsis if there are more."""
+    return text if len(text) <= SHOWN else f"\N{HORIZONTAL ELLIPSIS}{text[1 - SHOWN :]}"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

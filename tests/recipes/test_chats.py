@@ -1,0 +1,233 @@
+"""The recipe sft from the command line: what is trained, what is refused, and answers from the export."""
+
+import io
+import json
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hftune import Recipe, cli, load_model
+from hftune.build import build_model, load_datasets
+from hftune.checkpoints.resume import settle
+from hftune.commands.evaluate import evaluate
+from hftune.errors import ConfigError, DataError
+from tests.support.runs import train_on
+
+SMALL = ("task.max_train_samples=3200", "task.max_eval_samples=16", "train.log_every=50", "seed=1")
+CHAT = [{"role": "system", "content": "plain"}, {"role": "user", "content": "ann has 37 cups. how many?"}]
+ANSWER = {"role": "assistant", "content": "37"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return train_on(1, {"chats": SMALL}, folder, "chats_demo")["chats"]
+
+
+@pytest.fixture(scope="module")
+def lora(run):
+    words = (
+        "task.max_train_samples=320",
+        "task.max_eval_samples=16",
+        f"task.model={run.folder / 'model'}",
+        "train.log_every=1",
+    )
+    return train_on(1, {"lora": words}, run.folder.parent, "chats_lora_demo")["lora"]
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Return a function that makes a recipe for rows of one's own."""
+
+    def make(*rows, words=(), recipe="chats_demo"):
+        (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / "good.jsonl").write_text(json.dumps(rows[0]) + "\n")
+        files = (f"task.data_files.train={tmp_path}/chats.jsonl", f"task.data_files.eval={tmp_path}/good.jsonl")
+        return Recipe.load(recipe, "task.dataset=null", *files, f"output_dir={tmp_path}/out", *words)
+
+    return make
+
+
+def test_demo_learns_and_says_so(run):
+    assert run.result["metrics"]["exact_match"] >= 0.4  # a third of the demo's steps; by chance it would be a few percent
+    row = run.predictions[0]
+    assert row.keys() >= {"prompt", "answer", "generated", "tokens", "loss", "perplexity", "error"}
+    assert "that answers chats" in (run.folder / "model" / "README.md").read_text()
+
+
+def test_export_has_template_and_stops_and_answers_as_the_evaluation_did(run):
+    folder = run.folder / "model"
+    tokens, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert "<|im_start|>" in tokens.chat_template
+    assert model.generation_config.eos_token_id == [tokens.convert_tokens_to_ids("<|im_end|>")]
+    prompt = tokens.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    expected = tokens.decode(model.generate(**prompt)[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    trained = load_model(run.folder, device="cpu")
+    batched = trained.predict([{"messages": CHAT[1:]}, CHAT, "bob has 2 coins. who?"])
+    assert batched[1] == {"generated": expected}
+    assert evaluate(Recipe.load(run.folder / "recipe.yaml"), folder).metrics == run.result["metrics"]
+
+
+def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys, monkeypatch):
+    expected = load_model(run.folder, device="cpu").predict([CHAT])[0]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n\n{json.dumps(CHAT)}\n")
+    assert cli.main(["predict", str(run.folder), "--messages", f"{tmp_path}/chats.jsonl", "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [expected] * 2
+
+    question = CHAT[1]["content"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n/new\n<|im_end|>\n{question}\n/exit\n{question}\n"))
+    assert cli.main(["predict", str(run.folder), "--chat", "--system", "plain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[-1]] == [expected["generated"]] * 2
+    assert len(lines) == 3 and "'<|im_end|>', which the tokenizer reads as a special token" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "message"),
+    [
+        (("--messages", "{file}"), '{"text": "x"}', "line 1 is neither a list of messages nor"),
+        (("--messages", "{file}"), "x", "line 1 is not valid JSON"),
+        (("--messages", "{file}"), json.dumps([*CHAT, ANSWER]), "the last message is the assistant's"),
+        (("--system", "plain"), "", "--system is for --chat"),
+        (("--chat", "--text", "x"), "", "--chat reads its messages from the terminal"),
+    ],
+)
+def test_chats_that_cannot_be_answered_are_refused(run, tmp_path, capsys, words, line, message):
+    (tmp_path / "chats.jsonl").write_text(line)
+    assert cli.main(["predict", str(run.folder), *(word.format(file=tmp_path / "chats.jsonl") for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert message.lower() in error.lower() and error.count("\n") == 1
+
+
+def test_adapters_start_from_the_export_of_the_demo_and_are_a_fraction_of_it(run, lora):
+    losses = lora.logged("train/loss")
+    assert len(losses) == 10 and losses[-1] < losses[0] - 2
+    weights = [
+        path.stat().st_size
+        for path in (lora.folder / "model" / "adapter_model.safetensors", run.folder / "model" / "model.safetensors")
+    ]
+    assert weights[0] < weights[1] / 3  # matrices of rank 8 beside a model that is 64 wide
+    assert evaluate(Recipe.load(lora.folder / "recipe.yaml"), lora.folder / "model").metrics == lora.result["metrics"]
+
+
+def test_samples_are_shown_with_what_is_trained(capsys, own):
+    row = {
+        "messages": [
+            *CHAT,
+            ANSWER,
+            {"role": "user", "content": "who?"},
+            {"role": "assistant", "content": "ann", "train": False},
+        ]
+    }
+    recipe = own(row)
+    train = load_datasets(recipe)["train"]
+    assert [text for text, is_trained in recipe.task.marked(train[0]) if is_trained] == ["37<|im_end|>"]
+    assert cli.main(["show", "recipe=chats_demo", "--samples", "2", "task.max_train_samples=20"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("sample 0 of 20 (") and "sample 1 of" in shown and "sample 2" not in shown
+    assert "<|im_start|>assistant\n\u00ab" in shown and "<|im_end|>\u00bb\n" in shown
+
+
+@pytest.mark.parametrize("recipe", ["seq2seq_demo", "language_modeling_demo"])
+def test_other_texts_are_shown_too(capsys, recipe):
+    assert cli.main(["show", f"recipe={recipe}", "--samples", "1", "task.max_train_samples=20"]) == 0
+    assert "\u00ab" in capsys.readouterr().out
+
+
+def test_samples_of_images_are_not(capsys):
+    assert cli.main(["show", "recipe=mnist_demo", "--samples", "1"]) == 2
+    assert "--samples: ImageClassification has no samples" in capsys.readouterr().err
+
+
+BEFORE = {"messages": [*CHAT, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "message"),
+    [
+        ({"messages": CHAT}, (), "at row 1: There is no message of the assistant to train on."),
+        (
+            {"messages": [CHAT[1], CHAT[0], ANSWER]},
+            (),
+            "at row 1: Message 1 has the role system, which comes first, before user.",
+        ),
+        ({"messages": [{"role": "usr", "content": "x"}, ANSWER]}, (), "at row 1: Message 0 has the role 'usr'."),
+        (
+            {"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]},
+            (),
+            "at row 1: Message 0 holds the text '<|im_end|>'",
+        ),
+        ({"messages": [*CHAT, {**ANSWER, "content": "a b " * 60}]}, (), "has 1 chat longer than task.max_length=96 tokens"),
+    ],
+)
+def test_row_that_cannot_be_trained_on_is_refused_by_its_number(own, row, words, message):
+    with pytest.raises(DataError) as refused:
+        load_datasets(own(BEFORE, row, words=words))
+    text = str(refused.value)
+    assert text.startswith("The train split ") and message in text and "row 1" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("task.prompt_column=a", "task.completion_column is missing"),
+        ("task.chat_template=none.jinja", "task.chat_template=none.jinja: there is no such file."),
+        ("task.date=today", "task.date=today is not a date"),
+        ("task.scores=[rogue]", "Did you mean 'rouge'?"),
+        ("task.train_on=all", "task.generation compares answers, which task.train_on=all does not know."),
+    ],
+)
+def test_keys_that_contradict_are_refused_before_anything_is_loaded(own, word, message):
+    with pytest.raises(ConfigError) as refused:
+        own(BEFORE, words=(word,)).validate()
+    assert message in str(refused.value)
+
+
+def test_model_without_a_template_is_refused(own, run, tmp_path):
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(run.folder / "model").save_pretrained(model)
+    tokens = AutoTokenizer.from_pretrained(run.folder / "model")
+    tokens.chat_template = None
+    tokens.save_pretrained(model)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_datasets(own(BEFORE, recipe="sft", words=(f"task.model={model}", "task.dataset_config=null")))
+
+
+def test_long_chats_are_dropped_or_cut_to_whole_turns_and_counted(own):
+    turns = [message for _ in range(8) for message in (CHAT[1], ANSWER)]
+    rows = (BEFORE, {"messages": turns})
+    for too_long, samples, told in (("drop", 1, "Dropped 1 of 2 chats"), ("cut", 2, "Cut 1 of 2 chats of the train split")):
+        recipe = own(*rows, words=(f"task.too_long={too_long}",))
+        found = load_datasets(recipe)
+        assert len(found["train"]) == samples and max(len(sample["input_ids"]) for sample in found["train"]) <= 96
+        assert all(sample["labels"][-1] == recipe.task.chat_format.stops[0] for sample in found["train"])
+        assert any(told in notice for notice in recipe.task.notices(found, build_model(recipe)))
+
+
+def test_prompts_and_completions_are_chats_too(own):
+    recipe = own({"prompt": CHAT[1]["content"], "completion": "37"})
+    pieces = recipe.task.marked(load_datasets(recipe)["train"][0])
+    assert pieces == [
+        (f"<|im_start|>user\n{CHAT[1]['content']}<|im_end|>\n<|im_start|>assistant\n", False),
+        ("37<|im_end|>", True),
+    ]
+
+
+def test_run_that_is_resumed_keeps_the_date_of_its_start(own, tmp_path):
+    template = (
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    (tmp_path / "template.jinja").write_text(template)
+    words = (f"task.chat_template={tmp_path}/template.jinja",)
+    first = own(BEFORE, words=(*words, "task.date=2025-01-02"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "recipe.yaml").write_text(first.to_yaml())
+    again, anew = own(BEFORE, words=words), own(BEFORE, words=(*words, "resume=never"))
+    settle(again)
+    settle(anew)
+    assert (again.task.date, anew.task.date) == ("2025-01-02", None)
+    texts = [recipe.task.marked(load_datasets(recipe)["train"][0])[0][0] for recipe in (again, anew)]
+    assert texts[0].startswith("02 Jan 2025<|im_start|>") and not texts[1].startswith("02 Jan 2025")
+    assert anew.task.date is not None

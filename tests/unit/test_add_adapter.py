@@ -1,0 +1,241 @@
+"""Adapters go into a model in place: what is trained, what is refused, and what the digest of the base looks at."""
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hftune import ConfigError, Recipe
+from hftune.build import check_names, check_statistics
+from hftune.checkpoints.checkpointer import Checkpoint
+from hftune.checkpoints.output_dir import check_base
+from hftune.checkpoints.resume import _changes
+from hftune.config import AdapterConfig
+from hftune.models.adapters import add_adapter, base_digest, base_tensors, new_modules, trained_names
+from hftune.models.pretrained import load_config, load_model
+from hftune.strategies.arithmetic import Arithmetic
+from hftune.strategies.sharding import checkpoint_tensors
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.arange(3, 20)[None]
+
+
+def llama(kind=LlamaForCausalLM, tied=False, **more):
+    torch.manual_seed(0)
+    return kind(LlamaConfig(vocab_size=101, pad_token_id=0, tie_word_embeddings=tied, **TINY, **more)).eval()
+
+
+def bert():
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(vocab_size=101, num_labels=3, **TINY)).eval()
+
+
+def adapted(model, new=None, **options):
+    add_adapter(model, AdapterConfig(**{"type": "lora", "rank": 4, **options}), new_modules(model) if new is None else new)
+    return model
+
+
+def whole(model):
+    """The names of the modules that are trained beside adapters."""
+    return {name.split(".modules_to_save")[0] for name in trained_names(model) if "lora_" not in name}
+
+
+def refused(model, **options):
+    with pytest.raises(ConfigError) as caught:
+        adapted(model, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_fresh_adapters_change_nothing_and_only_they_are_trained(kind):
+    model = llama()
+    before = model(input_ids=IDS).logits
+    assert torch.allclose(adapted(model, type=kind, rslora=True).eval()(input_ids=IDS).logits, before, atol=1e-6)
+    assert type(model) is LlamaForCausalLM
+    assert trained_names(model) and all("lora_" in name for name in trained_names(model))
+    assert len(trained_names(model)) == 2 * 7 * (3 if kind == "dora" else 2)  # layers, matrices of each, parameters of each
+
+
+def test_all_linear_leaves_out_heads_and_works_for_every_kind_of_model():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=101))
+    t5 = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=101))
+    vit = ViTForImageClassification(ViTConfig(image_size=32, **TINY))
+    heads = {
+        gpt2: set(),
+        t5: set(),
+        vit: {"classifier"},
+        bert(): {"classifier"},
+        llama(LlamaForSequenceClassification): {"score"},
+    }
+    for model, expected in heads.items():
+        assert whole(adapted(model)) == expected
+        adapters = [name for name in trained_names(model) if "lora_" in name]
+        assert adapters and not any("lm_head" in name or "classifier" in name or "score" in name for name in adapters)
+
+
+def test_what_the_files_lack_is_trained_as_a_whole(tmp_path):
+    llama().model.save_pretrained(tmp_path)  # without a head
+    model = load_model(LlamaForCausalLM, str(tmp_path), load_config(str(tmp_path), {}))
+    assert new_modules(model) == ["lm_head"]
+    assert "lm_head.weight of LlamaForCausalLM frozen as it was drawn at random" in refused(model, new=())
+    assert whole(adapted(model)) == {"lm_head"}
+
+
+def test_parameter_that_alone_was_drawn_is_refused_until_its_module_is_named(tmp_path):
+    bert().save_pretrained(tmp_path)
+    config = load_config(str(tmp_path), {"type_vocab_size": 5})
+    with pytest.raises(ConfigError, match="different size"):
+        load_model(BertForSequenceClassification, str(tmp_path), config)
+    model = bert()
+    model.drawn_parameters = ["bert.embeddings.token_type_embeddings.weight", "bert.encoder.layer.0.output.dense.bias"]
+    said = refused(model)
+    assert said.endswith("task.model lacks it. Set adapter.train_also=[bert.encoder.layer.0.output.dense].")
+    assert whole(adapted(model, train_also=["0.output.dense"])) == {
+        *("classifier", "bert.embeddings.token_type_embeddings", "bert.encoder.layer.0.output.dense")
+    }
+
+
+def test_ties_are_kept_or_refused():
+    for name in ("lm_head", "embed_tokens"):
+        said = refused(llama(tied=True), targets=[name])
+        assert "shares its weights with" in said and said.endswith("or train the weights: adapter.train_also.")
+    assert refused(llama(tied=True), train_also=["lm_head"]).endswith("Name model.embed_tokens instead.")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=101))
+    assert refused(gpt2, train_also=["wte"]).endswith("Leave it out.")
+    model = adapted(llama(tied=True), train_also=["embed_tokens"])
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert len([name for name in trained_names(model) if "lora_" not in name]) == 1  # one matrix for both
+    assert len(trained_names(adapted(llama(tied=True)))) == 28
+    assert whole(adapted(llama(), train_also=["embed_tokens", "lm_head"])) == {"model.embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"targets": ["q_prj"]}, "adapter.targets: 'q_prj' is no module of LlamaForCausalLM. Near it: q_proj,"),
+        ({"targets": ["xyz"]}, "adapter.targets: 'xyz' is no module of LlamaForCausalLM. It has "),
+        (
+            {"targets": ["self_attn"]},
+            "adapter.targets: 'self_attn' is a LlamaAttention of LlamaForCausalLM. Adapters fit linear layers",
+        ),
+        ({"train_also": ["lm_hed"]}, "adapter.train_also: 'lm_hed' is no module of LlamaForCausalLM. Near it: lm_head."),
+        ({"targets": ["q_proj"], "train_also": ["self_attn"]}, "q_proj is trained as a whole, so it needs no adapter."),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(options, said):
+    assert said in refused(llama(), **options)
+
+
+def test_model_that_is_not_transformers_is_refused():
+    assert refused(nn.Sequential(nn.Linear(2, 2)), new=()) == (
+        "adapter.type=lora needs a model of transformers, and Sequential is none. Leave it out: all weights are trained then."
+    )
+
+
+def test_what_is_trained_is_float32_on_a_bf16_base():
+    model = adapted(llama().bfloat16(), train_also=["lm_head"])
+    kinds = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_digest_sees_names_values_and_types_of_the_base_and_nothing_else():
+    plain, same = llama(), adapted(llama(), rank=8, train_also=["lm_head"])
+    assert set(base_tensors(same)) == {name for name, _ in plain.named_parameters()} - {"lm_head.weight"}
+    expected = base_digest(same)
+    with torch.no_grad():
+        for value in same.parameters():
+            if value.requires_grad:
+                value.add_(1)
+    del same.known_base_digest
+    assert base_digest(same) == expected
+    other = llama()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[[0, 1]] = other.model.layers[1].mlp.up_proj.weight[[1, 0]]
+    for model in (other, llama().bfloat16()):
+        assert base_digest(adapted(model, train_also=["lm_head"])) != expected
+    with pytest.raises(ConfigError, match="run/step holds adapters of another base model"):
+        check_base("run/step", expected, base_digest(other))
+
+
+def test_checkpoint_holds_what_is_trained():
+    model = adapted(bert())
+    optimizer = torch.optim.AdamW(value for value in model.parameters() if value.requires_grad)
+    assert checkpoint_tensors(model, optimizer)["model"].keys() == trained_names(model)
+
+
+def test_arithmetic_counts_the_frozen_weights_without_their_gradient():
+    full, model = Arithmetic.of(llama()), adapted(llama(), targets=["q_proj"])
+    assert Arithmetic.of(model).per_token == full.per_token * 4 // 6 + 6 * 2 * 2 * 4 * 32
+    assert Arithmetic.of(model).per_item == 4 * 101 * 32
+
+
+def recipe(*overrides):
+    return Recipe.load("yelp_demo", "task.vocab_size=300", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["adapter.type=lra"], "adapter.type='lra' is not lora or dora, nor null. Did you mean 'lora'?"),
+        (["adapter.type=lora", "adapter.rank=0"], "adapter.rank=0 must be at least 1."),
+        (["adapter.type=lora", "adapter.dropout=1"], "adapter.dropout=1.0 must be in [0, 1)."),
+        (["adapter.type=lora", "adapter.targets=all"], "adapter.targets='all' is neither all-linear nor a list of names"),
+        (["adapter.rank=8"], "adapter.rank=8 needs adapter.type=lora or dora."),
+        (
+            ["adapter.type=lora", "adapter.base_dtype=bf16"],
+            "adapter.base_dtype=bf16 needs train.mixed_precision=bf16, not auto",
+        ),
+        (["adapter.type=lora", "parallel.pipeline_stages=2"], "does not work with parallel.pipeline_stages=2"),
+        (["adapter.type=dora", "train.freeze=[embeddings]"], "adapter.type=dora freezes all but the adapters"),
+    ],
+)
+def test_recipe_that_cannot_have_adapters_is_refused_before_torch(overrides, said):
+    with pytest.raises(ConfigError) as caught:
+        recipe(*overrides).validate()
+    assert said in str(caught.value)
+
+
+def test_adapters_of_a_base_recipe_can_be_switched_off():
+    recipe("adapter.rank=8", "adapter.type=null").validate()
+
+
+def test_peft_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("hftune.models.adapters.find_spec", lambda name: None)
+    check_names(recipe())
+    with pytest.raises(ConfigError, match=r'needs peft, which is not installed: pip install "hftune\[lora\]"'):
+        check_names(recipe("adapter.type=lora"))
+
+
+def test_running_statistics_are_refused_unless_they_are_frozen():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(ConfigError, match=r"Set train.batch_norm=frozen\."):
+        check_statistics(recipe("adapter.type=lora"), model)
+    check_statistics(recipe("adapter.type=lora", "train.batch_norm=frozen"), model)
+
+
+def test_adapters_cannot_change_on_resume_but_their_export_can(tmp_path):
+    def changed(before, *after):
+        (tmp_path / "recipe.yaml").write_text(before)
+        return [*_changes(Checkpoint(tmp_path, 1, {}, {}), recipe(*after))]
+
+    lora, plain = recipe("adapter.type=lora"), recipe()
+    assert changed(lora.to_yaml(), "adapter.type=lora", "adapter.export=both") == ["adapter.export"]
+    with pytest.raises(ConfigError, match=r"cannot resume with adapter.rank=8 \(it was 16\)"):
+        changed(lora.to_yaml(), "adapter.type=lora", "adapter.rank=8")
+    with pytest.raises(ConfigError, match=r"adapter.type=lora \(it was null\)"):
+        changed(plain.to_yaml(), "adapter.type=lora")
+    older = {key: value for key, value in plain.to_dict().items() if key != "adapter"}
+    assert changed(yaml.safe_dump(older)) == []

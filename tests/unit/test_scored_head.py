@@ -1,0 +1,321 @@
+"""The loss computed together with the head: the loss and the gradient of whole logits, without the logits."""
+
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    EncoderDecoderModel,
+    LlamaForCausalLM,
+)
+
+import hftune.models.transformer_lm  # noqa: F401 - registers the classes
+from hftune import ConfigError, Recipe, Task
+from hftune.build import check_names
+from hftune.models import scored_head
+from hftune.models.bigbird import PrefixLM, PrefixLMConfig
+from hftune.models.scored_head import Head, ScoredOutput, install, liger_problem
+from hftune.planning.plan import make_plan
+from hftune.strategies.head_trial import reads_scores, reason_against
+from hftune.tasks.language_modeling import LanguageModeling
+from hftune.tasks.text import head_loss, head_losses
+
+WORDS = 97
+SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+DECODERS = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
+    "gpt2": {},
+    "transformer_lm": {},  # its head has a bias
+    "gemma2": {"final_logit_softcapping": 0.5, "num_key_value_heads": 1, "head_dim": 8},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+}
+PAIRS = {
+    "bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+}
+
+
+def decoder(kind, **settings):
+    torch.manual_seed(0)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3, "max_position_embeddings": 64}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **ends, **{**DECODERS[kind], **settings}))
+
+
+def pair(kind):
+    torch.manual_seed(0)
+    if kind == "encoder_decoder":
+        parts = [
+            BertConfig(**SIZES, max_position_embeddings=64, is_decoder=last, add_cross_attention=last) for last in (False, True)
+        ]
+        return EncoderDecoderModel(encoder=BertModel(parts[0]), decoder=BertLMHeadModel(parts[1]))
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2} if kind == "bart" else {}
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, vocab_size=WORDS, **PAIRS[kind], **heads))
+    if kind == "bart":
+        model.final_logits_bias.normal_()
+    return model
+
+
+def batch(model, share=0.6):
+    """Inputs of 3 rows of 11 tokens, and targets, a share of which is to be predicted."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(3, WORDS, (3, 11), generator=generator) for _ in range(2))
+    labels[torch.rand(3, 11, generator=generator) > share] = -100
+    if model.config.is_encoder_decoder:
+        return {"input_ids": ids[:, :7], "decoder_input_ids": ids, "use_cache": False}, labels
+    if isinstance(model, PrefixLM):
+        types = (torch.arange(11) > 5).long().expand(3, 11)
+        return {"input_ids": ids, "token_type_ids": types, "logits_to_keep": 5, "use_cache": False}, labels[:, 6:]
+    return {"input_ids": ids, "use_cache": False}, labels
+
+
+def whole_loss(logits, labels):
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def losses_and_gradients(model, share=0.6, scale=0.125):
+    """Loss, each token's loss, and all gradients: from the logits, and in chunks of 4 rows."""
+    inputs, labels = batch(model, share)
+    found = []
+    for chunks in (False, True):
+        model.zero_grad()
+        undo = install(model, at_once=4 * WORDS) if chunks else lambda: None
+        given = {**inputs, "targets": labels} if chunks else inputs
+        outputs = model(**given)
+        assert isinstance(outputs, ScoredOutput) == chunks
+        loss = outputs.loss_sum if chunks else whole_loss(outputs.logits, labels)
+        (loss * scale).backward()
+        with torch.no_grad():
+            each = head_losses(model(**given), labels)
+        undo()
+        gradients = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+        found.append((loss.detach(), each, gradients))
+    return found
+
+
+def same(found, tolerance):
+    (loss, each, gradients), (chunked, each_chunked, found_gradients) = found
+    assert chunked.dtype == loss.dtype and abs(chunked - loss) <= tolerance * max(1, abs(loss))
+    assert each_chunked.shape == each.shape and (each_chunked - each).abs().max() <= 10 * tolerance
+    assert gradients.keys() == found_gradients.keys() and gradients
+    most = max(value.abs().max() for value in gradients.values())
+    for name, value in gradients.items():
+        assert (found_gradients[name] - value).abs().max() <= tolerance * max(1, most), name
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, *PAIRS, "encoder_decoder", "prefix_lm"])
+def test_chunks_give_loss_and_gradient_of_whole_logits(kind):
+    if kind == "prefix_lm":
+        model = PrefixLM(PrefixLMConfig.warm_start(BertConfig(**SIZES, max_position_embeddings=64)))
+    else:
+        model = decoder(kind) if kind in DECODERS else pair(kind)
+    same(losses_and_gradients(model.eval()), 2e-6)
+    if kind == "gpt2":  # float64 throughout, where others have norms in float32
+        same(losses_and_gradients(model.double()), 1e-12)
+
+
+def test_frozen_heads_and_frozen_bodies_get_the_gradients_that_they_should():
+    model = decoder("transformer_lm").eval()
+    model.lm_head.requires_grad_(False)
+    same(losses_and_gradients(model), 2e-6)
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    (_, _, gradients), _ = found = losses_and_gradients(model)
+    assert gradients.keys() == {"lm_head.weight"}
+    same(found, 2e-6)
+
+
+def test_gradient_checkpointing_and_autocast_change_nothing_more_than_they_do_anyway():
+    model = decoder("llama")
+    model.train().activation_checkpointing_enable({"use_reentrant": False})
+    same(losses_and_gradients(model), 2e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(losses_and_gradients(model), 2e-2)
+
+
+@pytest.mark.parametrize("targets", ["lm_head", "all"])
+def test_an_adapter_on_the_head_is_differentiated(targets):
+    peft = pytest.importorskip("peft")
+    model = decoder("llama")
+    names = ["lm_head"] if targets == "lm_head" else ["lm_head", "q_proj", "down_proj"]
+    model.add_adapter(peft.LoraConfig(r=3, target_modules=names, init_lora_weights=False))
+    (_, _, gradients), _ = found = losses_and_gradients(model)
+    assert all("lora_" in name for name in gradients)
+    same(found, 2e-6)
+
+
+def test_rows_without_a_target_never_meet_the_head():
+    model = decoder("llama")
+    inputs, labels = batch(model, share=0.3)
+    rows = []
+    install(model, at_once=4 * WORDS)
+    linear = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: rows.append(len(hidden)) or linear(hidden)
+    model(**inputs, targets=labels).loss_sum.backward()
+    assert sum(rows) == int((labels != -100).sum()) and max(rows) == 4
+
+
+def test_without_any_target_loss_and_gradient_are_zero():
+    model = decoder("transformer_lm")
+    (loss, _, _), (chunked, _, gradients) = losses_and_gradients(model, share=-1)
+    assert loss == chunked == 0
+    assert not any(value.any() for value in gradients.values()) and "lm_head.weight" in gradients
+
+
+def test_small_micro_batches_keep_their_bits_and_generation_its_arguments():
+    model = decoder("llama").eval()
+    inputs, labels = batch(model)
+    expected = model(**inputs)
+    undo = install(model, at_once=labels.numel() * WORDS)
+    found = model(**inputs, targets=labels)
+    assert torch.equal(found.logits, expected.logits) and torch.equal(head_loss(found, labels), head_loss(expected, labels))
+    text = model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False)
+    undo()
+    assert "forward" not in vars(model)
+    assert torch.equal(text, model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False))
+
+
+def test_a_second_backward_pass_is_refused_and_not_scaled_twice():
+    model = decoder("llama")
+    inputs, labels = batch(model)
+    install(model, at_once=4 * WORDS)
+    loss = model(**inputs, targets=labels).loss_sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@dataclass
+class Tokens(Task):
+    """The next of 97 tokens."""
+
+    scored_head = True
+
+    def datasets(self):
+        return {}
+
+    def build_model(self):
+        return decoder("llama")
+
+    def collate(self, examples):
+        return torch.utils.data.default_collate(examples)
+
+    def loss(self, outputs, target):
+        return head_loss(outputs, target)
+
+    def predictions(self, outputs, model, batch):
+        return [{} for _ in batch["labels"]]
+
+
+@dataclass
+class OwnLoss(Tokens):
+    def loss(self, outputs, target):
+        return whole_loss(outputs.logits, target)
+
+
+@dataclass
+class OwnPredictions(Tokens):
+    def predictions(self, outputs, model, batch):
+        return outputs.logits.argmax(-1).tolist()
+
+
+@pytest.fixture
+def samples():
+    ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
+
+
+def tried(task, model, samples):
+    found = reason_against(model, task, samples, 1, torch.device("cpu"))
+    assert "forward" not in vars(model)  # the trial leaves no trace
+    return found
+
+
+def test_the_trial_lets_a_model_through_that_computes_the_same(samples):
+    assert tried(Tokens(), decoder("llama"), samples) is None
+    assert tried(Tokens(), decoder("gemma2"), samples) is None
+
+
+class Halved(LlamaForCausalLM):
+    def forward(self, *args, **inputs):
+        outputs = super().forward(*args, **inputs)
+        outputs.logits = outputs.logits / 2
+        return outputs
+
+
+def test_the_trial_finds_what_a_model_does_behind_its_head(samples):
+    model = Halved(decoder("llama").config)
+    assert "chunks give another loss of a sample" in tried(Tokens(), model, samples)
+
+
+def test_the_trial_finds_a_loss_that_needs_logits(samples):
+    assert "chunks fail" in tried(OwnLoss(), decoder("llama"), samples)
+
+
+def test_a_subclass_with_predictions_of_its_own_is_given_logits():
+    assert reads_scores(Tokens()) and reads_scores(LanguageModeling()) and not reads_scores(OwnPredictions())
+
+
+def test_liger_is_refused_where_it_cannot_run():
+    model, cpu, gpu = decoder("llama"), torch.device("cpu"), torch.device("cuda")
+    assert liger_problem(model, cpu) == "it runs on GPUs, and this is a cpu device"
+    assert liger_problem(model, gpu) is None
+    assert "scale or shift logits, as GraniteForCausalLM does" in liger_problem(decoder("granite"), gpu)
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert liger_problem(model, gpu) == "it needs a plain linear head, and LlamaForCausalLM has one of type Sequential"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("wikitext2_demo", (), "liger-kernel is not installed: pip install liger-kernel"),
+        ("wikitext2_demo", ("parallel.pipeline_stages=2",), "a pipeline returns logits"),
+        ("yelp_demo", (), "SequenceClassification does not predict tokens"),
+    ],
+)
+def test_liger_is_refused_before_data_and_model_are_loaded(recipe, words, message):
+    with pytest.raises(ConfigError, match=f"^train.head_loss=liger: {message}. Set train.head_loss=auto.$"):
+        check_names(Recipe.load(recipe, "train.head_loss=liger", *words))
+
+
+def test_liger_is_called_with_the_rows_that_have_a_target(monkeypatch):
+    def kernel(hidden, weight, target, bias, softcap, reduction, accum_dtype):
+        assert (target != -100).all() and reduction == "sum" and accum_dtype == torch.float32 and bias is None
+        return cross_entropy(softcap * torch.tanh(hidden @ weight.T / softcap), target, reduction=reduction)
+
+    functional = SimpleNamespace(liger_fused_linear_cross_entropy=kernel)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(functional=functional))
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    model = decoder("gemma2")
+    inputs, labels = batch(model)
+    expected = whole_loss(model(**inputs).logits, labels)
+    install(model, "liger")
+    assert model(**inputs, targets=labels).loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
+    with torch.no_grad():
+        assert model(**inputs, targets=labels).logits is not None
+
+
+def test_a_model_without_a_head_for_tokens_has_none():
+    assert Head.of(nn.Linear(2, 2)) is None
+
+
+def test_a_plan_counts_the_chunks(monkeypatch):
+    monkeypatch.setattr(scored_head, "AT_ONCE", 2**12)
+    together = ("train.micro_batch_size=20", "train.parts=1")
+    plans = [make_plan(Recipe.load("wikitext2_demo", *together, f"train.head_loss={how}")) for how in ("whole", "auto")]
+    whole, chunks = (plan.memory.activations_bytes for plan in plans)
+    words = len(Recipe.load("wikitext2_demo").task.text_tokenizer)
+    assert plans[0].memory.samples == 20 and whole - chunks > 4 * 20 * 35 * words  # at least a tensor of all logits
+    assert plans[0].unused_parameters == plans[1].unused_parameters == []
