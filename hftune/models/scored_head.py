@@ -80,7 +80,10 @@ class Head:
 
     def losses(self, hidden_RC: Tensor, targets_R: Tensor, reduction: str = "sum") -> Tensor:
         """Return the cross-entropies (R,), or their sum, of rows that all have a target."""
-        logits_RV = self.forward(hidden_RC)
+        return self.losses_of(self.forward(hidden_RC), targets_R, reduction)
+
+    def losses_of(self, logits_RV: Tensor, targets_R: Tensor, reduction: str = "sum") -> Tensor:
+        """Return the same of what the head itself returns."""
         if self.scale != 1.0:
             logits_RV = logits_RV * self.scale
         if self.cap is not None:
@@ -90,6 +93,11 @@ class Head:
         if logits_RV.dtype != torch.float64:
             logits_RV = logits_RV.float()
         return cross_entropy(logits_RV, targets_R, reduction=reduction)
+
+    def adds_in_place(self, hidden: Tensor) -> bool:
+        """Say whether ``_add_linear`` may be used: by a linear layer that computes in the precision of its weights."""
+        is_linear = type(self.module) is nn.Linear and self.module.weight.dtype == hidden.dtype
+        return is_linear and not torch.is_autocast_enabled(hidden.device.type)
 
     def rows_at_once(self, hidden: Tensor, at_once: int) -> int:
         """Return the rows of a chunk."""
@@ -197,10 +205,15 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden_RC: Tensor, targets_R: Tensor, head: Head, size: int, *trained: nn.Parameter) -> Tensor:
         """Compute losses and gradients. ``trained``: the parameters of the head that get one."""
         gradient_RC = torch.empty_like(hidden_RC)
-        gradients: list[Tensor | None] = [None] * len(trained)
+        in_place = head.adds_in_place(hidden_RC)
+        sums = {value: torch.zeros_like(value) for value in trained} if in_place else {}
+        gradients: list[Tensor | None] = [sums.get(value) for value in trained]
         losses = []
         for start in range(0, max(1, len(hidden_RC)), size):  # without rows one empty chunk, whose gradients are zeros
             rows = slice(start, start + size)
+            if in_place:
+                losses.append(_add_linear(head, hidden_RC[rows], targets_R[rows], gradient_RC[rows], sums))
+                continue
             with torch.enable_grad():
                 hidden = hidden_RC[rows].detach().requires_grad_()
                 loss = head.losses(hidden, targets_R[rows])
@@ -216,6 +229,27 @@ class _ChunkedLoss(torch.autograd.Function):
         """Scale the gradients in place, as they may be large; torch refuses a second backward pass, which would find that."""
         hidden, *parameters = [None if gradient is None else gradient.mul_(scale) for gradient in ctx.saved_tensors]
         return hidden, None, None, None, *parameters
+
+
+def _add_linear(
+    head: Head, hidden_RC: Tensor, targets_R: Tensor, gradient_RC: Tensor, sums: dict[nn.Parameter, Tensor]
+) -> Tensor:
+    """Return the loss of a chunk; write its gradient into ``gradient_RC``, and add that of weight and bias to ``sums``.
+
+    Autograd would first make a gradient of the weight's size for each chunk: on a CPU that took a seventh of the time.
+    """
+    linear = head.module
+    with torch.no_grad():
+        logits_RV = head.forward(hidden_RC)
+    with torch.enable_grad():
+        loss = head.losses_of(logits_RV.requires_grad_(), targets_R)
+    (gradient_RV,) = torch.autograd.grad(loss, logits_RV)
+    gradient_RC.copy_(gradient_RV @ linear.weight)
+    if linear.weight in sums:
+        sums[linear.weight].addmm_(gradient_RV.T, hidden_RC)
+    if linear.bias is not None and linear.bias in sums:
+        sums[linear.bias].add_(gradient_RV.sum(0))
+    return loss.detach()
 
 
 def _added(known: Tensor | None, new: Tensor | None) -> Tensor | None:

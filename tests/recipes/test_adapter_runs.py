@@ -41,7 +41,8 @@ def test_adapters_answer_score_and_merge_as_in_training(run, capsys, monkeypatch
     own = probabilities(run.folder, run)
     texts = [row["text"] for row in run.predictions[:5]]
     model = run.folder / "model"
-    theirs = pipeline("text-classification", model=str(model), config=str(model / "model_config"), device="cpu", top_k=None)
+    cut = {"truncation": True, "max_length": 64, "top_k": None}
+    theirs = pipeline("text-classification", model=str(model), config=str(model / "model_config"), device="cpu", **cut)
     for ours, answer in zip(own, theirs(texts), strict=True):
         assert sorted(ours) == pytest.approx(sorted(label["score"] for label in answer), abs=2e-6)
     recipe = Recipe.load(run.folder / "recipe.yaml")
@@ -53,6 +54,13 @@ def test_adapters_answer_score_and_merge_as_in_training(run, capsys, monkeypatch
     assert probabilities(run.folder / "model_merged", run) == [pytest.approx(row, abs=1e-6) for row in own]
     assert main(["merge", str(run.folder / "model_merged")]) == 2
     assert "model_merged holds no adapters but a whole model" in capsys.readouterr().err
+
+    assert main(["push", str(run.folder), "me/adapters"]) == 2
+    assert "hftune merge" in (said := capsys.readouterr().err) and "without which nobody can load them" in said
+    about = run.folder / "model_merged" / "hftune.json"
+    about.write_text(about.read_text().replace('"step": ', '"step": 4'))
+    assert main(["push", str(run.folder), "me/adapters", "--merged"]) == 2
+    assert "model_merged was made of the adapters of step 4" in capsys.readouterr().err
 
 
 def test_card_says_how_the_adapters_are_loaded(run, base):

@@ -8,12 +8,14 @@ import pytest
 import torch
 import transformers
 
-from hftune import ConfigError
+from hftune import ConfigError, Recipe
 from hftune.checkpoints.export import export
 from hftune.config import AdapterConfig
+from hftune.distributed.preflight import check_launcher
 from hftune.models.adapter_files import answers, is_quantized, merge, plain_model
-from hftune.models.adapters import add_adapter, new_modules
+from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.pretrained import load_config, load_model, load_saved, loading, quantization, saved_config
+from tests.support.runs import FSDP
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "vocab_size": 101, "num_key_value_heads": 2, "tie_word_embeddings": False, **SIZES}
@@ -196,3 +198,36 @@ def test_weights_of_4_bits_train_save_load_and_merge_into_the_unquantised(tmp_pa
     with loading(quantization_config=None):
         exact = loaded("AutoModelForCausalLM", tmp_path / "model")
     assert not is_quantized(exact) and 0 < (answers(exact) - answers(model)).abs().max() < 0.1
+
+
+REVIEWS = ("adapter.type=lora", "adapter.quantize=nf4")
+REFUSALS = {
+    "adapter.quantize=nf4 quantises weights that are loaded; task.model=null builds new ones. Leave it out.": REVIEWS,
+    "adapter.quantize=nf4 does not go with adapter.export=merged: adapters merged into 4 bits would be rounded away. Leave "
+    "adapter.export at adapter; hftune merge puts them into the weights as they were.": (*REVIEWS, "adapter.export=merged"),
+    "adapter.export=both: Tagging has no method save, and the default one writes a whole model. Set adapter.export=merged, or "
+    "write one that calls model.save_pretrained(directory).": (
+        *("replace=[task]", "task.type=tests.support.tasks.Tagging", "adapter.type=lora", "adapter.export=both"),
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSALS)
+def test_what_cannot_be_exported_or_quantised_is_refused_at_once(said):
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load("yelp_demo", *REFUSALS[said]).validate()
+    assert said in str(caught.value)
+
+
+def test_4_bits_are_refused_without_bitsandbytes_and_under_fsdp(monkeypatch):
+    config = AdapterConfig(type="lora", quantize="nf4")
+    monkeypatch.setattr("hftune.models.adapters.find_spec", {"peft": object()}.get)
+    with pytest.raises(ConfigError, match=r'needs bitsandbytes, which is not installed: pip install "hftune\[qlora\]"'):
+        check_installed(config)
+    for name, value in FSDP.items():
+        monkeypatch.setenv(name, value)
+    recipe = Recipe.load("yelp_demo", *REVIEWS, "train.micro_batch_tokens=4096")
+    with pytest.raises(
+        ConfigError, match=r"adapter.quantize=nf4 does not work under FSDP, which cannot shard weights of 4 bits"
+    ):
+        check_launcher(recipe)

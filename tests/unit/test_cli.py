@@ -39,7 +39,10 @@ def test_version_is_printed(capsys):
 
 
 def test_predicting_without_an_input_is_refused(capsys, tmp_path):
-    assert refused(capsys, "predict", tmp_path) == "There is no input. Give --data, --text, --text-file or --input."
+    assert (
+        refused(capsys, "predict", tmp_path)
+        == "There is no input. Give --data, --text, --text-file, --messages, --chat or --input."
+    )
 
 
 def test_file_that_is_not_there_or_not_utf8(capsys, tmp_path):

@@ -13,7 +13,7 @@ from PIL import Image
 from hftune import cli, load_model
 from hftune.commands import predict_rows
 from hftune.commands.predict_data import find_columns, flat, flattened, output_columns, output_rows
-from hftune.data.table import read_table
+from hftune.data.table import read_table, write_table
 from hftune.errors import DataError
 from hftune.tasks import Seq2Seq, SequenceClassification
 from tests.support.predictions import untrained
@@ -23,7 +23,7 @@ TEXTS = [
     "The food was superb.",
     "Cold, and late; never again. " * 9,
     "So so",
-    'Great\nplace,\r"really" great.',
+    'Great\nplace, "really" great.',
     "I would not go.",
 ]
 
@@ -176,6 +176,13 @@ def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkey
     assert not (tmp_path / "x.csv").exists() and (tmp_path / "y.csv.parts" / "kept").exists()
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_bare_carriage_return_breaks_no_row(tmp_path, kind):
+    write_table(path := tmp_path / f"t.{kind}", kind, ["text", "id"], [{"text": "a\rb", "id": 1}, {"text": "c", "id": 2}])
+    assert read_table(str(path)).rows["text"] == ["a\rb", "c"]
+    assert path.read_bytes().count(b"\n") == 3 and b"\r\n" not in path.read_bytes()
+
+
 def test_no_column_takes_the_place_of_another_one(tmp_path):
     (tmp_path / "t.csv").write_text("text,label,label_given\nhello,new,old\n")
     job = SimpleNamespace(table=read_table(str(tmp_path / "t.csv")), selected=None, options={"probabilities": True})
@@ -190,10 +197,10 @@ def test_no_column_takes_the_place_of_another_one(tmp_path):
 
 
 def test_the_column_that_was_trained_on_comes_before_a_guess(tmp_path):
-    (tmp_path / "t.csv").write_text("id,text,remark\n1,a,b\n")
+    (tmp_path / "t.csv").write_text("id,text,opinion\n1,a,b\n")
     table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
     assert task.input_columns() == {"text": None}
-    for trained_on, column in (({"text_column": "remark"}, "remark"), ({"text_column": "gone"}, "text"), ({}, "text")):
+    for trained_on, column in (({"text_column": "opinion"}, "opinion"), ({"text_column": "gone"}, "text"), ({}, "text")):
         assert find_columns(task, table, {}, trained_on) == {"text": column}
     (tmp_path / "n.csv").write_text("id,stars\n1,2\n")
     with pytest.raises(DataError, match=r"has no column that could be the text\. It has: id, stars\. Name the right one"):
