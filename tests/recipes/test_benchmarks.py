@@ -213,6 +213,7 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
 
 @pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
 def test_comparison_with_trl_says_in_a_sentence_that_it_is_not_installed():
-    done = subprocess.run([warm_python(), BENCHMARKS / "sft_scale.py"], env=environment(), capture_output=True, text=True)
+    # Cold: no torch is imported to say this.
+    done = subprocess.run([sys.executable, BENCHMARKS / "sft_scale.py"], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "benchmarks/sft_scale.py compares hftune with TRL, which is not installed: pip install trl.\n"
