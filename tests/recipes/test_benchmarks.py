@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,16 @@ def check_scored_head(*parts):
         assert chunks == pytest.approx(whole, rel=1e-6)
 
 
+def check_sft_scale(whole, accumulated):
+    assert [row["step"] for row in whole.rows] == [row["step"] for row in accumulated.rows] == ["1", "3", "furthest"]
+    assert whole.rows[0]["right loss"] == accumulated.rows[0]["right loss"]
+    for cells in (whole, accumulated):
+        assert 0 < number(cells.rows[1]["hftune loss"]) < number(cells.rows[0]["hftune loss"])
+        assert all(number(cells.rows[-1][name]) < 1e-5 for name in ("hftune loss", "hftune norm"))
+    assert all(number(whole.rows[-1][name]) < 1e-5 for name in ("TRL loss", "TRL norm"))
+    assert number(accumulated.rows[-1]["averaged loss"]) > 1e-3  # these chats tell a wrong mean from the right one
+
+
 def check_startup(cells):
     assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
     assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
@@ -191,6 +202,8 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
                 pass
         except NotAllowed as error:
             pytest.skip(str(error))
+    if name == "sft_scale" and find_spec("trl") is None:
+        pytest.skip("TRL is not installed")
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "result.json"
     script = BENCHMARKS / f"{name}.py"
@@ -202,3 +215,11 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
     assert result["measured"] and all(what and figure for what, figure in result["measured"].items())
     assert all(table["title"] in done.stdout and table["rows"] for table in result["tables"])
     CHECKS[name](*map(Cells, result["tables"]))
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
+def test_comparison_with_trl_says_in_a_sentence_that_it_is_not_installed():
+    # Cold: no torch is imported to say this.
+    done = subprocess.run([sys.executable, BENCHMARKS / "sft_scale.py"], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "benchmarks/sft_scale.py compares hftune with TRL, which is not installed: pip install trl.\n"
