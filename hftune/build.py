@@ -378,7 +378,9 @@ def load_options(recipe: Recipe) -> dict[str, Any]:
     config, precision = recipe.adapter, recipe.train.mixed_precision
     if config.type is None:
         return {}
-    on_gpu = torch.cuda.is_available() and computes_bf16(torch.device("cuda")) and precision in ("bf16", "auto")
+    on_gpu = (
+        not on_cpu() and torch.cuda.is_available() and computes_bf16(torch.device("cuda")) and precision in ("bf16", "auto")
+    )
     is_bf16 = config.base_dtype == "bf16" or (config.base_dtype == "auto" and on_gpu)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     device = "cpu" if on_cpu() else f"{torch.accelerator.current_accelerator()}:{ProcessInfo.from_environment().local_rank}"

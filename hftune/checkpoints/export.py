@@ -81,10 +81,14 @@ def save_adapted(task: Task, model: PreTrainedModel, temporary: Path, directory:
 def base_of(task: Task, model: PreTrainedModel) -> tuple[str | None, str | None]:
     """Return name and commit of the model that adapters belong to: a name on the Hub, or the path of a folder.
 
-    The name is None for a model that was built from a config, converted, or given weights of one's own.
+    The name is None for a model that was built from a config, converted, or given weights of one's own; and for one with frozen
+    weights that were drawn at random, such as a pooler that the files lack: loading it again would draw others.
     """
+    from hftune.models.adapters import base_tensors
+    from hftune.models.pretrained import drawn_parameters
+
     name = getattr(model, "name_or_path", "")
-    if not name or getattr(task, "weights", None):
+    if not name or getattr(task, "weights", None) or not base_tensors(model).keys().isdisjoint(drawn_parameters(model)):
         return None, None
     if (commit := getattr(task, "model_commit", None)) is not None:
         return task.model, commit  # type: ignore[attr-defined]  # of the tasks that have a model_commit

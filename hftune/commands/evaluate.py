@@ -17,6 +17,7 @@ import torch
 from hftune.build import build_model, choose_strategy, load_datasets, settle_head
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
+from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
 from hftune.commands.tracked import tracked
 from hftune.config import Recipe, TrackConfig
@@ -26,6 +27,7 @@ from hftune.errors import ConfigError
 from hftune.evaluation import Evaluation
 from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
+from hftune.models.adapters import base_digest, has_adapter
 from hftune.optim import build_optimizer
 from hftune.strategies.averages import averages_itself
 from hftune.strategies.base import Strategy
@@ -83,6 +85,7 @@ def evaluate(
             built = build_model(recipe)
         elif recipe.train.compile:
             compile_model(built)
+        base = base_digest(built) if saved is not None and has_adapter(built) else None
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
@@ -91,7 +94,7 @@ def evaluate(
         # parameter groups may take for granted.
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
-            load_weights(strategy, checkpoint, saved, digests)
+            load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
         config = recipe.eval
         shown = 0 if tracked_as is None else config.show_samples
@@ -151,12 +154,17 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
 
 
-def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str]) -> None:
+def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str], base: str | None) -> None:
     """Give the model the weights of a checkpoint, which the main process has read. Collective.
 
+    Args:
+        base: digest of the weights that adapters were put beside, on the main process.
+
     Raises:
-        ConfigError: it belongs to a different model, or to different training data, which the model may have been built from.
+        ConfigError: it belongs to a different model, or to different training data, which the model may have been built from;
+            or it holds adapters of another base.
     """
+    strategy.on_main(lambda: check_base(f"--checkpoint {path}", saved and saved.progress.get("base"), base))
     trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")

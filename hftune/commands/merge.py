@@ -47,10 +47,10 @@ def run(options: argparse.Namespace) -> int:
     hide_progress_bars()
     base = read_base(folder)
     model = load_export(recipe.task, folder)
+    before = answers(model)
     if base.quantized:  # a load of its weights as they were in training has found them to be the same
         with loading(quantization_config=None):
             model = load_export(recipe.task, folder)
-    before = answers(model)
     merge(model)
     model.to(getattr(torch, DTYPES[options.dtype] if options.dtype else base.dtype))
     after = answers(model)
@@ -70,9 +70,15 @@ def check_adapter(folder: Path) -> None:
 
 
 def check_output(output: Path, folder: Path) -> None:
-    """Refuse to write over the adapters, or over anything but an earlier model, or raise ConfigError."""
+    """Refuse to write over the adapters, over their base, or over anything but an earlier model, or raise ConfigError."""
+    from hftune.checkpoints.export import readable
+    from hftune.models.adapter_files import read_base
+
     if output.resolve() == folder.resolve():
         raise ConfigError(f"--output {output} is the folder of the adapters. Name a different one.")
+    base = read_base(readable(folder)).folder(readable(folder))
+    if output.resolve() == Path(base).resolve():
+        raise ConfigError(f"--output {output} is the base of the adapters. Name a different one.")
     if output.exists() and not (output / "config.json").is_file() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is there already, and is no model. Name a new folder.")
 

@@ -36,7 +36,7 @@ from hftune.errors import ConfigError, did_you_mean
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
 from hftune.models.packing import ATTENTION, without_masks
 from hftune.models.prefix_attention import Prefix, pack_layers
-from hftune.models.pretrained import load_model
+from hftune.models.pretrained import drawn_parameters, load_model
 
 WARM_STARTS = ("bert", "big_bird")
 SECTION = "task.model_config"
@@ -380,6 +380,7 @@ def build_encoder_decoder(
         decoder_start_token_id=start_token_id,
     )
     joined = EncoderDecoderModel(joined_config, **halves)
+    joined.drawn_parameters = [f"{part}.{name}" for part, half in halves.items() for name in drawn_parameters(half)]
     joined.generation_config = GenerationConfig(
         decoder_start_token_id=start_token_id, bos_token_id=start_token_id, eos_token_id=end_token_id, pad_token_id=pad_token_id
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -167,7 +168,7 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     Raises:
         ConfigError: as ``load_model`` and ``load_adapter``.
     """
-    from hftune.models.adapter_files import is_adapter, is_quantized, load_adapter, load_generation_config, read_base
+    from hftune.models.adapter_files import is_adapter, load_adapter, load_generation_config, read_base
 
     if not is_adapter(directory):
         return load_model(auto_class, str(directory), config)
@@ -181,7 +182,10 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
         model = load_model(auto_class, folder, config, base.commit)
     load_adapter(model, directory, is_as_trained=given.keys().isdisjoint(quantized))
     load_generation_config(model, directory)
-    return model.float() if dtype.itemsize < 4 and not is_quantized(model) else model
+    for value in chain(model.parameters(), model.buffers()):  # not model.float(), which refuses weights of 4 bits
+        if value.dtype in (torch.bfloat16, torch.float16):
+            value.data = value.data.float()
+    return model
 
 
 def quantization(kind: str | None, dtype: torch.dtype, whole: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:

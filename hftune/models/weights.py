@@ -88,6 +88,7 @@ def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list
             persistent[name].copy_(found[name])
     given = {id(persistent[name]) for name in used}  # tied tensors may be there under one name
     missing = [name for name, value in own.items() if name in persistent and id(value) not in given]
+    model.drawn_parameters = [name for name in missing if name in getattr(model, "drawn_parameters", own)]
     return _sentences(f"{key}={path}", missing, [name for name in found if name not in persistent])
 
 

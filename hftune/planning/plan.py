@@ -674,7 +674,8 @@ def exported_bytes(recipe: Recipe, model: nn.Module, trained_bytes: int) -> int:
     if not has_adapter(model):
         return trained_bytes
     base_bytes, kind = sum(value.nbytes for value in base_tensors(model).values()), recipe.adapter.export
-    has_own_base = kind != "merged" and getattr(recipe.task, "model", None) is None
+    is_named = getattr(recipe.task, "model", None) is not None and getattr(recipe.task, "weights", None) is None
+    has_own_base = kind != "merged" and not is_named
     return trained_bytes * (kind != "merged") + base_bytes * (kind != "adapter") + base_bytes * has_own_base
 
 
