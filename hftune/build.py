@@ -6,7 +6,7 @@ Processes do not communicate here, except to find the micro-batch size that fits
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
@@ -184,6 +184,10 @@ PARTS, TOKENS_OF_A_PART = (4, 2, 1), 1024
 for each of them on average. With fewer, a GPU takes hardly less time, and splitting a step would only cost."""
 
 
+HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of autocast, by ``Strategy.precision``."""
+
+
 def default_parts(plan: BatchPlan, least: int = 1) -> int:
     """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
     samples = min(plan.batch_size, plan.samples_per_epoch)
@@ -249,7 +253,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         compute_padding(model)
         return
     strategy.progress.stage("trying the model without padding")
-    half = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[strategy.accelerator.mixed_precision]
+    half = HALF[strategy.precision]
     samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
 
     def tried() -> str | None:
@@ -271,13 +275,16 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         )
 
 
-def settle_head(recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: Any, rows: int) -> list[str]:
+def settle_head(
+    recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: Any, rows: int, others: Iterable[Any] = ()
+) -> list[str]:
     """Let a model compute its loss together with its head, where there are many logits and it comes out the same. Collective.
 
     Before ``strategy.prepare``, while every process has the whole model on its host.
 
     Args:
         rows: of the largest micro-batch.
+        others: data sets that are evaluated, too, and may have longer samples.
 
     Returns:
         Sentences on why the logits are computed as a whole.
@@ -293,11 +300,14 @@ def settle_head(recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: A
             raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
         return []
     lengths = recipe.task.lengths(dataset)
-    longest = 1 if lengths is None else int(lengths.max())
+    longest = max((int(found.max()) for rows in others if (found := recipe.task.lengths(rows)) is not None), default=1)
+    longest = longest if lengths is None else max(longest, int(lengths.max()))
     if kernel == "auto" and rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
         return []
     sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
-    reason = strategy.on_main(lambda: head_trial.reason_against(model, recipe.task, dataset, sample, strategy.device))
+    strategy.progress.stage("trying the loss in chunks")
+    half = HALF[strategy.precision]
+    reason = strategy.on_main(lambda: head_trial.reason_against(model, recipe.task, dataset, sample, strategy.device, half))
     if reason is None:
         scored_head.install(model, "liger" if kernel == "liger" else "chunks")
         strategy.scores_head = True
@@ -323,9 +333,9 @@ def liger_problem(recipe: Recipe) -> str | None:
     return None if find_spec("liger_kernel") else "liger-kernel is not installed: pip install liger-kernel"
 
 
-def largest_rows(recipe: Recipe, plan: BatchPlan) -> int:
+def largest_rows(recipe: Recipe, plan: BatchPlan, has_test: bool) -> int:
     """Return a bound on the rows of a micro-batch, in training or in an evaluation."""
-    evaluated = 0 if recipe.eval.is_off else recipe.eval.batch_size
+    evaluated = 0 if recipe.eval.is_off and not has_test else recipe.eval.batch_size
     return max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
 
 

@@ -82,8 +82,9 @@ def train(recipe: Recipe) -> TrainResult:
         output.confirm(strategy)
         check_base_dtype(recipe, strategy, parts.model)
         settle_packing(recipe, strategy, parts)
-        rows = largest_rows(recipe, parts.plan)
-        parts.notices += settle_head(recipe, strategy, parts.model, parts.datasets["train"], rows)
+        rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
+        train, *others = parts.datasets.values()
+        parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):

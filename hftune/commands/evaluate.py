@@ -34,6 +34,7 @@ from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
 from hftune.strategies.sharding import SavedState
 from hftune.task import ask
+from hftune.tracking.console import note
 from hftune.tracking.jsonl import write_rows
 
 
@@ -89,7 +90,9 @@ def evaluate(
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
-        settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size)
+        for sentence in settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size):
+            if strategy.is_main:
+                print(note(sentence), flush=True)
         # Nothing is trained; a checkpoint's optimizer may have other weights to evaluate. An export is not frozen, as a task's
         # parameter groups may take for granted.
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
@@ -164,7 +167,7 @@ def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, diges
         ConfigError: it belongs to a different model, or to different training data, which the model may have been built from;
             or it holds adapters of another base.
     """
-    strategy.on_main(lambda: check_base(f"--checkpoint {path}", saved and saved.progress.get("base"), base))
+    strategy.on_main(lambda: check_base(f"--checkpoint {path}", None if saved is None else saved.progress.get("base"), base))
     trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")

@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -112,10 +113,21 @@ def lengths_of(job: Job, rows_N: np.ndarray, group: Collectives) -> np.ndarray:
         return job.sizes[rows_N] // 4 + 1
     shares = np.array_split(rows_N, group.num_processes)
     own = shares[group.process_index]
-    counted = job.recipe.task.input_lengths(job.inputs(own.tolist())) if len(own) else []
+    with naming_rows(job, own.tolist()):
+        counted = job.recipe.task.input_lengths(job.inputs(own.tolist())) if len(own) else []
     if group.any_process(counted is None):
         return job.sizes[rows_N] // 4 + 1
     return np.array(group.broadcast(group.gather_to_main(counted or [])))
+
+
+@contextmanager
+def naming_rows(job: Job, numbers: Sequence[int]) -> Iterator[None]:
+    """Name the row of the table in messages on an input, whose index counts among the inputs given."""
+    try:
+        yield
+    except DataError as error:
+        said = re.sub(r"^Input (\d+)", lambda match: f"Row {numbers[int(match[1])]}", str(error))
+        raise DataError(f"--data {job.table.name}: {said}") from error
 
 
 def plan(lengths_N: np.ndarray, batch_size: int, max_tokens: int | None) -> list[MicroBatch]:
@@ -130,11 +142,8 @@ def predict_batch(job: Job, model: nn.Module, numbers: Sequence[int], group: Col
     """Return the predictions of these rows."""
     task = job.recipe.task
     try:
-        with torch.no_grad(), group.accelerator.autocast():
+        with naming_rows(job, numbers), torch.no_grad(), group.accelerator.autocast():
             rows = task.predict(model, job.inputs(numbers), **job.options)
-    except DataError as error:  # whose index counts from the start of the batch
-        said = re.sub(r"^Input (\d+)", lambda match: f"Row {numbers[int(match[1])]}", str(error))
-        raise DataError(f"--data {job.table.name}: {said}") from error
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not should_reduce_batch_size(error):
             raise

@@ -90,8 +90,8 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
     trained = {name for name, module in model.named_modules() if hasattr(module, "original_module")}
     if further := sorted(trained - {*whole} - ties.keys()):  # peft compares the ends of names, without a dot before them
         raise ConfigError(
-            f"adapter.train_also: peft would train {further[0]}, too, whose name ends like one of {', '.join(whole)}. Give longer "
-            "names, or leave it out."
+            f"adapter.train_also: peft would train {further[0]}, too, whose name ends like one of {', '.join(whole)}. Give "
+            "longer names, or leave it out."
         )
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in LOWER:

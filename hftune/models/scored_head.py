@@ -73,7 +73,10 @@ class Head:
         """Find the head of a transformers model; None if it has none that predicts tokens."""
         if not isinstance(model, PreTrainedModel) or (module := model.get_output_embeddings()) is None:
             return None
-        config = model.config.get_text_config(decoder=True)
+        try:
+            config = model.config.get_text_config(decoder=True)
+        except ValueError:  # it has several text models
+            return None
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         cap, bias = getattr(config, "final_logit_softcapping", None), getattr(model, "final_logits_bias", None)
         return cls(module, module.forward, getattr(module, "out_features", config.vocab_size), scale, cap, bias)

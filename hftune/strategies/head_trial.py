@@ -14,8 +14,14 @@ from hftune.strategies.packing import evaluating, tolerance_of
 from hftune.task import Task
 
 
-def reason_against(model: nn.Module, task: Task, dataset: Any, sample: int, device: torch.device) -> str | None:
+def reason_against(
+    model: nn.Module, task: Task, dataset: Any, sample: int, device: torch.device, half: torch.dtype | None = None
+) -> str | None:
     """Compute the loss of a sample from its logits and in chunks, in evaluation mode, and compare; the model stays as it is.
+
+    Args:
+        half: the dtype of autocast in training, if it is on. A model with weights of it, as adapters may have beside others in
+            float32, is tried like that.
 
     Returns:
         Why training must compute the logits as a whole, a part of a sentence; None if it need not.
@@ -24,14 +30,16 @@ def reason_against(model: nn.Module, task: Task, dataset: Any, sample: int, devi
     try:
         batch = send_to_device(task.collate([dataset[sample]]), device)
         inputs, target = task.inputs(batch), task.target(batch)
-        with evaluating(model.to(device)), torch.no_grad():
+        dtype = half if any(value.dtype == half for value in model.parameters()) else None
+        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+        with evaluating(model.to(device)), torch.no_grad(), autocast:
             expected = float(task.loss(model(**inputs), target))
             undo = install(model, at_once=Head.of(model).num_words * (target.numel() // 3))  # so there are several chunks
             try:
                 found = float(task.loss(model(**inputs, **{TARGETS: target}), target))
             finally:
                 undo()
-        if not abs(found - expected) <= tolerance_of(device) * max(1.0, abs(expected)):
+        if not abs(found - expected) <= tolerance_of(device, dtype) * max(1.0, abs(expected)):
             return f"chunks give another loss of a sample, {found:.6g} and not {expected:.6g}"
     except Exception as error:  # whatever a model or a task of others raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")

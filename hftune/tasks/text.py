@@ -224,7 +224,8 @@ class TextTask(Task):
 
         def name(index: int) -> Any:
             (row,) = row_numbers(self._rows[split], [index])
-            is_mixed = self._mixed is not None and (split == "train" or held_out_key(self) is not None)
+            is_trained_on = split == "train" or (split == "eval" and held_out_key(self) is not None)
+            is_mixed = self._mixed is not None and is_trained_on
             return self._mixed.row_name(row) if is_mixed and self._mixed else row
 
         return name

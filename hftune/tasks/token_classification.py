@@ -87,12 +87,7 @@ class TokenClassification(TextTask):
     def _read(self, split: str) -> list[list[Any]]:
         from hftune.data.tags import read_tags
 
-        return read_tags(self._rows[split], self._words, self._tags, split, self._row_of(split))
-
-    def _row_of(self, split: str) -> Callable[[int], int]:
-        from hftune.data.text import row_numbers
-
-        return lambda index: row_numbers(self._rows[split], [index])[0]
+        return read_tags(self._rows[split], self._words, self._tags, split, self.row_of(split))
 
     def training_texts(self) -> list[str]:
         return [" ".join(words) for words in self._rows["train"][self._words]]
@@ -118,7 +113,7 @@ class TokenClassification(TextTask):
         from hftune.data.labels import class_numbers
 
         def check() -> bool:
-            tags, row_of = self._read(split), self._row_of(split)
+            tags, row_of = self._read(split), self.row_of(split)
             rows = [index for index, listed in enumerate(tags) for _ in listed]
             flat = [tag for listed in tags for tag in listed]
             class_numbers(flat, self.labels, self._data_label_names, split, lambda place: row_of(rows[place]))

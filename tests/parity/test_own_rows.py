@@ -88,7 +88,8 @@ def test_without_evaluation_the_last_model_is_the_model(runs):
     run = runs["never", 2]
     assert run.result["best"] == {"step": 7} and run.result["metrics"] == {} and run.logged("eval/loss") == []
     assert sorted(path.name for path in run.folder.iterdir() if path.name.startswith(("model", "predict"))) == ["model"]
-    assert json.loads((run.folder / "model" / "hftune.json").read_text()) == {"step": 7}
+    columns = {"text_column": "text", "label_column": "label"}
+    assert json.loads((run.folder / "model" / "hftune.json").read_text()) == {"step": 7, "columns": columns}
     assert "## Results" not in (run.folder / "model" / "README.md").read_text()
     assert "This run does not evaluate (eval.every=never)." in (run.folder / "report.html").read_text()
 

@@ -22,6 +22,7 @@ class Alone:
     def __init__(self):
         self.device, self.progress, self.num_processes, self.collate_packed = torch.device("cpu"), Progress(), 1, None
         self.accelerator = type("Accelerator", (), {"mixed_precision": "no"})()
+        self.precision = "no"
 
     def on_main(self, function):
         return function()
