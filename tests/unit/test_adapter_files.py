@@ -9,12 +9,13 @@ import torch
 import transformers
 
 from hftune import ConfigError, Recipe
-from hftune.checkpoints.export import export
+from hftune.checkpoints.export import base_of, export
+from hftune.commands.merge import check_output
 from hftune.config import AdapterConfig
 from hftune.distributed.preflight import check_launcher
 from hftune.models.adapter_files import answers, is_quantized, merge, plain_model
 from hftune.models.adapters import add_adapter, check_installed, new_modules
-from hftune.models.pretrained import load_config, load_model, load_saved, loading, quantization, saved_config
+from hftune.models.pretrained import drawn_parameters, load_config, load_model, load_saved, loading, quantization, saved_config
 from tests.support.runs import FSDP
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -231,3 +232,21 @@ def test_4_bits_are_refused_without_bitsandbytes_and_under_fsdp(monkeypatch):
         ConfigError, match=r"adapter.quantize=nf4 does not work under FSDP, which cannot shard weights of 4 bits"
     ):
         check_launcher(recipe)
+
+
+def test_a_base_with_weights_that_its_files_lack_goes_along(tmp_path):
+    """Loading it again would draw others."""
+    fresh("AutoModelForMaskedLM", BERT).save_pretrained(tmp_path / "base")  # without a pooler
+    model = load_model(transformers.AutoModel, str(tmp_path / "base"), load_config(str(tmp_path / "base"), {}))
+    model.pooler.requires_grad_(False)
+    add_adapter(model, AdapterConfig(type="lora", rank=4), [])
+    assert drawn_parameters(model) and base_of(Saver(), model) == (None, None)
+    whole = adapted("AutoModelForMaskedLM", tmp_path / "base")
+    assert base_of(Saver(), whole) == (str(tmp_path / "base"), None)
+
+
+def test_merging_never_replaces_the_base(tmp_path):
+    fresh("AutoModelForCausalLM", LLAMA).save_pretrained(tmp_path / "base")
+    export(Saver(), adapted("AutoModelForCausalLM", tmp_path / "base"), tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"is the base of the adapters\. Name a different one"):
+        check_output(tmp_path / "base", tmp_path / "model")

@@ -239,3 +239,11 @@ def test_adapters_cannot_change_on_resume_but_their_export_can(tmp_path):
         changed(plain.to_yaml(), "adapter.type=lora")
     older = {key: value for key, value in plain.to_dict().items() if key != "adapter"}
     assert changed(yaml.safe_dump(older)) == []
+
+
+def test_modules_whose_names_only_end_alike_are_not_trained_without_a_word():
+    model = llama().model  # its last norm is called norm; those of its layers input_layernorm
+    assert refused(model, train_also=["norm"]) == (
+        "adapter.train_also: peft would train layers.0.input_layernorm, too, whose name ends like one of norm. Give longer names, "
+        "or leave it out."
+    )

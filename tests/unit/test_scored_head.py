@@ -247,6 +247,13 @@ def test_the_trial_lets_a_model_through_that_computes_the_same(samples):
     assert tried(Tokens(), decoder("gemma2"), samples) is None
 
 
+def test_a_base_in_bf16_with_a_head_in_float32_is_tried_as_it_is_trained(samples):
+    model = decoder("llama").bfloat16()
+    model.lm_head.float()
+    found = reason_against(model, Tokens(), samples, 1, torch.device("cpu"), torch.bfloat16)
+    assert found is None
+
+
 class Halved(LlamaForCausalLM):
     def forward(self, *args, **inputs):
         outputs = super().forward(*args, **inputs)
