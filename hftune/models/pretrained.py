@@ -169,9 +169,11 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
         ConfigError: as ``load_model`` and ``load_adapter``.
     """
     from hftune.models.adapter_files import is_adapter, load_adapter, load_generation_config, read_base
+    from hftune.models.adapters import import_peft
 
     if not is_adapter(directory):
         return load_model(auto_class, str(directory), config)
+    import_peft()
     base, given = read_base(directory), _OPTIONS.get()
     folder = base.folder(directory)
     if base.commit is None and not Path(folder).is_dir():
