@@ -482,10 +482,10 @@ class Chats(TextTask):
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         row = messages if isinstance(messages, Mapping) else {"messages": messages}
         try:
-            chat = messages_of(row, has_answer=False)
+            chat = messages_of(row, has_answer=False, as_written=True)
             if chat[-1]["role"] not in ("user", "tool"):
                 raise ChatError(f"The last message is the {chat[-1]['role']}'s, so that there is nothing to answer.")
-            return self.chat_format.prompt(chat, tools_of(row, "tools"))
+            return self.chat_format.prompt(chat, tools_of(row, "tools", as_written=True))
         except ChatError as error:
             raise DataError(f"Input {index} cannot be answered: {error}") from error
 
@@ -542,7 +542,8 @@ def encode(
     found: dict[str, list] = {"input_ids": [], "labels": [], "row": [], "lost": []}
     for place, index in enumerate(indices):
         try:
-            messages, tools = chat_of({name: values[place] for name, values in rows.items()}, columns)
+            row = {name: values[place] for name, values in rows.items()}
+            messages, tools = chat_of(row, columns, completion_only=train_on != "all")
             whole = chats.samples(messages, tools, train_on)
         except ChatError as error:
             raise BadChat(index, str(error)) from error
@@ -555,17 +556,20 @@ def encode(
     return found
 
 
-def chat_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+def chat_of(
+    row: Mapping[str, Any], columns: Mapping[str, str], completion_only: bool = True
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the checked messages of a row and its tools, or raise ChatError.
 
     Args:
         columns: see ``Chats.columns``.
+        completion_only: see ``messages_of``.
     """
     from hftune.data.chats import messages_of, tools_of
 
     names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
     tools = columns.get("tools_column")
-    return messages_of(row, names), None if tools is None else tools_of(row, tools)
+    return messages_of(row, names, completion_only=completion_only), None if tools is None else tools_of(row, tools)
 
 
 def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -137,9 +137,12 @@ def test_answers_end_where_the_positions_do(based):
 
 def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys, monkeypatch):
     expected = load_model(run.folder, device="cpu").predict([CHAT])[0]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n\n{json.dumps(CHAT)}\n")
+    separated = [{"role": "system", "content": "plain\u2028"}, CHAT[1]]
+    lines = [json.dumps({"messages": CHAT}), "", json.dumps(CHAT), json.dumps(separated, ensure_ascii=False)]
+    (tmp_path / "chats.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
     assert cli.main(["predict", str(run.folder), "--messages", f"{tmp_path}/chats.jsonl", "--json"]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [expected] * 2
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert answers[:2] == [expected] * 2 and len(answers) == 3
 
     question = CHAT[1]["content"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n/new\n<|im_end|>\n{question}\n/exit\n{question}\n"))
