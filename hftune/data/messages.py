@@ -97,6 +97,18 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
+def as_messages(value: Any) -> Any:
+    """Return the messages that a text holds as JSON; any other value unchanged, such as a question."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        messages = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    is_chat = bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)
+    return messages if is_chat else value
+
+
 def _listed(row: Mapping[str, Any], column: str, role: str, as_written: bool) -> list[Any]:
     """Return the messages of a column; a text of a prompt or of a completion becomes one."""
     value = row.get(column)

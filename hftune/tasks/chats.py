@@ -62,8 +62,8 @@ class Chats(TextTask):
     completion_column: str | None = None
     """Column of the answers to prompt_column, texts or lists of messages. null: completion."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """assistant: all answers. last: the last answer of each chat. all: every token, the users' messages included. A message
-    with "train": false is not trained on."""
+    """assistant: all answers. last: the last answer of each chat that is not marked with "train": false. all: every token, the
+    users' messages included. A message with "train": false is not trained on."""
     max_length: int = 2048
     """Maximum length of a chat in tokens."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
@@ -77,7 +77,8 @@ class Chats(TextTask):
     resumed run keeps."""
     generation: dict[str, Any] | None = None
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
-    transformers' GenerationConfig. Without do_sample, they take the likeliest token. null: only the loss is computed."""
+    transformers' GenerationConfig. Without do_sample, they take the likeliest token. The export keeps its base's settings.
+    null: only the loss is computed."""
     scores: list[str] = field(default_factory=lambda: ["exact_match"])
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
@@ -465,6 +466,12 @@ class Chats(TextTask):
 
     def input_columns(self) -> dict[str, str | None]:
         return {"prompt": self.prompt_column}
+
+    def raw_inputs(self, rows: Mapping[str, list]) -> list:
+        """Return what some rows of a table ask: texts, or lists of messages, which may be JSON text."""
+        from hftune.data.messages import as_messages, without_nulls
+
+        return [as_messages(without_nulls(value)) for value in super().raw_inputs(rows)]
 
     def input_lengths(self, inputs: list) -> list[int] | None:
         return [len(self.prompt_ids(index, value)) for index, value in enumerate(inputs)]

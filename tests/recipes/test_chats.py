@@ -144,6 +144,14 @@ def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys,
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert answers[:2] == [expected] * 2 and len(answers) == 3
 
+    rows = [{"messages": json.dumps(CHAT)}, {"messages": CHAT[1]["content"]}]
+    (tmp_path / "table.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ("--data", f"{tmp_path}/table.jsonl", "--map", "prompt=messages", "--output", f"{tmp_path}/answers.jsonl")
+    assert cli.main(["predict", str(run.folder), *words]) == 0
+    capsys.readouterr()
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert answers[0]["generated"] == expected["generated"] and len(answers) == 2
+
     question = CHAT[1]["content"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n/new\n<|im_end|>\n{question}\n/exit\n{question}\n"))
     assert cli.main(["predict", str(run.folder), "--chat", "--system", "plain"]) == 0
@@ -159,6 +167,7 @@ def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys,
         (("--messages", "{file}"), "x", "line 1 is not valid JSON"),
         (("--messages", "{file}"), json.dumps([*CHAT, ANSWER]), "the last message is the assistant's"),
         (("--system", "plain"), "", "--system is for --chat"),
+        (("--messages", "{file}", "--output", "{file}.csv"), "", "--output is for --data"),
         (("--chat", "--text", "x"), "", "--chat reads its messages from the terminal"),
     ],
 )
@@ -176,6 +185,7 @@ def test_adapters_start_from_the_export_of_the_demo_and_are_a_fraction_of_it(run
         path.stat().st_size
         for path in (lora.folder / "model" / "adapter_model.safetensors", run.folder / "model" / "model.safetensors")
     ]
+    assert (lora.folder / "model" / "generation_config.json").is_file(), "docs/chats.md loads it"
     assert weights[0] < weights[1] / 3  # matrices of rank 8 beside a model that is 64 wide
     assert evaluate(Recipe.load(lora.folder / "recipe.yaml"), lora.folder / "model").metrics == lora.result["metrics"]
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from hftune.data.chats import NO_LABEL, ChatError, ChatFormat, fitted, messages_of, tools_of
+from hftune.data.messages import as_messages
 from hftune.errors import ConfigError
 from hftune.tasks.text import NO_LABEL as TASKS_NO_LABEL
 from tests.support.chat_tokenizers import chat_tokenizer, shipped
@@ -309,6 +310,13 @@ def test_tools_are_lists_or_json():
     for wrong in ({"name": "weather"}, [3], [{"function": "weather"}]):
         with pytest.raises(ChatError, match="Column 'tools' does not hold a list of JSON schemas"):
             tools_of({"tools": wrong}, "tools")
+
+
+def test_messages_as_json_are_told_from_questions():
+    messages = [said("user", "Q", name=None)]
+    assert as_messages(f" {json.dumps(messages)}") == as_messages(messages) == messages
+    for question in ("[1, 2]?", "[1, 2]", "[]", "[{}]", "Q", '{"role": "user"}'):
+        assert as_messages(question) == question
 
 
 def test_samples_cannot_be_changed():
