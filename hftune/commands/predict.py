@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
     if options.system is not None and not options.chat:
         raise ConfigError("--system is for --chat. Elsewhere, write a message with the role system.")
     inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
+    if options.output is not None and (options.chat or options.messages):
+        raise ConfigError("--output is for --data, and for predicted images. Answers to chats go to standard output.")
     if options.chat:
         if inputs or options.messages:
             raise ConfigError("--chat reads its messages from the terminal. Leave the other inputs out.")

@@ -32,7 +32,7 @@ def read_chats(path: str) -> list[Any]:
         ConfigError: the file cannot be read, or a line is neither.
     """
     chats = []
-    for number, line in enumerate(read_text(path, "--messages").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "--messages").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -35,6 +35,7 @@ _PROBE = (
     {"role": "assistant", "content": "@@two@@"},
     {"role": "user", "content": "three"},
 )
+_SYSTEM = {"role": "system", "content": "zero"}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "find", "arguments": {"what": "one"}}}
 _PROBE_CALL = (
     {"role": "user", "content": "one"},
@@ -169,10 +170,16 @@ class ChatFormat:
     @cached_property
     def dated(self) -> bool:
         """Whether the template writes the date, so that the samples are others on another day."""
-        texts = set()
-        for day in (datetime.date(2001, 2, 3), datetime.date(2012, 11, 10)):
-            texts.add(self._render(_PROBE[:1], None, prompt=True, today=day))
-        return len(texts) > 1
+        days, are_rendered = (datetime.date(2001, 2, 3), datetime.date(2012, 11, 10)), False
+        for probe in (_PROBE[:1], (_SYSTEM, *_PROBE[:1])):  # some templates want a system message, others know none
+            try:
+                one, other = (self._render(probe, None, prompt=True, today=day) for day in days)
+            except ChatError:
+                continue
+            if one != other:
+                return True
+            are_rendered = True
+        return not are_rendered and "strftime_now" in self._template(None) + self._template([])
 
     def _check_options(self) -> None:
         fixed = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"messages", "strftime_now"}

@@ -20,25 +20,31 @@ class ChatError(DataError):
 
 
 def messages_of(
-    row: Mapping[str, Any], columns: Sequence[str] = ("messages",), has_answer: bool = True
+    row: Mapping[str, Any],
+    columns: Sequence[str] = ("messages",),
+    has_answer: bool = True,
+    completion_only: bool = True,
+    as_written: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the checked messages of a row, as templates take them.
 
     Args:
-        columns: the column of the messages; or two, of the prompt and of its completion, each a text or messages. Only the
-            completion is then trained. Messages may be JSON text, in which nulls and numbers stay as they were written.
+        columns: the column of the messages; or two, of the prompt and of its completion, each a text or messages. Messages
+            may be JSON text, in which nulls and numbers stay as they were written.
         has_answer: refuse a chat without an answer to train on.
+        completion_only: mark the answers in a prompt as not trained.
+        as_written: the row is no row of a data set, so its nulls stay, too.
 
     Raises:
         ChatError: a message lacks something, or the roles are out of order.
     """
     if len(columns) == 1:
-        messages = _listed(row, columns[0], "messages")
+        messages = _listed(row, columns[0], "messages", as_written)
     else:
-        prompt, completion = (_listed(row, column, role) for column, role in zip(columns, ("user", "assistant"), strict=True))
-        messages = [
-            {**message, "train": False} if _role(message) == "assistant" else message for message in prompt
-        ] + completion
+        roles = ("user", "assistant")
+        prompt, completion = (_listed(row, column, role, as_written) for column, role in zip(columns, roles, strict=True))
+        messages = [_untrained(message) for message in prompt] if completion_only else prompt
+        messages = messages + completion
     if not messages:
         raise ChatError("There are no messages.")
     checked = [_message(message, place) for place, message in enumerate(messages)]
@@ -48,14 +54,22 @@ def messages_of(
     return checked
 
 
-def tools_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
-    """Return the JSON schemas of the tools that a row offers, from a list or from JSON text; None if it offers none."""
-    tools = _parsed(row.get(column), column)
+def tools_of(row: Mapping[str, Any], column: str, as_written: bool = False) -> list[dict[str, Any]] | None:
+    """Return the JSON schemas of the tools that a row offers, from a list or from JSON text; None if it offers none.
+
+    Args:
+        as_written: see ``messages_of``.
+    """
+    tools = _parsed(row.get(column), column, as_written)
     if tools is None or tools == []:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise ChatError(f"Column {column!r} does not hold a list of JSON schemas, one a tool.")
-    return [_without_nulls(tool) for tool in tools]
+    return tools
+
+
+def _is_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
@@ -76,37 +90,59 @@ def texts_of(value: Any) -> Iterator[str]:
             yield from texts_of(inner)
 
 
-def _listed(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
+def without_nulls(value: Any) -> Any:
+    """Return the value without null entries: a data set gives all rows the keys of all others, null where a row lacks them."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def as_messages(value: Any) -> Any:
+    """Return the messages that a text holds as JSON; any other value unchanged, such as a question."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        messages = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    is_chat = bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)
+    return messages if is_chat else value
+
+
+def _listed(row: Mapping[str, Any], column: str, role: str, as_written: bool) -> list[Any]:
     """Return the messages of a column; a text of a prompt or of a completion becomes one."""
     value = row.get(column)
     if role != "messages" and isinstance(value, str):
         return [{"role": role, "content": value}]
-    value = _parsed(value, column)
+    value = _parsed(value, column, as_written)
     if not isinstance(value, list):
         raise ChatError(f"Column {column!r} holds {_kind(value)}, not a list of messages.")
     return value
 
 
-def _parsed(value: Any, column: str) -> Any:
-    """Return the value of a column, JSON text read; an empty text is nothing."""
+def _parsed(value: Any, column: str, as_written: bool) -> Any:
+    """Return the value of a column without nulls, or its JSON text read, in which they stay; an empty text is nothing."""
     if not isinstance(value, str):
-        return value
+        return value if as_written else without_nulls(value)
     try:
         return json.loads(value) if value.strip() else None
     except json.JSONDecodeError as error:
         raise ChatError(f"Column {column!r} is not valid JSON: {error}.") from error
 
 
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
+def _untrained(message: Any) -> Any:
+    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+    return {**message, "train": False} if is_answer else message
 
 
 def _message(message: Any, place: int) -> dict[str, Any]:
-    """Return the message without what is null in it, its content as one text, the arguments of its calls as dicts."""
+    """Return the message without keys that are null, its content as one text, the arguments of its calls as dicts."""
     if not isinstance(message, dict):
         raise ChatError(f"Message {place} is {_kind(message)}, not a mapping with role and content.")
     message = {key: value for key, value in message.items() if value is not None}
     _check_role(message, place)
+    if message["role"] == "assistant" and (weight := message.pop("weight", None)) is not None:
+        message.setdefault("train", _is_weighted(weight, place))
     if "train" in message and (not isinstance(message["train"], bool) or (message["train"] and message["role"] != "assistant")):
         raise ChatError(
             f'Message {place} has "train": {message["train"]!r}. It is true or false, and true only for the assistant.'
@@ -114,11 +150,18 @@ def _message(message: Any, place: int) -> dict[str, Any]:
     if calls := message.pop("tool_calls", None):
         if message["role"] != "assistant":
             raise ChatError(f"Message {place} has tool_calls, which only messages of the assistant have.")
-        message["tool_calls"] = [_call(call, place) for call in calls] if isinstance(calls, list) else _call(calls, place)
+        message["tool_calls"] = [_call(call, place) for call in (calls if isinstance(calls, list) else [calls])]
     message["content"] = _content(message, place)
     if is_trained(message) and not (message["content"].strip() or calls):
         raise ChatError(f'Message {place} is an empty answer. Remove it, or set "train": false.')
     return message
+
+
+def _is_weighted(weight: Any, place: int) -> bool:
+    """Return whether an answer with this weight is trained, in the format of OpenAI."""
+    if weight not in (0, 1):
+        raise ChatError(f'Message {place} has "weight": {weight!r}. It is 1, or 0 for an answer that is not trained.')
+    return bool(weight)
 
 
 def _check_role(message: dict[str, Any], place: int) -> None:
@@ -153,7 +196,7 @@ def _part(part: Any, place: int) -> str:
 
 
 def _call(call: Any, place: int) -> dict[str, Any]:
-    """Return a tool call with its arguments as a dict; one that is given may have nulls from other rows in it."""
+    """Return a tool call with its arguments as a dict."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ChatError(
@@ -165,19 +208,10 @@ def _call(call: Any, place: int) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
             raise ChatError(f"Message {place} has a tool call whose arguments are not valid JSON: {error}.") from error
-    else:
-        arguments = _without_nulls(arguments)
     if not isinstance(arguments, dict):
         raise ChatError(f"Message {place} has a tool call with {_kind(arguments)} as arguments. They are a mapping.")
     function = {**function, "arguments": arguments}
-    return {**_without_nulls(call), "function": function} if "function" in call else function
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return the value without null entries: a data set gives all rows the keys of all others, null where a row lacks them."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    return {**call, "function": function} if "function" in call else function
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:

@@ -23,6 +23,10 @@ from hftune.models.pretrained import CONFIG, folder_of
 CONTINUABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Generation settings without effect, unless the next token is drawn at random."""
+BEAMS = ("early_stopping", "length_penalty")
+"""Generation settings without effect, unless there are several beams."""
 ROOM = 64
 """Tokens for which a cache has room without being copied; when they are used up, it gets room for as many more."""
 
@@ -123,16 +127,31 @@ def own_generation(model: str, commit: str | None, config: PreTrainedConfig) -> 
     return GenerationConfig.from_model_config(config)
 
 
+def tidy(config: GenerationConfig, settings: Mapping[str, Any] | None = None) -> GenerationConfig:
+    """Unset generation settings of a model, in place, that have no effect once ``settings`` are applied.
+
+    Published models have such settings. transformers loads them, but refuses to save them in settings that were changed.
+    """
+    settings = settings or {}
+    if not settings.get("do_sample", config.do_sample):
+        config.update(**dict.fromkeys(SAMPLING))
+    if (settings.get("num_beams", config.num_beams) or 1) == 1:
+        config.update(**dict.fromkeys(BEAMS))
+    return config
+
+
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
     """Change generation settings, in place, as ``task.generation`` says.
 
     Raises:
-        ConfigError: it has an unknown key, or values that cannot be used together.
+        ConfigError: it has an unknown key, values that cannot be used together, or one that has no effect.
     """
     try:
         unknown = config.update(**settings)
+        config.validate(strict=True)  # as transformers does when it saves them, which would be after hours of training
     except ValueError as error:
-        raise ConfigError(f"task.generation={dict(settings)} cannot be used: {str(error).splitlines()[0]}") from error
+        lines = str(error).removeprefix("GenerationConfig is invalid: \n- ").splitlines()
+        raise ConfigError(f"task.generation={dict(settings)} cannot be used: {lines[0]}") from error
     for key in unknown:
         raise ConfigError(
             f"task.generation.{key} is not a key of transformers' GenerationConfig.{did_you_mean(key, config.to_dict())}"

@@ -37,9 +37,9 @@ SCORES: dict[str, dict[str, Direction | None]] = {
 }
 """The metrics that each of ``task.scores`` adds."""
 MAX_NEW_TOKENS = 256
-"""Of an answer, where neither the recipe nor the model says how many."""
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Generation settings without effect, unless the next token is drawn at random."""
+"""Of an answer that an evaluation scores, where neither the recipe nor the model says how many."""
+LONGEST_REPLY = 1024
+"""Tokens of an answer that a user asked for, where the model does not say how many."""
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Chats(TextTask):
     completion_column: str | None = None
     """Column of the answers to prompt_column, texts or lists of messages. null: completion."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """assistant: all answers. last: the last answer of each chat. all: every token, the users' messages included. A message
-    with "train": false is not trained on."""
+    """assistant: all answers. last: the last answer of each chat that is not marked with "train": false. all: every token, the
+    users' messages included. A message with "train": false is not trained on."""
     max_length: int = 2048
     """Maximum length of a chat in tokens."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
@@ -77,7 +77,8 @@ class Chats(TextTask):
     resumed run keeps."""
     generation: dict[str, Any] | None = None
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
-    transformers' GenerationConfig. Without do_sample, they take the likeliest token. null: only the loss is computed."""
+    transformers' GenerationConfig. Without do_sample, they take the likeliest token. The export keeps its base's settings.
+    null: only the loss is computed."""
     scores: list[str] = field(default_factory=lambda: ["exact_match"])
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
@@ -343,15 +344,16 @@ class Chats(TextTask):
         model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
         self._check_positions(model)
         model.generation_config = self._generation_of(self._own_generation)
+        self._evaluation_settings(model.generation_config)  # refuses what the recipe cannot ask for
         return model
 
     def _generation_of(self, own: GenerationConfig) -> GenerationConfig:
-        """Return a model's settings with the stops of its chats, changed as the recipe says, or raise ConfigError."""
-        from hftune.models.generation import changed
+        """Return a model's own settings with the stops of its chats, as its export has them."""
+        from hftune.models.generation import tidy
 
-        config, length = deepcopy(own), {} if own.max_new_tokens else {"max_new_tokens": MAX_NEW_TOKENS}
+        config = tidy(deepcopy(own))
         config.update(eos_token_id=list(self.chat_format.stops), pad_token_id=self.text_tokenizer.pad_token_id, max_length=None)
-        return changed(config, {**length, **(self.generation or {})})
+        return config
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -381,31 +383,43 @@ class Chats(TextTask):
         ]
         if self.generation is None:
             return [{**row, "answer": beginning(row["answer"])} for row in rows]
-        texts = self._generate(model, [prompt for prompt, _ in pairs], self._likeliest(model.generation_config))
+        texts = self._generate(model, [prompt for prompt, _ in pairs], self._evaluation_settings(model.generation_config))
         return [{**row, "generated": text} for row, text in zip(rows, texts, strict=True)]
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.text_tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _likeliest(self, own: GenerationConfig) -> GenerationConfig:
-        """Return settings without chance, so that scores do not depend on it, unless the recipe asks for samples."""
-        config = deepcopy(own)
-        if not (self.generation or {}).get("do_sample"):
-            config.update(do_sample=False, **dict.fromkeys(SAMPLING))
-        return config
+    def _evaluation_settings(self, own: GenerationConfig) -> GenerationConfig:
+        """Return a model's settings, changed as the recipe says: without chance, unless it asks for samples.
+
+        Raises:
+            ConfigError: task.generation has an unknown key, or values that cannot be used together.
+        """
+        from hftune.models.generation import changed, tidy
+
+        given = self.generation or {}
+        config = tidy(deepcopy(own), {"do_sample": False, **given})
+        config.do_sample = bool(given.get("do_sample"))
+        config.max_new_tokens = config.max_new_tokens or MAX_NEW_TOKENS
+        return changed(config, given)
 
     def _generate(
         self,
         model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
-        config: GenerationConfig | None = None,
+        config: GenerationConfig,
         streamer: BaseStreamer | None = None,
     ) -> list[str]:
-        """Return the model's answer to each prompt."""
+        """Return the model's answer to each prompt, cut where the model's positions end."""
         from hftune.data.texts import Ragged
+        from hftune.models.pretrained import max_positions
 
         ids_NT, mask_NT = Ragged.of(prompts).padded(self.text_tokenizer.pad_token_id, "left")
         given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
+        config, positions = deepcopy(config), max_positions(model)
+        config.max_new_tokens = config.max_new_tokens or LONGEST_REPLY
+        if positions is not None:
+            config.max_new_tokens = min(config.max_new_tokens, max(1, positions - ids_NT.shape[1]))
         answers_NT = model.generate(**given, generation_config=config, streamer=streamer)[:, ids_NT.shape[1] :]
         return [self._text(answer) for answer in answers_NT.tolist()]
 
@@ -453,6 +467,12 @@ class Chats(TextTask):
     def input_columns(self) -> dict[str, str | None]:
         return {"prompt": self.prompt_column}
 
+    def raw_inputs(self, rows: Mapping[str, list]) -> list:
+        """Return what some rows of a table ask: texts, or lists of messages, which may be JSON text."""
+        from hftune.data.messages import as_messages, without_nulls
+
+        return [as_messages(without_nulls(value)) for value in super().raw_inputs(rows)]
+
     def input_lengths(self, inputs: list) -> list[int] | None:
         return [len(self.prompt_ids(index, value)) for index, value in enumerate(inputs)]
 
@@ -469,10 +489,10 @@ class Chats(TextTask):
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         row = messages if isinstance(messages, Mapping) else {"messages": messages}
         try:
-            chat = messages_of(row, has_answer=False)
+            chat = messages_of(row, has_answer=False, as_written=True)
             if chat[-1]["role"] not in ("user", "tool"):
                 raise ChatError(f"The last message is the {chat[-1]['role']}'s, so that there is nothing to answer.")
-            return self.chat_format.prompt(chat, tools_of(row, "tools"))
+            return self.chat_format.prompt(chat, tools_of(row, "tools", as_written=True))
         except ChatError as error:
             raise DataError(f"Input {index} cannot be answered: {error}") from error
 
@@ -480,13 +500,30 @@ class Chats(TextTask):
         """Return the answer to a chat; a streamer of transformers gets its tokens as they are generated, without gradients."""
         import torch
 
+        from hftune.models.generation import tidy
+
+        config = tidy(deepcopy(model.generation_config), {"num_beams": 1})
+        config.num_beams = 1  # beams cannot be streamed
         with torch.no_grad():
-            return self._generate(model, [self.prompt_ids(0, messages)], streamer=streamer)[0]
+            return self._generate(model, self._prompts(model, [messages]), config, streamer)[0]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the answer to each input as ``generated``: a text, a list of messages, or {messages, tools}."""
-        prompts = [self.prompt_ids(index, value) for index, value in enumerate(inputs)]
-        return [{"generated": text} for text in self._generate(model, prompts)]
+        prompts = self._prompts(model, inputs)
+        return [{"generated": text} for text in self._generate(model, prompts, model.generation_config)]
+
+    def _prompts(self, model: PreTrainedModel, inputs: Sequence[Any]) -> list[list[int]]:
+        """Return the tokens of raw inputs, or raise DataError if one leaves the model no position for an answer."""
+        from hftune.models.pretrained import max_positions
+
+        prompts, positions = [self.prompt_ids(index, value) for index, value in enumerate(inputs)], max_positions(model)
+        for index, prompt in enumerate(prompts):
+            if positions is not None and len(prompt) >= positions:
+                raise DataError(
+                    f"Input {index} has {len(prompt):,} tokens, which leaves no room for an answer: the model has "
+                    f"{positions:,} positions. Shorten it."
+                )
+        return prompts
 
 
 class BadChat(Exception):
@@ -512,7 +549,8 @@ def encode(
     found: dict[str, list] = {"input_ids": [], "labels": [], "row": [], "lost": []}
     for place, index in enumerate(indices):
         try:
-            messages, tools = chat_of({name: values[place] for name, values in rows.items()}, columns)
+            row = {name: values[place] for name, values in rows.items()}
+            messages, tools = chat_of(row, columns, completion_only=train_on != "all")
             whole = chats.samples(messages, tools, train_on)
         except ChatError as error:
             raise BadChat(index, str(error)) from error
@@ -525,17 +563,20 @@ def encode(
     return found
 
 
-def chat_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+def chat_of(
+    row: Mapping[str, Any], columns: Mapping[str, str], completion_only: bool = True
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the checked messages of a row and its tools, or raise ChatError.
 
     Args:
         columns: see ``Chats.columns``.
+        completion_only: see ``messages_of``.
     """
     from hftune.data.chats import messages_of, tools_of
 
     names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
     tools = columns.get("tools_column")
-    return messages_of(row, names), None if tools is None else tools_of(row, tools)
+    return messages_of(row, names, completion_only=completion_only), None if tools is None else tools_of(row, tools)
 
 
 def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -298,10 +298,10 @@ class Seq2Seq(SourceToTarget):
         return self._set_generation(config)
 
     def _set_generation(self, config: GenerationConfig) -> GenerationConfig:
-        """Change generation settings as the recipe says."""
-        from hftune.models.generation import changed
+        """Change generation settings, in place, as the recipe says."""
+        from hftune.models.generation import changed, tidy
 
-        return changed(config, {"max_new_tokens": self.max_target_length, **self.generation})
+        return changed(tidy(config, self.generation), {"max_new_tokens": self.max_target_length, **self.generation})
 
     @property
     def rows_per_sample(self) -> int:

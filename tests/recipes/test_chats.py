@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -60,20 +61,96 @@ def test_export_has_template_and_stops_and_answers_as_the_evaluation_did(run):
     folder = run.folder / "model"
     tokens, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     assert "<|im_start|>" in tokens.chat_template
+    assert model.generation_config.max_new_tokens is None, "the evaluation's settings are its own"
     assert model.generation_config.eos_token_id == [tokens.convert_tokens_to_ids("<|im_end|>")]
     prompt = tokens.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    expected = tokens.decode(model.generate(**prompt)[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    expected = tokens.decode(
+        model.generate(**prompt, max_new_tokens=24)[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     trained = load_model(run.folder, device="cpu")
     batched = trained.predict([{"messages": CHAT[1:]}, CHAT, "bob has 2 coins. who?"])
     assert batched[1] == {"generated": expected}
     assert evaluate(Recipe.load(run.folder / "recipe.yaml"), folder).metrics == run.result["metrics"]
 
 
+@pytest.fixture
+def based(run, own, tmp_path):
+    """Return a function that builds the model of a recipe on an export whose generation settings were changed."""
+
+    def make(settings, *words):
+        base = shutil.copytree(run.folder / "model", tmp_path / "base", dirs_exist_ok=True)
+        path = base / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        recipe = own(
+            BEFORE, recipe="sft", words=(f"task.model={base}", "task.dataset_config=null", "task.max_length=96", *words)
+        )
+        load_datasets(recipe)
+        return recipe.task, build_model(recipe)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "kept"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9}, (), {"temperature": None, "top_p": None}),
+        (
+            {"do_sample": True, "temperature": 0.6, "max_new_tokens": 40},
+            ("task.generation={do_sample: false, max_new_tokens: 3}",),
+            {"do_sample": True, "temperature": 0.6, "max_new_tokens": 40},
+        ),
+        ({"length_penalty": 0.5}, ("task.generation={num_beams: 2, length_penalty: 2.0}",), {"num_beams": None}),
+    ],
+)
+def test_export_keeps_the_settings_of_its_base_that_have_an_effect(based, tmp_path, settings, words, kept):
+    _, model = based(settings, *words)
+    model.save_pretrained(tmp_path / "again")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config
+    assert {key: getattr(saved, key) for key in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("{temperature: 0.7}", "`temperature`: `do_sample` is not set to `True`"),
+        ("{length_penalty: 2.0}", "`length_penalty`: `num_beams` is set to"),
+        ("{max_new_token: 3}", "Did you mean 'max_new_tokens'?"),
+    ],
+)
+def test_settings_without_effect_are_refused_before_training(based, words, message):
+    with pytest.raises(ConfigError) as refused:
+        based({}, f"task.generation={words}")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_answers_end_where_the_positions_do(based):
+    task, model = based({"num_beams": 2, "early_stopping": True})
+    assert len(task.prompt_ids(0, "x" * 60)) < 128
+    model.generation_config.eos_token_id = None  # nothing else ends them
+    prompt = "many " * 20
+    (row,) = task.predict(model, [prompt])
+    assert len(task.prompt_ids(0, prompt)) + len(task.text_tokenizer(row["generated"])["input_ids"]) <= 128
+    assert isinstance(task.reply(model, [{"role": "user", "content": prompt}]), str)
+    with pytest.raises(DataError, match=r"Input 1 has [0-9]+ tokens, .*: the model has 128 positions"):
+        task.predict(model, ["x", "many " * 200])
+
+
 def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys, monkeypatch):
     expected = load_model(run.folder, device="cpu").predict([CHAT])[0]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n\n{json.dumps(CHAT)}\n")
+    separated = [{"role": "system", "content": "plain\u2028"}, CHAT[1]]
+    lines = [json.dumps({"messages": CHAT}), "", json.dumps(CHAT), json.dumps(separated, ensure_ascii=False)]
+    (tmp_path / "chats.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
     assert cli.main(["predict", str(run.folder), "--messages", f"{tmp_path}/chats.jsonl", "--json"]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [expected] * 2
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert answers[:2] == [expected] * 2 and len(answers) == 3
+
+    rows = [{"messages": json.dumps(CHAT)}, {"messages": CHAT[1]["content"]}]
+    (tmp_path / "table.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ("--data", f"{tmp_path}/table.jsonl", "--map", "prompt=messages", "--output", f"{tmp_path}/answers.jsonl")
+    assert cli.main(["predict", str(run.folder), *words]) == 0
+    capsys.readouterr()
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert answers[0]["generated"] == expected["generated"] and len(answers) == 2
 
     question = CHAT[1]["content"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n/new\n<|im_end|>\n{question}\n/exit\n{question}\n"))
@@ -90,6 +167,7 @@ def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys,
         (("--messages", "{file}"), "x", "line 1 is not valid JSON"),
         (("--messages", "{file}"), json.dumps([*CHAT, ANSWER]), "the last message is the assistant's"),
         (("--system", "plain"), "", "--system is for --chat"),
+        (("--messages", "{file}", "--output", "{file}.csv"), "", "--output is for --data"),
         (("--chat", "--text", "x"), "", "--chat reads its messages from the terminal"),
     ],
 )
@@ -107,6 +185,7 @@ def test_adapters_start_from_the_export_of_the_demo_and_are_a_fraction_of_it(run
         path.stat().st_size
         for path in (lora.folder / "model" / "adapter_model.safetensors", run.folder / "model" / "model.safetensors")
     ]
+    assert (lora.folder / "model" / "generation_config.json").is_file(), "docs/chats.md loads it"
     assert weights[0] < weights[1] / 3  # matrices of rank 8 beside a model that is 64 wide
     assert evaluate(Recipe.load(lora.folder / "recipe.yaml"), lora.folder / "model").metrics == lora.result["metrics"]
 

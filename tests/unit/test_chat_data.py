@@ -8,6 +8,7 @@ import json
 import pytest
 
 from hftune.data.chats import NO_LABEL, ChatError, ChatFormat, fitted, messages_of, tools_of
+from hftune.data.messages import as_messages
 from hftune.errors import ConfigError
 from hftune.tasks.text import NO_LABEL as TASKS_NO_LABEL
 from tests.support.chat_tokenizers import chat_tokenizer, shipped
@@ -124,6 +125,27 @@ def test_the_date_is_frozen():
     assert undated.key == chatml(today=december).key
 
 
+TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+WANTS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "is_dated"),
+    [
+        (WANTS_SYSTEM, False),
+        (WANTS_SYSTEM + "{{ strftime_now('%d %b') }}", True),
+        ("{% if messages[0].role == 'system' %}{{ strftime_now('%d %b') }}{% endif %}", True),
+        ("{% if messages | length < 3 %}{{ raise_exception('longer') }}{% endif %}{{ strftime_now('%d %b') }}", True),
+        ("{% if messages | length < 3 %}{{ raise_exception('longer') }}{% endif %}", False),
+    ],
+)
+def test_the_date_is_found_where_templates_want_a_system_message_or_more(beginning, is_dated):
+    assert ChatFormat(shipped("chatml", eos="<|im_end|>"), template=beginning + TURNS).dated is is_dated
+
+
 def test_template_options_reach_the_template():
     form = ChatFormat(shipped("qwen3", eos="<|im_end|>"), options={"enable_thinking": False})
     assert texts(form, form.samples(chat(1))) == ["A0.<|im_end|>"], "the prompt has the empty thoughts"
@@ -219,6 +241,8 @@ def test_tools_that_a_template_leaves_out_are_refused():
         ([said("user", "Q"), said("assistant", "", tool_calls=[{"name": "f", "arguments": "{"}])],
          "Message 1 has a tool call whose arguments are not valid JSON: Expecting property name enclosed in double quotes: "
          "line 1 column 2 (char 1)."),
+        ([said("user", "Q"), said("assistant", "A", weight=0.5)],
+         'Message 1 has "weight": 0.5. It is 1, or 0 for an answer that is not trained.'),
         ([said("user", "Q"), said("assistant", "", tool_calls=[{"name": "f", "arguments": "3"}])],
          "Message 1 has a tool call with int as arguments. They are a mapping."),
     ],
@@ -235,6 +259,20 @@ def test_prompts_and_completions():
     row = {"prompt": chat(1), "completion": [said("user", "Q1"), said("assistant", "A1.")]}
     form = chatml()
     assert texts(form, form.samples(messages_of(row, ("prompt", "completion")))) == ["A1.<|im_end|>"]
+    (sample,) = form.samples(messages_of(row, ("prompt", "completion"), completion_only=False), train_on="all")
+    assert NO_LABEL not in sample.labels
+
+
+def test_answers_of_weight_0_are_not_trained():
+    messages = chat(2)
+    messages[2]["weight"], messages[4]["weight"] = 0, 1
+    assert texts(chatml(), chatml().samples(messages_of({"messages": messages}))) == ["A1.<|im_end|>"]
+    assert "weight" not in messages_of({"messages": messages})[2], "which templates know nothing of"
+
+
+def test_a_single_tool_call_may_be_given_without_a_list():
+    messages = [said("user", "Q"), said("assistant", "", tool_calls=CALL)]
+    assert messages_of({"messages": messages})[1]["tool_calls"] == [CALL]
 
 
 def test_what_other_rows_leave_in_a_row_is_taken_out():
@@ -250,6 +288,16 @@ def test_what_other_rows_leave_in_a_row_is_taken_out():
     assert messages_of({"messages": written})[1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
 
 
+def test_nulls_that_someone_wrote_stay():
+    call = {"function": {"name": "weather", "arguments": {"city": None}}}
+    messages = [said("user", "Q"), said("assistant", None, tool_calls=[call])]
+    tools = [{"function": {"name": "weather", "parameters": {"city": {"default": None}}}}]
+    row = {"messages": json.dumps(messages), "tools": json.dumps(tools)}
+    assert messages_of(row)[1]["tool_calls"] == messages_of({"messages": messages}, as_written=True)[1]["tool_calls"] == [call]
+    assert tools_of(row, "tools") == tools_of({"tools": tools}, "tools", as_written=True) == tools
+    assert tools_of({"tools": tools}, "tools") == [{"function": {"name": "weather", "parameters": {"city": {}}}}]
+
+
 def test_parts_of_text_are_joined():
     parts = [{"type": "text", "text": "Q", "image": None}, "?"]
     assert messages_of({"messages": [said("user", parts), said("assistant", "A")]})[0] == said("user", "Q?")
@@ -259,9 +307,16 @@ def test_tools_are_lists_or_json():
     tool = {"function": {"name": "weather"}}
     assert tools_of({"tools": [tool]}, "tools") == tools_of({"tools": json.dumps([tool])}, "tools") == [tool]
     assert tools_of({"tools": None}, "tools") is tools_of({"tools": "[]"}, "tools") is tools_of({}, "tools") is None
-    for wrong in ({"name": "weather"}, [3]):
+    for wrong in ({"name": "weather"}, [3], [{"function": "weather"}]):
         with pytest.raises(ChatError, match="Column 'tools' does not hold a list of JSON schemas"):
             tools_of({"tools": wrong}, "tools")
+
+
+def test_messages_as_json_are_told_from_questions():
+    messages = [said("user", "Q", name=None)]
+    assert as_messages(f" {json.dumps(messages)}") == as_messages(messages) == messages
+    for question in ("[1, 2]?", "[1, 2]", "[]", "[{}]", "Q", '{"role": "user"}'):
+        assert as_messages(question) == question
 
 
 def test_samples_cannot_be_changed():

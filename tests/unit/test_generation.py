@@ -10,7 +10,7 @@ from hftune import ConfigError, Recipe
 from hftune.build import load_datasets
 from hftune.evaluation import plan_evaluation
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
-from hftune.models.generation import ROOM, SourceLayer, continued
+from hftune.models.generation import ROOM, SourceLayer, changed, continued, tidy
 from hftune.tasks import TitleGeneration
 from hftune.tasks.text import NO_LABEL
 
@@ -207,3 +207,13 @@ def test_layer_with_room_holds_what_a_dynamic_layer_does():
     ours.crop(-2)
     theirs.crop(-2)
     assert torch.equal(ours.update(*new)[0], theirs.update(*new)[0]) and ours.get_seq_length() == 81
+
+
+def test_settings_of_a_model_that_have_no_effect_are_unset_and_those_of_the_recipe_refused():
+    own = {"temperature": 0.6, "top_k": 20, "num_beams": 4, "length_penalty": 2.0, "early_stopping": True}
+    config = changed(tidy(GenerationConfig(**own), {"num_beams": 1}), {"num_beams": 1})
+    assert (config.temperature, config.top_k, config.length_penalty, config.early_stopping) == (None,) * 4
+    config = changed(tidy(GenerationConfig(**own), {"do_sample": True}), {"do_sample": True})
+    assert (config.temperature, config.top_k, config.length_penalty, config.early_stopping) == (0.6, 20, 2.0, True)
+    with pytest.raises(ConfigError, match=r"^task.generation={'top_k': 3} cannot be used: `top_k`: `do_sample` is not set"):
+        changed(GenerationConfig(), {"top_k": 3})
