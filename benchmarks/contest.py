@@ -1,8 +1,11 @@
-"""Contenders that take turns, for the benchmarks that compare timings. Not run by itself; imports no torch."""
+"""Contenders that take turns, and scripts on several processes, for the benchmarks. Not run by itself; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -17,3 +20,13 @@ def take_turns(contenders: Mapping[str, Callable[[int], Any]], rounds: int) -> d
         for name in names[shift:] + names[:shift]:
             results[name].append(contenders[name](turn))
     return results
+
+
+def start(processes: int, words: Sequence[str]) -> None:
+    """Run a Python command on that many processes, and wait for it."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), *words]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -25,14 +25,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contest import start
 from record import HERE, parse_options, print_table, save
 
 if TYPE_CHECKING:  # the process that starts the others needs no torch
@@ -148,16 +146,6 @@ def run_trainer(processes: int, rows: int, options: argparse.Namespace) -> Curve
         return Curve(**json.loads(answer.read_text()))
 
 
-def start(processes: int, words: Sequence[str]) -> None:
-    """Run a Python command on that many processes, and wait for it."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), *words]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-
-
 def train_with_trainer(options: argparse.Namespace) -> None:
     """Train with Trainer on the processes there are; the main one writes the curve to ``options.answer``."""
     from bert_on_reviews import quiet
@@ -212,8 +200,8 @@ def evaluate(model: Any, data: Any, recipe: Recipe) -> float:
 
     model.eval()
     total = 0.0
-    for start in range(0, len(data), ROWS):
-        tensors = recipe.task.collate(data.__getitems__(range(start, min(start + ROWS, len(data)))))
+    for first in range(0, len(data), ROWS):
+        tensors = recipe.task.collate(data.__getitems__(range(first, min(first + ROWS, len(data)))))
         with torch.no_grad():
             total += cross_entropy(model(**tensors).logits, tensors["labels"], reduction="sum").item()
     return total / len(data)

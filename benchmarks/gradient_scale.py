@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contest import start
 from record import parse_options, print_table, save
 
 if TYPE_CHECKING:  # the process that starts the others needs no torch
@@ -68,12 +67,7 @@ def parse() -> argparse.Namespace:
 def run_setting(num_processes: int, accumulation: int, answer: Path) -> dict[str, list[float]]:
     """Start the processes of one setting, wait, and return (loss, gradient norm) of each contender."""
     script = [__file__, "--accumulation", str(accumulation), "--answer", str(answer)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    command = [sys.executable, *(launcher if num_processes > 1 else []), *script]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    start(num_processes, script)
     return json.loads(answer.read_text())
 
 

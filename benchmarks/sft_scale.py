@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contest import start
 from record import parse_options, print_table, save
 
 if TYPE_CHECKING:  # the process that starts the others needs no torch
@@ -110,12 +110,7 @@ def run_setting(num_processes: int, accumulation: int, steps: int) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         script = [__file__, "--steps", str(steps), "--accumulation", str(accumulation), "--answer", str(answer)]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-        command = [sys.executable, *(launcher if num_processes > 1 else []), *script]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+        start(num_processes, script)
         return json.loads(answer.read_text())
 
 

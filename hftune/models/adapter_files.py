@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hftune.errors import ConfigError
-from hftune.models.adapters import LOWER, base_digest, base_tensors, is_packed
+from hftune.models.adapters import base_digest, base_tensors, is_packed, raise_precision
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 """Files of the folder."""
@@ -151,13 +151,6 @@ def load_adapter(model: PreTrainedModel, directory: Path, is_as_trained: bool = 
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     if missing := [*sorted(trained & {*outcome.missing_keys}), *outcome.unexpected_keys]:
         raise ConfigError(f"{directory / WEIGHTS} does not fit its base model: {missing[0]} is in one of the two only.")
-
-
-def raise_precision(model: nn.Module) -> None:
-    """Keep what is trained in float32, in which small updates are not lost."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in LOWER:
-            parameter.data = parameter.data.float()
 
 
 def load_generation_config(model: PreTrainedModel, directory: Path) -> None:

@@ -93,6 +93,11 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
             f"adapter.train_also: peft would train {further[0]}, too, whose name ends like one of {', '.join(whole)}. Give "
             "longer names, or leave it out."
         )
+    raise_precision(model)
+
+
+def raise_precision(model: nn.Module) -> None:
+    """Keep what is trained in float32, in which small updates are not lost."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in LOWER:
             parameter.data = parameter.data.float()

@@ -82,6 +82,13 @@ NO_CALLS = "Message 1: the chat template leaves out 'weather'."
 DEEPSEEK = {"eos": "<｜end▁of▁sentence｜>", "bos": "<｜begin▁of▁sentence｜>"}
 PHI = {"eos": "<|endoftext|>", "stops": ("<|end|>", "<|assistant|>", "<|endoftext|>")}
 
+QWEN35 = Expected(
+    "\n</think>\n\n{}<|im_end|>",
+    thinks="{thought}\n</think>\n\n{}<|im_end|>",
+    calls="\n</think>\n\n" + QWEN35_CALL,
+    spaces="two",
+    samples=3,
+)
 EXPECTED = {
     "chatml": Expected("{}<|im_end|>"),
     "alpaca": Expected("{}</s>", eos="</s>"),
@@ -96,13 +103,7 @@ EXPECTED = {
     ),
     "qwen3_instruct_2507": Expected("{}<|im_end|>", calls=QWEN_CALL),
     "qwen3_vl": Expected("{}<|im_end|>", calls=QWEN_CALL),
-    "qwen3_5_think": Expected(
-        "\n</think>\n\n{}<|im_end|>",
-        thinks="{thought}\n</think>\n\n{}<|im_end|>",
-        calls="\n</think>\n\n" + QWEN35_CALL,
-        spaces="two",
-        samples=3,
-    ),
+    "qwen3_5_think": QWEN35,
     "qwen3_5_nothink": Expected(
         "{}<|im_end|>",
         calls=QWEN35_CALL,
@@ -110,13 +111,7 @@ EXPECTED = {
         samples=3,
         refused={"thoughts": "the chat template prompts for an answer with '\\n</think>"},
     ),
-    "qwen3_6": Expected(
-        "\n</think>\n\n{}<|im_end|>",
-        thinks="{thought}\n</think>\n\n{}<|im_end|>",
-        calls="\n</think>\n\n" + QWEN35_CALL,
-        spaces="two",
-        samples=3,
-    ),
+    "qwen3_6": QWEN35,
     "glm4moe": Expected(
         "\n<think></think>\n{}<|user|>",
         thinks="\n<think>{thought}</think>\n{}<|user|>",
