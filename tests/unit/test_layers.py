@@ -19,7 +19,7 @@ inference
 tracking
 reporting
 loop  planning
-training
+training  replay
 run
 launchers  doctor
 commands  spark
@@ -27,8 +27,8 @@ cli
 """
 """The files at the root of hftune and its packages: each imports only what stands on a line above its own."""
 FLOOR_OF = {name: floor for floor, line in enumerate(FLOORS.split("\n")) for name in line.split()}
-WITHOUT_TRAINING = {"planning", "commands", "doctor"}
-"""They look at a run, and must not be able to train one."""
+WITHOUT_TRAINING = {"planning", "commands", "doctor", "replay"}
+"""They look at a run, and must not be able to change one."""
 KNOW_NO_RANK = {"task", "augmentation", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 
 
