@@ -78,6 +78,18 @@ KEYS: Mapping[frozenset[Effect], str] = {
 }
 """What recipe keys can change, they and the keys below them; see UNKNOWN for any other."""
 EFFECTS = {key: effects for effects, keys in KEYS.items() for key in keys.split()}
+PARTS = (
+    ("code", "code", ANYTHING),
+    ("versions", "packages", ANYTHING),
+    ("versions", "commits", MODEL | DATA),
+    ("versions", "base", MODEL),
+    ("hardware", "hardware", ROUNDING),
+)
+"""Kind, name in the start line, and effects of what may differ beside recipe and data."""
+ONLOOKERS = tuple(
+    f"hftune/{name}" for name in ("cli", "commands/", "doctor", "launchers/", "planning/", "replay/", "reporting/")
+)
+"""Code that looks at runs, or starts them, and does not compute them."""
 OWN = ("recipe", "output_dir", "resume")
 """Keys that each run has its own of."""
 SETTLED = {
@@ -171,14 +183,16 @@ def _differences_of(segment: Segment, knows_rows: bool) -> Iterator[tuple[str, D
         text = f"{key}: {_shown(values[0])} | {_shown(values[1])}{remark}"
         yield key, Difference("recipe", text, effects, first, key=key, values=values)
     yield from _data_differences(segment, knows_rows)
-    for kind, name in (("code", "code"), ("versions", "packages"), ("hardware", "hardware")):
+    for kind, name, effects in PARTS:
         parts = dict(_unequal(*(flat(mapping(start.get(name))) for start in segment.starts)))
-        if parts and all(start.get(name) for start in segment.starts):
-            effects = ROUNDING if kind == "hardware" else ANYTHING
-            yield kind, Difference(kind, _listed(parts, with_values=kind != "code"), effects, first)
-    commits = dict(_unequal(*(mapping(start.get("commits")) for start in segment.starts)))
-    if commits:
-        yield "commits", Difference("versions", _listed(commits), MODEL | DATA, first)
+        if not parts or any(name not in start for start in segment.starts):
+            continue
+        onlookers = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(ONLOOKERS)}
+        if parts:
+            yield name, Difference(kind, _listed(parts, with_values=kind != "code"), effects, first)
+        if onlookers:
+            text = f"{_listed(onlookers, with_values=False)} (which do{'es' if len(onlookers) == 1 else ''} not train)"
+            yield "onlookers", Difference(kind, text, NOTHING, first)
     parts = {
         name.replace("world_size", "processes"): (start_a[name], start_b[name])
         for name in ("world_size", "strategy")
