@@ -37,7 +37,10 @@ from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
+from hftune.data.row_hashes import NAME as ROWS
+from hftune.data.row_hashes import cached_hashes, root, write_rows
 from hftune.distributed.devices import peak_flops, precision_notices
+from hftune.distributed.pulse import marked_while_moving
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -203,12 +206,23 @@ def open_run(
         output.open(state)
         facts.write(output.path)
         run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
+        keep_rows(run, output)
         run.ledger.begin(state.step, run.plan, strategy.num_processes)
         print_start(recipe, run.plan, facts, counts)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
     return run
+
+
+def keep_rows(run: Run, output: OutputDir) -> str | None:
+    """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one. Main process only."""
+    run.strategy.progress.stage("hashing the rows of the training data")
+    with marked_while_moving(run.strategy.progress):
+        hashes = cached_hashes(run.datasets["train"], run.provenance.digests["train data"])
+    with explain_write_errors(output.path / ROWS):
+        write_rows(output.path, hashes)
+    return None if hashes is None else root(hashes)
 
 
 def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
