@@ -29,6 +29,7 @@ from hftune.build import (
     settle_head,
     settle_micro_batches,
     settle_packing,
+    skip_notices,
 )
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpointer, open_checkpoint, path_of
@@ -181,7 +182,7 @@ def open_run(
         tracker=Tracker(recipe),
         console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
         ledger=Ledger(output.path / "ledger.jsonl"),
-        checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
+        checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint, last=state.step or None),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
         profiler=StepProfiler(recipe.train.profile, output.path / PROFILE, strategy.process_index, strategy.device),
@@ -198,6 +199,7 @@ def open_run(
     def open_files() -> dict[str, str]:
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
         parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
+        parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
