@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 
 from hftune.reporting.compared import Comparison, Pair, RunFacts
+from hftune.reporting.intervals import FEWEST_SEEDS
 from hftune.reporting.paired import TrainingLoss
 from hftune.reporting.seeds import Method, MethodDifference
 from hftune.reporting.sentences import (
     count,
     evaluation_sentence,
-    kinds_sentence,
+    kinds_sentences,
     measure_reading,
     method_reading,
     parting_sentences,
@@ -25,16 +26,15 @@ from hftune.tracking.summary import column_widths, processes
 def describe(comparison: Comparison) -> str:
     """Describe runs, where they part and why, and what differs beyond chance."""
     blocks = ["\n".join(run_lines(comparison.runs))]
-    for pair in comparison.pairs:
-        blocks += pair_blocks(pair, comparison)
-    if len(comparison.runs) > 2:
-        blocks.append(metrics_table(comparison.runs))
+    if len(comparison.pairs) == 1:
+        blocks += pair_blocks(comparison.pairs[0])
+        if comparison.pairs[0].parting.step is not None and all(run.can_be_replayed for run in comparison.runs):
+            blocks.append(f"Prove the cause: hftune bisect {' '.join(run.folder for run in comparison.runs)}")
+    else:
+        blocks += [partings_table(comparison), metrics_table(comparison)]
     if comparison.methods:
-        blocks.append(methods_table(comparison.methods))
-        blocks += (
-            [differences_table(comparison.methods[0], comparison.method_differences)] if comparison.method_differences else []
-        )
-    return "\n\n".join(filter(None, blocks))
+        blocks += methods_blocks(comparison.methods, comparison.method_differences)
+    return "\n\n".join(blocks)
 
 
 def run_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
@@ -59,22 +59,27 @@ def letters(runs: Sequence[RunFacts]) -> list[str]:
     return ["A", "B"] if len(runs) == 2 else [f"{number}" for number in range(1, len(runs) + 1)]
 
 
-def pair_blocks(pair: Pair, comparison: Comparison) -> Iterator[str]:
-    """Yield where two runs part and why; of two runs alone also their losses and metrics."""
-    is_alone = len(comparison.pairs) == 1
-    causes = pair.parting.causes if is_alone else [cause for cause in pair.parting.causes if cause.verdict == "likely"]
-    head = "" if is_alone else f"{pair.a} (A) and {pair.b} (B). "
-    lines = [head + parting_sentences(pair.parting), *aligned([[c.verdict, c.kind, remark(c.text, c.reason)] for c in causes])]
-    yield "\n".join([*lines, *(f"  {sentence}" for sentence in kinds_sentence(pair.parting))])
-    if is_alone and pair.training is not None and pair.training.mean != 0:
+def pair_blocks(pair: Pair) -> Iterator[str]:
+    """Yield where two runs part and why, their losses, and their evaluations."""
+    causes = aligned([[cause.verdict, cause.kind, remark(cause.text, cause.reason)] for cause in pair.parting.causes])
+    remarks = [f"  {sentence}" for sentence in kinds_sentences(pair.parting)]
+    yield "\n".join([parting_sentences(pair.parting), *causes, *remarks])
+    if pair.training is not None and pair.training.mean != 0:
         yield stretches_table(pair.training)
         yield training_sentence(pair.training)
-    elif pair.training is not None and pair.parting.step is not None:
-        yield training_sentence(pair.training)
-    if is_alone:
-        yield "\n".join([evaluation_sentence(pair.evaluation), *measure_lines(pair)])
-        if pair.parting.step is not None:
-            yield f"Prove the cause: hftune bisect {comparison.runs[0].folder} {comparison.runs[1].folder}"
+    yield "\n".join([evaluation_sentence(pair.evaluation), *measure_lines(pair)])
+
+
+def partings_table(comparison: Comparison) -> str:
+    """Return where several runs part from the first, why, and what their losses differ by: a row each."""
+    cells = [["", "parts in step", "likely cause", "training loss, less 1"]]
+    for number, pair in enumerate(comparison.pairs, start=2):
+        likely = [f"{cause.kind}: {cause.text}" for cause in pair.parting.causes if cause.is_likely]
+        step = "never" if pair.parting.step is None else f"{pair.parting.step:,}"
+        interval = pair.training.interval if pair.training else None
+        loss = plus_minus(interval) if interval else f"{pair.training.mean:+.4g}" if pair.training else ""
+        cells.append([str(number), step, "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
+    return "\n".join(aligned(cells))
 
 
 def remark(text: str, reason: str) -> str:
@@ -106,12 +111,24 @@ def measure_lines(pair: Pair) -> list[str]:
     )
 
 
-def metrics_table(runs: Sequence[RunFacts]) -> str:
-    """Return the metrics of runs, a row each."""
+def metrics_table(comparison: Comparison) -> str:
+    """Return the metrics of several runs, a row each."""
+    runs = comparison.runs
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    cells = [["run", *names]]
-    cells += [[run.name, *(short(run.metrics[name]) if name in run.metrics else "" for name in names)] for run in runs]
+    cells = [["", *names]]
+    for number, run in enumerate(runs, start=1):
+        cells.append([str(number), *(short(run.metrics[name]) if name in run.metrics else "" for name in names)])
     return "\n".join(aligned(cells))
+
+
+def methods_blocks(methods: Sequence[Method], differences: Sequence[MethodDifference]) -> Iterator[str]:
+    """Yield the means over the seeds, and what they differ by where there are seeds enough."""
+    yield methods_table(methods)
+    if known := [one for one in differences if one.interval is not None]:
+        yield differences_table(methods[0], known)
+    if few := [method for method in methods if len(method.runs) < FEWEST_SEEDS]:
+        counts = ", ".join(f"{method.name} has {len(method.runs)}" for method in few)
+        yield f"An interval over seeds takes {FEWEST_SEEDS} of each: {counts}."
 
 
 def methods_table(methods: Sequence[Method]) -> str:
@@ -130,11 +147,8 @@ def mean_and_deviation(values: Sequence[float]) -> str:
 
 def differences_table(first: Method, differences: Sequence[MethodDifference]) -> str:
     """Return what the metrics of methods differ by, over the seeds."""
-    cells = [
-        [one.method, one.metric, plus_minus(one.interval) if one.interval else f"{one.mean:+.4g}", method_reading(one)]
-        for one in differences
-    ]
-    return "\n".join([f"Less {first.name} (A), 95 % intervals over the seeds:", *aligned(cells)])
+    cells = [[one.method, one.metric, plus_minus(one.interval), method_reading(one)] for one in differences if one.interval]
+    return "\n".join([f"B less A, {first.name}, with the 95 % interval over the seeds:", *aligned(cells)])
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:

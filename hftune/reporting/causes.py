@@ -162,7 +162,7 @@ def find_differences(
     if change is not None and runs:
         found["data", "rows"] = _difference_of_rows(change, runs)
     listed = sorted(found.values(), key=lambda difference: KINDS.index(difference.kind))
-    kinds = {difference.kind for difference in listed if difference.effects}
+    kinds = {difference.kind for difference in listed}
     return listed, {kind: kind not in kinds for kind in KINDS if kind in known | kinds}
 
 
@@ -180,7 +180,7 @@ def _differences_of(segment: Segment, knows_rows: bool) -> Iterator[tuple[str, D
             effects, remark = NOTHING, " (the rows themselves are compared)"
         elif key in OWN or key.startswith("track."):
             continue  # two runs never share them, and nothing depends on them
-        text = f"{key}: {_shown(values[0])} | {_shown(values[1])}{remark}"
+        text = f"{key}: {_both(values)}{remark}"
         yield key, Difference("recipe", text, effects, first, key=key, values=values)
     yield from _data_differences(segment, knows_rows)
     for kind, name, effects in PARTS:
@@ -293,12 +293,16 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def _listed(parts: Mapping[str, tuple[Any, Any]], with_values: bool = True) -> str:
     """Name what differs, with both values or without."""
-    shown = [f"{name} {_shown(a)} | {_shown(b)}" if with_values else name for name, (a, b) in parts.items()]
+    shown = [f"{name} {_both(values)}" if with_values else name for name, values in parts.items()]
     more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
     return ", ".join(shown[:MOST_NAMED]) + more
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    return cut(value if isinstance(value, str) and value else plain(value), LONGEST_VALUE)
+def _both(values: tuple[Any, Any]) -> str:
+    """Format two values; of paths in one folder, only what differs."""
+    texts = ["none" if value is None else value if isinstance(value, str) and value else plain(value) for value in values]
+    if all(isinstance(value, str) for value in values):
+        parts = [text.split("/") for text in texts]
+        shared = next((index for index, (a, b) in enumerate(zip(*parts, strict=False)) if a != b), 0)
+        texts = ["/".join(words[shared:]) for words in parts]
+    return " | ".join(cut(text, LONGEST_VALUE) for text in texts)

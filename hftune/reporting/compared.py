@@ -41,6 +41,8 @@ class RunFacts:
     """What it changed when it was resumed: from which step on, and what."""
     missing: list[str]
     problems: list[str]
+    can_be_replayed: bool
+    """Whether its ledger says all that its steps follow from."""
     metrics: dict[str, float]
 
 
@@ -76,17 +78,17 @@ def facts_of(run: RunRecord, trace: Trace) -> RunFacts:
     starts = [(segment.steps[0], segment.starts[0]) for segment in segments(trace, trace)]
     changes = changes_on_the_way(starts)
     processes = [start.get("world_size") for _, start in starts] or [run.facts.get("processes")]
-    num_steps = max(trace.steps, default=run.log.last_step)
     return RunFacts(
-        run.name,
-        str(run.folder),
-        run.title,
-        num_steps,
-        processes[-1],
-        changes,
-        trace.missing,
-        trace.problems,
-        last_metrics(run),
+        name=run.name,
+        folder=str(run.folder),
+        title=run.title,
+        num_steps=max(trace.steps, default=run.log.last_step),
+        processes=processes[-1],
+        changes=changes,
+        missing=trace.missing,
+        problems=trace.problems,
+        can_be_replayed=bool(trace.starts) and all(start.get("format") == 2 for start in trace.starts),
+        metrics=last_metrics(run),
     )
 
 

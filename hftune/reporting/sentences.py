@@ -6,16 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hftune.reporting.differences import TOLERANCE, Parting
-from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_SEEDS, FEWEST_STEPS, Interval
+from hftune.reporting.differences import TOLERANCE, Parting, relative
+from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, Interval
 from hftune.reporting.paired import Evaluation, Measure, TrainingLoss
 from hftune.reporting.seeds import MethodDifference
 
-NAMES = {
-    "skipped": "left out", "num_samples": "number of samples", "digest": "samples", "items": "items", "lr": "learning rate",
-    "loss": "loss", "grad_norm": "gradient norm",
-}  # fmt: skip
-"""Of what differs in a step."""
+NAMES = {"items": "items", "lr": "learning rate", "loss": "loss", "grad_norm": "gradient norm"}
+"""Values of a step by their names in the ledger."""
 
 
 def parting_sentences(parting: Parting) -> str:
@@ -23,47 +20,41 @@ def parting_sentences(parting: Parting) -> str:
     if not parting.num_steps:
         return "The runs have no step in common."
     if parting.step is None:
-        return f"{agreement(parting, parting.num_steps)}. The runs do not part."
-    steps = parting.num_steps if parting.last_equal is None else parting.last_equal
-    begin = "" if parting.last_equal is None else f"{agreement(parting, steps)}. "
-    between = parting.step if parting.last_equal is None or parting.step == parting.last_equal + 1 else None
-    where = (
-        f"in step {parting.step:,}"
-        if between
-        else f"between steps {parting.last_equal:,} and {parting.step:,}, where values are known"
-    )
-    text = f"{begin}They part {where}: {values_of(parting)}."
+        return f"{agreement(parting)}. The runs do not part."
+    text = f"They part {place(parting)}: {values_of(parting)}."
+    if parting.last_equal is not None:
+        text = f"{agreement(parting)}. {text}"
     if parting.has_drifted:
         text += " The difference has grown from earlier ones, as rounding does: no step stands out."
     return text
 
 
-def agreement(parting: Parting, num_steps: int) -> str:
-    """Say how equal the first steps are."""
+def agreement(parting: Parting) -> str:
+    """Say how equal the steps are before the runs part."""
+    steps = f"in all {count(parting.num_steps, 'step')}" if parting.step is None else f"up to step {parting.last_equal:,}"
     if parting.rounding_step is None:
-        return f"Equal to the bit {'in all' if parting.step is None else 'for'} {count(num_steps, 'step')}"
-    return (
-        f"No difference above rounding {'in all' if parting.step is None else 'for'} {count(num_steps, 'step')} "
-        f"({parting.rounding:.1e} at most, from step {parting.rounding_step:,} on)"
-    )
+        return f"Equal to the bit {steps}"
+    return f"No difference above rounding {steps} ({parting.rounding:.1e} at most, from step {parting.rounding_step:,} on)"
+
+
+def place(parting: Parting) -> str:
+    """Say in which step two runs part, or between which, if not all are known."""
+    if parting.last_equal is None or parting.step == parting.last_equal + 1:
+        return f"in step {parting.step:,}"
+    return f"between steps {parting.last_equal:,} and {parting.step:,}, the next that both have recorded"
 
 
 def values_of(parting: Parting) -> str:
     """Name what differs in the step in which two runs part, with both values."""
-    named = []
-    for name, (a, b) in parting.values.items():
-        if name in ("digest", "num_samples"):
-            named += [] if name == "num_samples" else ["other samples"]
-        elif name == "skipped":
-            named.append(f"left out by {'A' if a else 'B'} only")
-        else:
-            named.append(f"{NAMES[name]} {pair(a, b)}")
-    if not named and "num_samples" in parting.values:
-        named.append("other samples")
-    size = max((sign.size or 0.0 for sign in parting.signs if sign.step == parting.step), default=0.0)
-    if 0 < size < math.inf and "other samples" not in named:
+    values = parting.values
+    named = ["other samples"] if values.keys() & {"digest", "num_samples"} else []
+    if "skipped" in values:
+        named.append(f"left out by {'A' if values['skipped'][0] else 'B'} alone")
+    named += [f"{noun} {pair(*values[name])}" for name, noun in NAMES.items() if name in values]
+    sizes = [relative(*values[name]) for name in ("loss", "grad_norm") if name in values]
+    if sizes and not values.keys() & {"digest", "num_samples", "skipped"} and (size := max(sizes)) < math.inf:
         named[-1] += f" ({size:.1e}; rounding would be below {TOLERANCE:.0e})" if size > TOLERANCE else f" ({size:.1e})"
-    return ", ".join(named) or "the first weights"
+    return ", ".join(named) or "the weights before it"
 
 
 def pair(a: Any, b: Any) -> str:
@@ -77,7 +68,7 @@ def pair(a: Any, b: Any) -> str:
     return " | ".join(texts)
 
 
-def kinds_sentence(parting: Parting) -> Iterator[str]:
+def kinds_sentences(parting: Parting) -> Iterator[str]:
     """Yield what is the same in both runs, and what is not known of them."""
     if parting.same:
         yield f"The same in both: {', '.join(parting.same)}."
@@ -111,6 +102,8 @@ def measure_reading(measure: Measure) -> str:
     """Say what a metric of the rows shows."""
     if measure.interval is None:
         return f"no interval: it takes {FEWEST_ROWS} rows"
+    if measure.interval.mean == measure.interval.half_width == 0:
+        return "the same in every row"
     parts = []
     if measure.p_value is not None:
         parts.append(f"B alone right {measure.won:,} times, A alone {measure.lost:,}, McNemar p = {p_value(measure.p_value)}")
@@ -120,8 +113,6 @@ def measure_reading(measure: Measure) -> str:
 
 def method_reading(difference: MethodDifference) -> str:
     """Say what the seeds show."""
-    if difference.interval is None:
-        return f"no interval: it takes {FEWEST_SEEDS} seeds of each"
     pairing = "paired by seed" if difference.is_paired else "other seeds"
     return f"{pairing}: {reading(difference.interval.is_shown, difference.mean)}"
 

@@ -114,7 +114,7 @@ def test_changed_row_is_named_with_the_step_that_first_uses_it():
     b = trace(rows=other_rows(row), loss=(8, 0.02), grad_norm=(8, 0.1))
     assert first_cause(trace(), b) == (8, "likely", "data", f"train: row {row} differs; it is first used in step 8")
     assert parting_sentences(part(trace(), b)).startswith(
-        "Equal to the bit for 7 steps. They part in step 8: loss 0.25 | 0.255"
+        "Equal to the bit up to step 7. They part in step 8: loss 0.25 | 0.255"
     )
 
 
@@ -217,7 +217,7 @@ def test_steps_that_are_known_only_now_and_then_bound_the_parting():
     ]
     found = part(*logged)
     assert (found.step, found.last_equal, found.tolerance) == (20, 10, TOLERANCE)
-    assert "They part between steps 10 and 20, where values are known: loss 1 | 1.1" in parting_sentences(found)
+    assert "They part between steps 10 and 20, the next that both have recorded: loss 1 | 1.1" in parting_sentences(found)
 
 
 def test_runs_without_a_common_step_are_said_to_have_none():
