@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean, stdev
 
 from hftune.reporting.compared import Comparison, Pair, RunFacts
 from hftune.reporting.intervals import FEWEST_SEEDS
@@ -13,6 +12,7 @@ from hftune.reporting.sentences import (
     count,
     evaluation_sentence,
     kinds_sentences,
+    mean_and_deviation,
     measure_reading,
     method_reading,
     parting_sentences,
@@ -127,28 +127,26 @@ def methods_blocks(methods: Sequence[Method], differences: Sequence[MethodDiffer
     if known := [one for one in differences if one.interval is not None]:
         yield differences_table(methods[0], known)
     if few := [method for method in methods if len(method.runs) < FEWEST_SEEDS]:
-        counts = ", ".join(f"{method.name} has {len(method.runs)}" for method in few)
-        yield f"An interval over seeds takes {FEWEST_SEEDS} of each: {counts}."
+        counts = ", ".join(f"{method.name.partition(':')[0]} has {len(method.runs)}" for method in few)
+        yield f"An interval over the seeds takes {FEWEST_SEEDS} of each: {counts}."
 
 
 def methods_table(methods: Sequence[Method]) -> str:
     """Return mean and deviation of each method over its seeds."""
     names = list(dict.fromkeys(name for method in methods for name in method.metrics))
-    cells = [["method (mean and deviation over seeds)", "seeds", *names]]
+    cells = [["mean (deviation) over the seeds", "seeds", *names]]
     for method in methods:
         values = [method.metrics.get(name) for name in names]
-        cells.append([method.name, str(len(method.runs)), *(mean_and_deviation(found) if found else "" for found in values)])
+        cells.append(
+            [method.name, str(len(method.runs)), *(mean_and_deviation(found, short) if found else "" for found in values)]
+        )
     return "\n".join(aligned(cells))
-
-
-def mean_and_deviation(values: Sequence[float]) -> str:
-    return short(fmean(values)) + (f" ({short(stdev(values))})" if len(values) > 1 else "")
 
 
 def differences_table(first: Method, differences: Sequence[MethodDifference]) -> str:
     """Return what the metrics of methods differ by, over the seeds."""
     cells = [[one.method, one.metric, plus_minus(one.interval), method_reading(one)] for one in differences if one.interval]
-    return "\n".join([f"B less A, {first.name}, with the 95 % interval over the seeds:", *aligned(cells)])
+    return "\n".join([f"Less {first.name}, with the 95 % interval over the seeds:", *aligned(cells)])
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:

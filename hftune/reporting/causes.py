@@ -248,9 +248,10 @@ def row_change(rows_a: np.ndarray, rows_b: np.ndarray) -> RowChange | None:
 
 def first_use(rows: np.ndarray, plan: Mapping[str, Any], last_step: int) -> int | None:
     """Return the first step that uses one of these rows, up to ``last_step``; None if there is none."""
-    if not plan:
+    try:
+        batches = BatchPlan(**plan)
+    except (TypeError, ValueError):  # there is none, or it is damaged
         return None
-    batches = BatchPlan(**plan)
     for epoch in range(-(-last_step // batches.num_steps)):
         places = np.flatnonzero(np.isin(batches.epoch(epoch).order_N, rows))
         if len(places):

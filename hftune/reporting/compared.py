@@ -69,7 +69,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
         Pair(runs[0].name, run.name, part(traces[0], trace), training_loss(traces[0], trace), evaluation(runs[0], run))
         for run, trace in zip(runs[1:], traces[1:], strict=True)
     ]
-    methods = methods_of(runs, [own.metrics for own in facts])
+    methods = methods_of(runs, [own.metrics for own in facts], [own.changes for own in facts])
     return Comparison(facts, pairs, methods, method_differences(methods))
 
 

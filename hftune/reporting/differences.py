@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hftune.reporting.causes import CONTENT, KINDS, ONLOOKERS, RATE, ROUNDING, UPDATE, Difference, Effect, find_differences
+from hftune.reporting.curves import is_number
 from hftune.reporting.traces import Segment, Steps, segments
 
 TOLERANCE = 2e-6
@@ -188,7 +189,7 @@ def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[st
 
 def relative(a: Any, b: Any) -> float:
     """Return the relative difference of two values; infinite if only one of them is a finite number."""
-    values = [None if value is None or not math.isfinite(value) else value for value in (a, b)]
+    values = [value if is_number(value) and math.isfinite(value) else None for value in (a, b)]
     if values[0] == values[1]:
         return 0.0
     if None in values:

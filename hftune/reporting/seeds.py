@@ -19,8 +19,9 @@ class Method:
     """Runs of one recipe with several seeds."""
 
     name: str
-    """The keys that tell it from the others."""
+    """A letter, and the keys that tell it from the others."""
     runs: list[str]
+    """Their names."""
     seeds: list[Any]
     metrics: dict[str, list[float]]
     """The values of its runs, in their order."""
@@ -39,15 +40,18 @@ class MethodDifference:
     """Whether both methods had the same seeds, so that runs are compared in pairs."""
 
 
-def methods_of(runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]]) -> list[Method]:
+def methods_of(
+    runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]], changes: Sequence[Sequence[Any]]
+) -> list[Method]:
     """Group the runs whose recipes differ by their seeds alone; empty if no recipe has several.
 
     Args:
-        metrics: of each run.
+        metrics: of each run, and ``changes`` that it made on its way: a run that had several recipes is a method of its own.
     """
     recipes = [
         {key: value for key, value in run.recipe.items() if key not in (*OWN, "seed") and not key.startswith("track.")}
-        for run in runs
+        | ({"changed on its way": run.name} if changed else {})
+        for run, changed in zip(runs, changes, strict=True)
     ]
     groups: dict[str, list[int]] = {}
     for index, recipe in enumerate(recipes):
@@ -59,7 +63,7 @@ def methods_of(runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]]
     telling = [key for key in keys if len({plain(recipe.get(key)) for recipe in firsts}) > 1]
     return [
         Method(
-            name=", ".join(f"{key}={plain(recipe.get(key))}" for key in telling) or "all runs",
+            name=f"{letter_of(place)}: {', '.join(f'{key}={named(recipe.get(key))}' for key in telling if key in recipe) or 'all runs'}",
             runs=[runs[index].name for index in members],
             seeds=[runs[index].recipe.get("seed") for index in members],
             metrics={
@@ -68,8 +72,18 @@ def methods_of(runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]]
                 if all(name in metrics[index] for index in members)
             },
         )
-        for members, recipe in zip(groups.values(), firsts, strict=True)
+        for place, (members, recipe) in enumerate(zip(groups.values(), firsts, strict=True))
     ]
+
+
+def letter_of(place: int) -> str:
+    """Return A, B, ... Z, then A26 and so on."""
+    return chr(ord("A") + place) if place < 26 else f"A{place}"
+
+
+def named(value: Any) -> str:
+    """Return a value of a recipe in short: of a path, its end."""
+    return (value.rpartition("/")[2] or value) if isinstance(value, str) else plain(value)
 
 
 def method_differences(methods: Sequence[Method]) -> list[MethodDifference]:

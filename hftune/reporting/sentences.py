@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from hftune.reporting.differences import TOLERANCE, Parting, relative
@@ -34,7 +36,7 @@ def agreement(parting: Parting) -> str:
     steps = f"in all {count(parting.num_steps, 'step')}" if parting.step is None else f"up to step {parting.last_equal:,}"
     if parting.rounding_step is None:
         return f"Equal to the bit {steps}"
-    return f"No difference above rounding {steps} ({parting.rounding:.1e} at most, from step {parting.rounding_step:,} on)"
+    return f"No difference above rounding {steps} ({small(parting.rounding)} at most, from step {parting.rounding_step:,} on)"
 
 
 def place(parting: Parting) -> str:
@@ -53,8 +55,14 @@ def values_of(parting: Parting) -> str:
     named += [f"{noun} {pair(*values[name])}" for name, noun in NAMES.items() if name in values]
     sizes = [relative(*values[name]) for name in ("loss", "grad_norm") if name in values]
     if sizes and not values.keys() & {"digest", "num_samples", "skipped"} and (size := max(sizes)) < math.inf:
-        named[-1] += f" ({size:.1e}; rounding would be below {TOLERANCE:.0e})" if size > TOLERANCE else f" ({size:.1e})"
+        remark = f"; rounding would be below {small(TOLERANCE)}" if size > TOLERANCE else ""
+        named[-1] += f" ({small(size)}{remark})"
     return ", ".join(named) or "the weights before it"
+
+
+def small(size: float) -> str:
+    """Format a relative difference: "2.4e-2"."""
+    return re.sub("e([+-])0", r"e\1", f"{size:.1e}").replace(".0e", "e")
 
 
 def pair(a: Any, b: Any) -> str:
@@ -114,7 +122,8 @@ def measure_reading(measure: Measure) -> str:
 def method_reading(difference: MethodDifference) -> str:
     """Say what the seeds show."""
     pairing = "paired by seed" if difference.is_paired else "other seeds"
-    return f"{pairing}: {reading(difference.interval.is_shown, difference.mean)}"
+    shown = "no difference shown" if not difference.interval.is_shown else "higher" if difference.mean > 0 else "lower"
+    return f"{pairing}: {shown}"
 
 
 def reading(is_shown: bool, mean: float) -> str:
@@ -129,6 +138,11 @@ def plus_minus(interval: Interval) -> str:
     digits = max(0, 1 - math.floor(math.log10(interval.half_width))) if interval.half_width > 0 else 4
     digits = min(digits, 8)
     return f"{interval.mean:+.{digits}f} +- {interval.half_width:.{digits}f}"
+
+
+def mean_and_deviation(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """Format a mean, and the standard deviation of several values in brackets."""
+    return form(fmean(values)) + (f" ({form(stdev(values))})" if len(values) > 1 else "")
 
 
 def p_value(value: float) -> str:
