@@ -121,6 +121,8 @@ def evaluation(a: RunRecord, b: RunRecord) -> Evaluation:
         one, other = measures_of(row_a), measures_of(row_b)
         for name in one.keys() & other.keys():
             values.setdefault(name, []).append((one[name], other[name]))
+    if not found.num_rows:
+        found.reason = missing_rows(a, b)
     complete = {name: np.array(pairs) for name, pairs in values.items() if len(pairs) == found.num_rows}
     found.measures = [measure(name, complete[name]) for name in sorted(complete)]
     return found

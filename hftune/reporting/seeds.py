@@ -63,7 +63,7 @@ def methods_of(
     telling = [key for key in keys if len({plain(recipe.get(key)) for recipe in firsts}) > 1]
     return [
         Method(
-            name=f"{letter_of(place)}: {', '.join(f'{key}={named(recipe.get(key))}' for key in telling if key in recipe) or 'all runs'}",
+            name=f"{letter_of(place)}: {', '.join(f'{key}={named(recipe[key])}' for key in telling if key in recipe) or 'all'}",
             runs=[runs[index].name for index in members],
             seeds=[runs[index].recipe.get("seed") for index in members],
             metrics={
