@@ -54,7 +54,7 @@ def test_checkpoints_on_disk_are_thinned_out_but_never_the_best(tmp_path):
     assert steps(tmp_path) == [3, 4, 8, 9]
 
 
-@pytest.mark.parametrize(("kept", "count"), [("keep=2", 4), ("keep_every=20", 7), ("keep_every=doubling", 11), ("keep=99", 25)])
+@pytest.mark.parametrize(("kept", "count"), [("keep=2", 4), ("keep_every=20", 8), ("keep_every=doubling", 10), ("keep=99", 25)])
 def test_a_plan_counts_them(kept, count):
     """Besides those that are kept, the best one and the one being written; for doubling, two more, as their number varies."""
     planned = SimpleNamespace(evaluations=[], checkpoints=[*range(4, 101, 4)])
