@@ -125,7 +125,7 @@ def test_training_loss_gets_an_interval_from_60_steps_on(make_run, capsys):
     a, b = make_run("a", losses=[*map(float, 2 + noise[0])]), make_run("b", losses=[*map(float, 1.8 + noise[1])])
     assert cli.main(["compare", str(a), str(b)]) == 0
     said = capsys.readouterr().out
-    assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these seeds alone" in said
+    assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these two runs alone" in said
     assert "): B is lower." in said and "  steps 1 to 25" in said
 
 
@@ -165,6 +165,8 @@ def test_two_seeds_are_not_enough(make_run, capsys):
     ]
     assert cli.main(["compare", *map(str, folders)]) == 0
     assert "An interval over the seeds takes 3 of each: A has 2, B has 2." in capsys.readouterr().out
+    again = make_run("again", "seed: 1\ntrain: {lr: 0.1}\n", accuracy=0.5)
+    assert compared(folders[0], again).methods == [] and compared(*folders, again).methods[0].seeds == [1, 2]
 
 
 def test_bad_arguments_are_refused(make_run, tmp_path, capsys):
