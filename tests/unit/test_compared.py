@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from hftune import cli
+from hftune.reporting.charts import loss_difference
 from hftune.reporting.compared import compare
 from hftune.reporting.page import page
+from hftune.reporting.paired import measures_of
 from hftune.reporting.run_record import read_run, run_names
 
 
@@ -127,6 +129,35 @@ def test_training_loss_gets_an_interval_from_60_steps_on(make_run, capsys):
     said = capsys.readouterr().out
     assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these two runs alone" in said
     assert "): B is lower." in said and "  steps 1 to 25" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "measures"),
+    [
+        (
+            {"label": "a", "prediction": "b", "probability": 0.9, "label_probability": 0.1, "loss": 2.3, "error": 0.9},
+            {"accuracy": 0, "loss": 2.3},
+        ),
+        ({"label": ["a"], "prediction": [], "probabilities": {"a": 0.4}, "error": 0.6}, {"error": 0.6}),
+        ({"label": 3.0, "prediction": 2.5, "error": 0.5}, {"error": 0.5}),
+        ({"source": "x", "target": "y", "generated": "z", "rouge_l": 0.5, "error": 0.5}, {"rouge_l": 0.5}),
+        ({"text": "x", "tokens": 35, "loss": 70.0, "perplexity": 7.4, "error": 2.0}, {"error": 2.0}),
+        ({"anchor": "x", "positive": "y", "similarity": 0.5, "rank": 2, "error": 0.5}, {"error": 0.5}),
+        ({"psnr": 20.1, "ssim": None, "error": 0.01}, {"psnr": 20.1}),
+    ],
+)
+def test_each_kind_of_row_says_how_good_it_is(row, measures):
+    assert measures_of({"index": 0, **row}) == measures
+
+
+def test_difference_of_the_losses_is_drawn_at_common_steps(make_run):
+    a, b, same = (
+        read_run(make_run(name, losses=losses))
+        for name, losses in {"a": [1.0, 0.5, 0.4], "b": [1.0, 0.25], "c": [1.0, 0.5]}.items()
+    )
+    (line,) = loss_difference(a, b).lines
+    assert ([*line.curve.steps], [*line.curve.values]) == ([1, 2], [0.0, -0.25])
+    assert loss_difference(a, same) is None
 
 
 def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
