@@ -38,11 +38,12 @@ from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
+from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
 from hftune.strategies.base import StepBatch, StepReport, Strategy
-from hftune.strategies.sharding import SavedState
+from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
 
 TOLERANCE = 1e-6
@@ -334,6 +335,8 @@ class Replayer:
         if self.change.without:
             self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self._session.progress)
         self.parts = parts
+        if not step:
+            self._compare_weights(terms.start)
         prepare(recipe, strategy, parts)
         if step:
             self._load(saved, step)
@@ -348,6 +351,14 @@ class Replayer:
         except ValueError as error:
             raise ConfigError(f"The checkpoint of step {step:,} belongs to a different model: {error}.") from error
         self.step = step
+
+    def _compare_weights(self, start: Mapping[str, Any]) -> None:
+        """Note that a run began with other weights: other libraries may draw them differently, or a model has changed."""
+        then = start.get("weights")
+        if then is None or self._changes_data or not self.strategy.is_main:
+            return
+        if weights_digest(model_tensors(self.parts.model)) != then:
+            self.notices.append("The first weights differ from those that the run began with.")
 
     def _use_threads(self, start: Mapping[str, Any]) -> None:
         """Compute with as many threads as the run, whose number changes the last bits, if it had as many processes."""
