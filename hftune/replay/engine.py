@@ -138,6 +138,9 @@ class Replayer:
 
     strategy: Strategy
     parts: Parts
+    _task: Task
+    _datasets: Mapping[str, Any]
+    _data_of: dict[str, Any]
     step: int
     """The last step that was computed; at first, that of the checkpoint. While one is looked at, that one."""
 
@@ -287,7 +290,8 @@ class Replayer:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        start, is_changed = self.history.ledger.start_of(step), bool(self.change.overrides_at(step))
+        start = self.history.ledger.start_of(min(step, self.history.last))  # after the last one, a checkpoint may still be loaded
+        is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:
             recipe = self.history.recipe_at(step, *self.change.overrides_at(step))
