@@ -175,6 +175,18 @@ class DataParallel(Strategy):
             labels.append(task.batch_labels(target))
         return embeddings, labels
 
+    def compute_again(self, batch: StepBatch, index: int, seed: int, step: int) -> tuple[Any, dict[str, Any]]:
+        """Return what the model makes of one of this process's micro-batches, and the micro-batch on the device.
+
+        The dropout is that of ``backward``. The outputs are those of a model that knows no targets, and have a graph unless
+        gradients are off. Buffers change as in training; DDP does not notice. Not collective.
+        """
+        self.progress.samples(batch.mine[index].samples)
+        self._seeds.begin(seed, step, batch.mine[index].index)
+        inputs = send_to_device(batch.batches[index], self.device, non_blocking=True)
+        with self.explained_memory_errors(inputs, step):
+            return compute(self.sharding.model, **inputs_of(self.task, inputs)), inputs
+
     def _check_gradients(self) -> None:
         """After the first backward pass, refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""
         if self._checked_gradients:
