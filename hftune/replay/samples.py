@@ -89,12 +89,12 @@ def _each_loss(task: Task, outputs: Any, target: Any, num_rows: int) -> list[Ten
     elif (token_losses_BT := getattr(outputs, "losses", None)) is not None:  # of a head that computed them; without gradients
         losses = [*token_losses_BT.sum(1)]
     else:
-        losses = [task.loss(*_row((outputs, target), row, num_rows)) for row in range(num_rows)]
+        losses = [task.loss(*cut_row((outputs, target), row, num_rows)) for row in range(num_rows)]
     _check_sum(task, losses, outputs, target)
     return losses
 
 
-def _row(values: Any, row: int, num_rows: int) -> Any:
+def cut_row(values: Any, row: int, num_rows: int) -> Any:
     """Cut one row out of all tensors that have ``num_rows`` of them, and leave anything else as it is."""
     return tree_map(partial(_cut, row=row, num_rows=num_rows), values)
 
@@ -150,7 +150,7 @@ def look_inside(
             target, count = task.target(inputs), len(micro_batch.samples)
             losses, parts = each_loss(index, outputs, target)
             found = [
-                SampleRecord(sample, micro_batch.index, float(task.num_items(_row(target, row, count))), losses[row].item())
+                SampleRecord(sample, micro_batch.index, float(task.num_items(cut_row(target, row, count))), losses[row].item())
                 for row, sample in enumerate(micro_batch.samples.tolist())
             ]
             if gradients:

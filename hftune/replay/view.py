@@ -156,11 +156,11 @@ class Findings:
         return [one_line_of(f"  {line}", width) for line in lines]
 
     def _words(self, records: Sequence[SampleRecord]) -> dict[str, list[str]]:
-        """Return the columns of words: label and prediction, and the text or the file of the picture."""
+        """Return the columns of words: label and prediction, the file of the picture, and the text."""
         columns = {
             "label -> said": [answer_of(self.task, record.answer) for record in records],
-            "text": [one_line(text_of(self.task, self.dataset[record.sample])) for record in records],
             "picture": ["" if record.picture is None else picture_name(step, record.sample) for step, record in self.shown],
+            "text": [one_line(text_of(self.task, self.dataset[record.sample]), PIPED) for record in records],
         }
         return {head: values for head, values in columns.items() if any(values)}
 
@@ -243,7 +243,7 @@ class Findings:
 
 
 def describe(replayer: Replayer, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what samples of the training split are, by their numbers: the row in the data, and the text that the model reads."""
+    """Return what samples of the training split are, by their numbers: their row in the data, and the text."""
     task, dataset = replayer.task, replayer.datasets["train"]
     return [{"sample": row, "row": row_in_data(task, dataset, row), "text": text_of(task, dataset[row])} for row in rows]
 
@@ -320,7 +320,7 @@ def _padded(text: str, width: int) -> str:
 
 def one_line_of(line: str, width: int) -> str:
     """Cut a line at the width of the terminal; its spaces are kept."""
-    ends = columns_of(line)
+    ends = columns_of(line := line.rstrip())
     if not ends or ends[-1] <= width:
-        return line.rstrip()
+        return line
     return line[: sum(end < width for end in ends)].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
