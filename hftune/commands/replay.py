@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftune import __version__
 from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
-from hftune.replay.history import Change, History
-from hftune.tracking.console import note, seconds_in_words
+
+if TYPE_CHECKING:
+    from hftune.replay.history import Change, History
 
 FAR_S = 30.0
 """Seconds to the first step that is asked for, from which on a user is told why it takes so long."""
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay. Exit code 1 if the steps are not those of the ledger, by more than rounding. Under a launcher all processes call it."""
+    """Replay. Exit code 1 if the steps are not those of the ledger. Under a launcher every process calls it."""
     from hftune.run import fail, outlive_readers
 
     outlive_readers()
@@ -114,6 +115,8 @@ def job_of(options: argparse.Namespace) -> Job:
     Raises:
         ConfigError: naming what is wrong.
     """
+    from hftune.replay.history import Change, History
+
     check_at_least_1(options, "processes", "save_every")
     history = History.open(options.folder, trust_code=options.trust_code, data=options.data)
     first, last = (options.step, options.step) if options.step is not None else range_of("--steps", options.steps)
@@ -182,10 +185,12 @@ def announce(job: Job) -> None:
     """Say on the main process what is about to be computed, and for how long: importing the libraries takes seconds."""
     if not ProcessInfo.from_environment().is_main or job.as_json:
         return
+    from hftune.tracking.console import duration, note
+
     start = job.history.nearest(job.begin)
     seconds = job.history.seconds_per_step()
     count, origin = job.last - start, f"checkpoint {start:,}" if start else "the first weights"
-    about = "" if seconds is None else f", about {seconds_in_words(count * seconds)}"
+    about = "" if seconds is None or count * seconds < 1 else f", about {duration(count * seconds)}"
     print(
         f"hftune {__version__}: replaying {job.steps} of {job.history.folder} from {origin}: {count:,} "
         f"step{'s' * (count > 1)}{about}; loading libraries ...",
@@ -195,8 +200,9 @@ def announce(job: Job) -> None:
         before = f"is of step {start:,}" if start else "of an earlier step is gone"
         print(
             note(
-                f"The nearest checkpoint {before}, so {job.begin - start:,} steps have to be computed first. --save-every writes "
-                "some beside the run on the way, from which later replays start; checkpoint.keep_every lets a training keep more."
+                f"The nearest checkpoint {before}, so {job.begin - start:,} steps have to be computed first. --save-every "
+                "writes some beside the run on the way, from which later replays start. checkpoint.keep_every keeps "
+                "more of them while a run trains."
             ),
             flush=True,
         )
@@ -225,8 +231,3 @@ def words_of(options: argparse.Namespace) -> list[str]:
 def option(name: str, value: Any) -> list[str]:
     """Return an option as one types it; nothing if it has no value."""
     return [] if value is None else [f"--{name}={value}"]
-
-
-def listed(values: Sequence[Any]) -> str:
-    """Join words with commas."""
-    return ", ".join(map(str, values))

@@ -38,11 +38,12 @@ from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
+from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
 from hftune.strategies.base import StepBatch, StepReport, Strategy
-from hftune.strategies.sharding import SavedState
+from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
 
 TOLERANCE = 1e-6
@@ -137,6 +138,9 @@ class Replayer:
 
     strategy: Strategy
     parts: Parts
+    _task: Task
+    _datasets: Mapping[str, Any]
+    _data_of: dict[str, Any]
     step: int
     """The last step that was computed; at first, that of the checkpoint. While one is looked at, that one."""
 
@@ -286,7 +290,8 @@ class Replayer:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        start, is_changed = self.history.ledger.start_of(step), bool(self.change.overrides_at(step))
+        start = self.history.ledger.start_of(min(step, self.history.last))  # after the last one, a checkpoint may still be loaded
+        is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:
             recipe = self.history.recipe_at(step, *self.change.overrides_at(step))
@@ -334,6 +339,8 @@ class Replayer:
         if self.change.without:
             self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self._session.progress)
         self.parts = parts
+        if not step:
+            self._compare_weights(terms.start)
         prepare(recipe, strategy, parts)
         if step:
             self._load(saved, step)
@@ -348,6 +355,14 @@ class Replayer:
         except ValueError as error:
             raise ConfigError(f"The checkpoint of step {step:,} belongs to a different model: {error}.") from error
         self.step = step
+
+    def _compare_weights(self, start: Mapping[str, Any]) -> None:
+        """Note that a run began with other weights: other libraries may draw them differently, or a model has changed."""
+        then = start.get("weights")
+        if then is None or self._changes_data or not self.strategy.is_main:
+            return
+        if weights_digest(model_tensors(self.parts.model)) != then:
+            self.notices.append("The first weights differ from those that the run began with.")
 
     def _use_threads(self, start: Mapping[str, Any]) -> None:
         """Compute with as many threads as the run, whose number changes the last bits, if it had as many processes."""

@@ -184,14 +184,8 @@ class History:
                 return progress.get("replayed") == self.line_digest(step)
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        noted = [self.ledger.checkpoints.get(step, {}).get("model")]
-        noted += [
-            start["checkpoint"].get("model")
-            for start in self.ledger.starts
-            if start.get("after_step") == step and start.get("checkpoint")
-        ]
-        noted = [model_then for model_then in noted if model_then is not None]
-        return step <= self.last and (not noted or model in noted)
+        noted = self.ledger.checkpoints.get(step, {}).get("model", model)
+        return step <= self.last and model == noted
 
     def nearest(self, step: int) -> int:
         """Return the step of the checkpoint from which to replay this step; 0: from the start. It is not verified."""
