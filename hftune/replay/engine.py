@@ -290,7 +290,9 @@ class Replayer:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        start = self.history.ledger.start_of(min(step, self.history.last))  # after the last one, a checkpoint may still be loaded
+        start = self.history.ledger.start_of(
+            min(step, self.history.last)
+        )  # after the last one, a checkpoint may still be loaded
         is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from hftune.errors import ConfigError, TrainingError
 from hftune.strategies.absent_model import ModelNeeded, absent_model
-from hftune.strategies.base import StepBatch, StepReport
+from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import PACKING
 from hftune.strategies.sharding import Replicated
@@ -160,18 +160,19 @@ def look_inside(
     return None if gathered is None else _with_shares(gathered, pictures)
 
 
-def whole_model(replayer: Replayer) -> DataParallel:
-    """Return the strategy of a replay, if each process holds the whole model.
+def holds_whole_model(strategy: Strategy) -> bool:
+    """Say whether each process holds the whole model."""
+    return isinstance(strategy, DataParallel) and isinstance(strategy.sharding, Replicated)
 
-    Raises:
-        ConfigError: it does not.
-    """
+
+def whole_model(replayer: Replayer) -> DataParallel:
+    """Return the strategy of a replay, or raise ConfigError unless each process holds the whole model."""
     strategy = replayer.strategy
-    if isinstance(strategy, DataParallel) and isinstance(strategy.sharding, Replicated):
-        return strategy
+    if holds_whole_model(strategy):
+        return strategy  # type: ignore[return-value]
     raise ConfigError(
-        "Single samples can be looked at only where each process holds the whole model. Replay without FSDP and with "
-        "parallel.pipeline_stages=1: the numbers are the same."
+        "The samples of a step can be looked at where each process holds the whole model. Replay on one process, without a "
+        "launcher: the numbers are the same, but for rounding."
     )
 
 
@@ -195,7 +196,7 @@ def _differentiable_losses(replayer: Replayer, batch: StepBatch) -> Any:
             return losses, losses
 
         return alone
-    losses_B, gradient = compared_losses(replayer, batch, replayer.step)
+    losses_B, gradient = compared_losses(replayer, task, batch, replayer.step)
 
     def compared(index: int, outputs: Any, target: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         span = rows_of(batch, index)
@@ -205,9 +206,9 @@ def _differentiable_losses(replayer: Replayer, batch: StepBatch) -> Any:
     return compared
 
 
-def compared_losses(replayer: Replayer, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
+def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
     """Return ``step_losses`` at the present weights, with the dropout of a step. Collective."""
-    strategy, task = whole_model(replayer), replayer.recipe.task
+    strategy = whole_model(replayer)
     embeddings, labels = [], []
     with torch.no_grad():
         for index in range(len(batch.mine)):
@@ -231,7 +232,7 @@ def _with_gradients(
         parts: scalars whose gradients they are.
         parameters: those with a gradient, which may have been clipped since ``report``: then the direction is the same.
     """
-    found, clipped = [], math.sqrt(sum(float(value.grad.to(exact).square().sum()) for value in parameters))  # type: ignore
+    found, clipped = [], math.sqrt(sum(float(value.grad.to(exact).square().sum()) for value in parameters))
     for place, (record, part) in enumerate(zip(records, parts, strict=True)):
         own = torch.autograd.grad(part, parameters, retain_graph=place < len(parts) - 1, allow_unused=True)
         pairs = [(one.to(exact), value.grad.to(exact)) for one, value in zip(own, parameters, strict=True) if one is not None]

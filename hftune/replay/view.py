@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hftune.checkpoints.atomic_files import explain_write_errors, write_lines
-from hftune.replay.blame import EARLIER, EarlierWeights, usual_loss, verdict
+from hftune.replay.earlier_weights import EarlierWeights
 from hftune.replay.history import History
 from hftune.replay.oddity import Oddity, oddities, token_columns
 from hftune.replay.samples import SampleRecord, look_inside
+from hftune.replay.verdict import losses_of, suspect_of, usual_loss, verdict
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.task import Task, ask
-from hftune.tracking.console import columns_of, one_line
+from hftune.tracking.console import columns_of, one_line, short
 from hftune.tracking.image_grid import write_image
 from hftune.tracking.jsonl import strict_json
 
@@ -43,26 +44,24 @@ class Inspection:
         first: the first of the steps that are looked into.
         last: the last of them.
         worst: samples to show; 0: none are looked at.
-        why: whether the replay begins early enough to try the batch at the weights of EARLIER steps before.
+        why: whether to say in any case if batch or update is to blame. It needs a replay that begins EARLIER steps before.
     """
 
     def __init__(self, history: History, first: int, last: int, worst: int = 0, why: bool = False):
-        self.history, self.first, self.last, self.worst, self.why = history, first, last, worst, why
-        losses = {step: line["loss"] for step, line in history.ledger.steps.items() if line.get("loss") is not None}
-        self.suspect = max(range(first, last + 1), key=lambda step: losses.get(step, -math.inf))
-        """The step with the greatest loss of those."""
+        self.first, self.last, self.worst, self.why = first, last, worst, why
+        losses = losses_of(history.ledger.steps)
+        self.suspect = suspect_of(losses, first, last)
         self.usual = usual_loss(losses, self.suspect)
         self.earlier = EarlierWeights(self.suspect)
         self.records: dict[int, list[SampleRecord]] = {}
         """Of each step that was looked into; on the main process."""
 
-    @property
-    def start(self) -> int:
-        """The step from which the replay must compute."""
-        return max(1, min(self.first, self.suspect - EARLIER)) if self.why else self.first
-
     def look(self, replayer: Replayer, batch: StepBatch, report: StepReport) -> None:
-        """Take the notes of one step; see ``Replayer.advance``. Collective."""
+        """Take the notes of one step; see ``Replayer.advance``. Collective.
+
+        Raises:
+            ConfigError: see ``whole_model``.
+        """
         if self.why or self.worst:
             self.earlier.look(replayer, batch, report)
         if self.worst and self.first <= replayer.step <= self.last:
@@ -135,7 +134,7 @@ class Findings:
     def _table(self, width: int) -> list[str]:
         """Return a line for each of the worst samples."""
         records = [record for _, record in self.shown]
-        cells: dict[str, list[str]] = {"loss": [f"{record.loss:.4g}" for record in records]}
+        cells: dict[str, list[str]] = {"loss": [short(record.loss) for record in records]}
         cells["of it"] = [_percent(record.loss_share) for record in records]
         cells["gradient"] = [_percent(record.gradient_share) for record in records]
         if len({step for step, _ in self.ranked}) > 1:
@@ -186,16 +185,15 @@ class Findings:
         rest = f", and {len(odd) - MOST_ODD} more in {SAMPLES}" if len(odd) > MOST_ODD else ""
         return [f"Odd samples here: {named}{rest}."]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything for programs."""
-        found: dict[str, Any] = {"samples": self.rows()} if self.ranked else {}
-        if self.said:
-            found["why"] = {
-                "step": self.suspect,
-                "losses": {str(step): loss for step, loss in self.losses.items()},
-                "said": [*self.said],
-            }
-        return found
+    @property
+    def to_leave_out(self) -> list[int]:
+        """Samples that a replay without them may explain, in the order of their numbers; none if the weights are to blame."""
+        return [] if self.said and "batch makes" not in self.said[-1] else sorted(set(self.outstanding))
+
+    def why(self) -> dict[str, Any]:
+        """Return the verdict, for replay.json."""
+        losses = {str(step): loss for step, loss in sorted(self.losses.items())}
+        return {"why": {"step": self.suspect, "losses": losses, "said": [*self.said]}} if self.said else {}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each sample that was looked at, the greatest loss first."""

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hftune.replay.blame import Usual, usual_loss, verdict
 from hftune.replay.history import History
 from hftune.replay.oddity import oddities
 from hftune.replay.samples import SampleRecord
+from hftune.replay.verdict import Usual, losses_of, suspect_of, usual_loss, verdict
 from hftune.replay.view import Findings, Inspection, answer_of, text_of
 from hftune.task import Task
 
@@ -101,10 +101,8 @@ def test_what_is_usual_is_the_middle_of_the_steps_before():
 def test_of_several_steps_the_one_with_the_greatest_loss_is_judged():
     steps = {step: {"step": step, "loss": loss} for step, loss in enumerate([2.0, 1.9, 1.8, 3.0, 1.7, 1.6], start=1)}
     steps[5] = {"step": 5, "skipped": True}
-    history = History(None, SimpleNamespace(steps=steps))
-    inspection = Inspection(history, 3, 6, worst=2, why=True)
-    assert (inspection.suspect, inspection.start) == (4, 1)
-    assert Inspection(history, 3, 6, worst=2).start == 3
+    assert suspect_of(losses_of(steps), 3, 6) == 4
+    assert suspect_of(losses_of({5: {"step": 5}, 6: {"step": 6}}), 5, 6) == 5  # an old ledger has no losses
 
 
 # The terminal
@@ -142,8 +140,8 @@ def findings(losses: dict[int, list[float]], worst: int) -> Findings:
 def test_the_worst_samples_are_lines_that_fit_the_terminal():
     found = findings({7: [0.1, 0.1, 4.0, 0.1, 0.1], 8: [0.2, 3.0, 0.2, 0.2, 0.2]}, worst=2)
     lines = found.lines(100)
-    assert lines[0] == "  loss  of it  gradient  step  sample  label -> said      picture              text"
-    assert lines[1].startswith("     4   91 %      91 %     7       2  1 star -> 5 stars  step_7_sample_2.png  text 2")
+    assert lines[0] == "   loss  of it  gradient  step  sample  label -> said      picture              text"
+    assert lines[1].startswith("  4.000   91 %      91 %     7       2  1 star -> 5 stars  step_7_sample_2.png  text 2")
     assert lines[3] == "One of the 5 samples of step 7 makes 91 % of its loss."
     assert lines[4].startswith("The batch of step 7 at the weights after step 6 7: 0.5 0.6.")
     assert lines[1].endswith("\N{HORIZONTAL ELLIPSIS}")
@@ -162,7 +160,7 @@ def test_all_samples_go_into_a_file_and_the_pictures_of_the_worst_beside_it(tmp_
     assert [(row["sample"], row["loss"]) for row in rows] == [(1, None), (2, 4.0), (0, 0.1)]  # NaN is the worst
     assert rows[0]["picture"] == "pictures/step_7_sample_1.png" and (tmp_path / "new" / rows[0]["picture"]).is_file()
     assert (rows[0]["label"], rows[0]["prediction"], "picture" in rows[1]) == ("1 star", "5 stars", False)
-    assert found.to_dict()["why"]["losses"] == {"6": 0.5, "7": 0.6}
+    assert found.why()["why"]["losses"] == {"6": 0.5, "7": 0.6}
 
 
 def test_answers_are_named_as_the_task_names_them():
