@@ -10,6 +10,7 @@ from typing import Any
 
 from hftune.checkpoints.atomic_files import write_lines, write_text
 from hftune.commands.replay import Job
+from hftune.replay.circumstances import circumstances
 from hftune.replay.engine import Difference, ReplayedStep, Replayer, difference
 from hftune.replay.samples import holds_whole_model
 from hftune.replay.view import Findings, Inspection
@@ -30,6 +31,8 @@ class Outcome:
     steps: list[ReplayedStep] = field(default_factory=list)
     """All that were computed, those on the way included."""
     notices: list[str] = field(default_factory=list)
+    differences: list[tuple[str, str]] = field(default_factory=list)
+    """What is not as it was: the kind, such as code, and what of it. On the main process."""
     seconds: float = 0.0
     findings: Findings | None = None
     """Of the samples; on the main process."""
@@ -76,6 +79,7 @@ def replay(job: Job) -> bool:
         outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
             outcome.findings = None if inspection is None else inspection.findings(replayer)
+            outcome.differences = [(found.kind, found.text) for found in circumstances(replayer)]
             write(outcome)
             report(outcome)
     return outcome.is_equal
@@ -136,6 +140,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "bit_equal": all(found.is_bit_equal for found in compared),
         "compared_steps": len(compared),
         "largest_difference": differences,
+        "differences": [{"kind": kind, "text": text} for kind, text in outcome.differences],
         "notices": outcome.notices,
         "seconds": round(outcome.seconds, 3),
         "folder": str(job.output),
@@ -176,6 +181,10 @@ def report(outcome: Outcome) -> None:
         f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count:,} step{'s' * (count != 1)} on {processes}, "
         f"{duration(outcome.seconds)}. {verdict(outcome)}"
     )
+    is_exact = all(found.is_bit_equal for _, found in outcome.compared())
+    if named := [pair for pair in outcome.differences if not is_exact or pair[0] == "data"]:
+        print("Other than in the run (there | here):")
+        print("\n".join(f"  {kind:<10}{text}" for kind, text in named))
     if job.change or len(shown) > 1:
         print(table(outcome, shown))
     if outcome.findings is not None:

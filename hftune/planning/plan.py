@@ -32,7 +32,7 @@ from hftune.build import (
     without_padding,
 )
 from hftune.config import Recipe
-from hftune.config.sections import CheckpointConfig, EvalConfig
+from hftune.config.sections import DOUBLING, CheckpointConfig, EvalConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
@@ -173,7 +173,7 @@ class Disk:
     checkpoint_bytes: int
     """Of one."""
     checkpoints: int
-    """Maximum number at once: the newest, that of the best evaluation, and the one being written."""
+    """Maximum number at once: those that are kept, that of the best evaluation, and the one being written."""
     model_bytes: int
     """Of one finished model."""
     models: int
@@ -688,6 +688,7 @@ def disk(recipe: Recipe, plan: Plan, trained_bytes: int, further_bytes: int, mod
         model_bytes: of a finished model.
     """
     written = len({*plan.evaluations, *plan.checkpoints})
-    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(recipe.checkpoint.keep + 2, written), 3
+    kept = len(recipe.checkpoint.kept(plan.checkpoints)) + (2 if recipe.checkpoint.keep_every == DOUBLING else 0)  # it varies
+    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(kept + 2, written), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

@@ -96,7 +96,7 @@ class Difference:
 def difference(replayed: ReplayedStep, line: Mapping[str, Any]) -> Difference:
     """Compare a step with its line in the ledger."""
     loss, norm = (relative(getattr(replayed, name), line.get(name)) for name in ("loss", "grad_norm"))
-    return Difference(loss, norm, replayed.digest == line["digest"])
+    return Difference(loss, norm, replayed.digest == line.get("digest"))
 
 
 def relative(now: float, then: float | None) -> float | None:
@@ -141,6 +141,8 @@ class Replayer:
     _task: Task
     _datasets: Mapping[str, Any]
     _data_of: dict[str, Any]
+    digests: dict[str, str]
+    """Of the data here, such as {"train data": "all:..."}."""
     step: int
     """The last step that was computed; at first, that of the checkpoint. While one is looked at, that one."""
 
@@ -161,6 +163,11 @@ class Replayer:
     @property
     def task(self) -> Task:
         return self._task
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The line of the ledger that training wrote when it last started before the present step."""
+        return self._terms.start
 
     @property
     def plan(self) -> BatchPlan:
@@ -253,7 +260,7 @@ class Replayer:
         tensors, values = saved
         epoch, place = divmod(self.step, self.plan.num_steps)
         state = asdict(TrainState(self.step, epoch, place))
-        provenance = asdict(Provenance(self._digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
+        provenance = asdict(Provenance(self.digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
         progress = {"state": state, "values": values, **provenance, "replayed": self.history.line_digest(self.step)}
         writer = Checkpointer(folder, keep=sys.maxsize)
         writer.write(self.step, tensors, progress, self.recipe.to_yaml(), None, [])
@@ -279,20 +286,15 @@ class Replayer:
             )
 
     def _compare_data(self) -> None:
-        """Make sure that all processes have the same code and data; note how the data differ from the run's. Collective."""
-        self._digests = self._session.compare(self._group, self._datasets, self._task.commits())
-        then = self.history.ledger.start_of(self._first).get("data", {}).get("train", {}).get("digest")
-        if then not in (None, self._digests["train data"]) and not self._changes_data:
-            self.notices.append("The training data differ from those that the run was trained on.")
+        """Make sure that all processes have the same code, recipe and data. Collective."""
+        self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
 
     @property
     def _changes_data(self) -> bool:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        start = self.history.ledger.start_of(
-            min(step, self.history.last)
-        )  # after the last one, a checkpoint may still be loaded
+        start = self.history.ledger.start_of(min(step, self.history.last))  # of the last step, too, a checkpoint can be loaded
         is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:

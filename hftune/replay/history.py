@@ -124,7 +124,7 @@ class History:
         Raises:
             ConfigError: the recipe cannot be read here; a file of the data is not where it was.
         """
-        start = self.ledger.start_of(step)
+        start = self.ledger.start_of(min(step, self.last))
         nested = as_replayed(self._recipe_before(step, start), start, overrides)
         nested["output_dir"] = str(self.aside)
         trust = self.trust_code if trust_code is None else trust_code
