@@ -21,6 +21,8 @@ from hftune.errors import ConfigError
 if TYPE_CHECKING:
     from hftune.replay.history import Change, History
 
+WORST = 10
+"""Samples that are shown of a single step."""
 FAR_S = 30.0
 """Seconds to the first step that is asked for, from which on a user is told why it takes so long."""
 
@@ -37,6 +39,12 @@ class Job:
     """A new folder."""
     save_every: int | None = None
     as_json: bool = False
+    worst: int = 0
+    """Samples to show, those with the greatest loss."""
+    why: bool = False
+    """Whether to find out if batch or update is to blame."""
+    asked_to_look: bool = False
+    """Whether --worst or --why was given."""
 
     @property
     def steps(self) -> str:
@@ -46,6 +54,11 @@ class Job:
     @property
     def begin(self) -> int:
         """The first step that must be right for what is asked for."""
+        if self.why:
+            from hftune.replay.verdict import EARLIER, losses_of, suspect_of
+
+            suspect = suspect_of(losses_of(self.history.ledger.steps), self.first, self.last)
+            return max(1, min(self.first, suspect - EARLIER))
         return min(self.first, self.change.from_step) if self.change else self.first
 
 
@@ -63,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keys of the recipe that are other ones from the first of these steps on, such as train.lr=1e-5",
     )
     parser.add_argument(
-        "--without", metavar="ROWS", help="rows of the training data that count for nothing from then on, such as 1001,3570"
+        "--without",
+        metavar="SAMPLES",
+        help="training samples, by their numbers in samples.jsonl, that count for nothing from then on, such as 1001,3570",
     )
     parser.add_argument("--skip", metavar="STEPS", help="steps that are left out, such as 137 or 137,140:142")
     parser.add_argument(
@@ -79,6 +94,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="[SPLIT=]PATH",
         help="where the data are now, if they have moved: a folder, or train=FILE",
+    )
+    parser.add_argument(
+        "--worst",
+        type=int,
+        metavar="K",
+        help=f"show the K samples with the greatest loss; 0: look at none (default: {WORST} of a single step as it was)",
+    )
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="say whether the batch makes the loss, or an update before it: the batch at the weights of earlier steps",
     )
     parser.add_argument("--output", type=Path, help="new folder for what is found (default: beside the run, RUN_replay/...)")
     parser.add_argument(
@@ -131,6 +157,7 @@ def job_of(options: argparse.Namespace) -> Job:
         first if options.from_step is None else options.from_step,
     )
     check_change(history, change, first, last, options.from_step is not None)
+    check_look(options, change)
     history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
     return Job(
         history,
@@ -140,6 +167,9 @@ def job_of(options: argparse.Namespace) -> Job:
         options.output or new_folder(history.aside, first, last),
         options.save_every,
         options.json,
+        (WORST if first == last and not change else 0) if options.worst is None else options.worst,
+        options.why,
+        bool(options.worst) or options.why,
     )
 
 
@@ -157,6 +187,15 @@ def check_change(history: History, change: Change, first: int, last: int, names_
         raise ConfigError(f"--without {beyond[0]}: the training data have rows 0 to {num_rows - 1:,}.")
     if outside := sorted(step for step in change.skip if not change.from_step <= step <= last):
         raise ConfigError(f"--skip {outside[0]}: the steps that are replayed and changed are {change.from_step:,} to {last:,}.")
+
+
+def check_look(options: argparse.Namespace, change: Change) -> None:
+    """Refuse to look into steps that are changed, or raise ConfigError."""
+    if options.worst is not None and options.worst < 0:
+        raise ConfigError(f"--worst {options.worst}: give a number of samples.")
+    if change and (options.worst or options.why):
+        name = "--worst" if options.worst else "--why"
+        raise ConfigError(f"{name} looks into steps as they were. Leave it out beside --set, --without and --skip.")
 
 
 def numbers_of(option: str, text: str | None) -> Iterator[int]:
@@ -224,7 +263,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
     words += [word for text in options.data for word in ("--data", text)]
     words += [word for text in options.set for word in ("--set", text)]
     words += option("from", options.from_step) + option("without", options.without) + option("skip", options.skip)
-    words += option("save-every", options.save_every)
+    words += option("save-every", options.save_every) + option("worst", options.worst) + ["--why"] * options.why
     return words + ["--json"] * options.json + ["--trust-code"] * options.trust_code
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from hftune.checkpoints.atomic_files import write_lines, write_text
 from hftune.commands.replay import Job
 from hftune.replay.circumstances import circumstances
-from hftune.replay.engine import Difference, Look, ReplayedStep, Replayer, difference
-from hftune.tracking.console import duration, hide_progress_bars, hide_reports, note, short
+from hftune.replay.engine import Difference, ReplayedStep, Replayer, difference
+from hftune.replay.samples import holds_whole_model
+from hftune.replay.view import Findings, Inspection
+from hftune.tracking.console import duration, hide_progress_bars, hide_reports, note, printed_width, short
 from hftune.tracking.jsonl import strict_json
 
 
@@ -32,6 +34,8 @@ class Outcome:
     differences: list[tuple[str, str]] = field(default_factory=list)
     """What is not as it was: the kind, such as code, and what of it. On the main process."""
     seconds: float = 0.0
+    findings: Findings | None = None
+    """Of the samples; on the main process."""
 
     @property
     def lines(self) -> Mapping[int, Mapping[str, Any]]:
@@ -67,21 +71,28 @@ def replay(job: Job) -> bool:
         if not replayer.strategy.is_main:
             hide_reports()
         outcome = Outcome(job, replayer.step, replayer.parts.num_steps, replayer.strategy.num_processes)
-        for step in replayer.advance(job.last, look_of(job)):
+        inspection = inspection_of(job, replayer)
+        for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)
             if job.save_every and step.step % job.save_every == 0 and not is_there(job, step.step):
                 replayer.save(folder_of_checkpoints(job))
         outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
+            outcome.findings = None if inspection is None else inspection.findings(replayer)
             outcome.differences = [(found.kind, found.text) for found in circumstances(replayer)]
             write(outcome)
             report(outcome)
     return outcome.is_equal
 
 
-def look_of(job: Job) -> Look | None:
-    """Return what is to be done in each step while its gradient is there."""
-    return None
+def inspection_of(job: Job, replayer: Replayer) -> Inspection | None:
+    """Return what looks at the samples while their gradient is there; None if nobody has asked for it, or it cannot be done."""
+    if not job.worst and not job.why:
+        return None
+    if not holds_whole_model(replayer.strategy) and not job.asked_to_look:
+        replayer.notices.append("The samples of a step can be shown where each process holds the whole model: on one process.")
+        return None
+    return Inspection(job.history, job.first, job.last, job.worst, job.why)
 
 
 def folder_of_checkpoints(job: Job) -> Path:
@@ -100,6 +111,8 @@ def write(outcome: Outcome) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "replay.json", strict_json(summary(outcome), indent=2) + "\n")
     write_lines(folder / "steps.jsonl", (strict_json(row) + "\n" for row in rows_of(outcome)))
+    if outcome.findings is not None:
+        outcome.findings.write(folder)
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -131,6 +144,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "notices": outcome.notices,
         "seconds": round(outcome.seconds, 3),
         "folder": str(job.output),
+        **({} if outcome.findings is None else outcome.findings.why()),
     }
 
 
@@ -147,13 +161,16 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 RESULTS = ("loss", "grad_norm", "lr")
+NEXT = 10
+"""Steps after those that were asked for in which a change would show."""
 
 
 def report(outcome: Outcome) -> None:
     """Print what was found, as sentences and a table, or as JSON. Main process only."""
     job = outcome.job
     if job.as_json:
-        print(strict_json({**summary(outcome), "steps": rows_of(outcome)}), flush=True)
+        samples = {} if outcome.findings is None else {"samples": outcome.findings.rows()}
+        print(strict_json({**summary(outcome), "steps": rows_of(outcome), **samples}), flush=True)
         return
     for text in outcome.notices:
         print(note(text))
@@ -170,6 +187,11 @@ def report(outcome: Outcome) -> None:
         print("\n".join(f"  {kind:<10}{text}" for kind, text in named))
     if job.change or len(shown) > 1:
         print(table(outcome, shown))
+    if outcome.findings is not None:
+        print(*outcome.findings.lines(printed_width()), sep="\n")
+        if suspects := outcome.findings.to_leave_out:
+            end = min(max(outcome.lines), job.last + NEXT)
+            print(f"Try: hftune replay {job.history.folder} --steps {job.first}:{end} --without {','.join(map(str, suspects))}")
     print(f"All numbers: {job.output}", flush=True)
 
 
