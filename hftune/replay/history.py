@@ -141,8 +141,8 @@ class History:
             if "there is no such f" not in str(error):
                 raise
             raise ConfigError(
-                f"{error} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for one "
-                "file, such as --data train=reviews.csv."
+                f"{error} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for "
+                "one file, such as --data train=reviews.csv."
             ) from error
         return recipe
 
