@@ -87,7 +87,7 @@ def step_losses(
     all_labels = _exchanged(batch, rows, labels, sum_up)
     with torch.enable_grad():
         losses_B = task.batch_losses(everything, all_labels)
-    (gradient,) = torch.autograd.grad(losses_B.sum(), everything)
+        (gradient,) = torch.autograd.grad(losses_B.sum(), everything)
     return losses_B.detach(), gradient
 
 

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hftune.batch_plan import BatchPlan
 from hftune.errors import TrainingError
 from hftune.models.scored_head import ScoredOutput
+from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.samples import look_inside, sample_losses
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.strategies.data_parallel import DataParallel
@@ -156,7 +157,7 @@ def step_of(task: Task, micro_batch_size: int) -> tuple[SimpleNamespace, StepBat
     batch = next(strategy.batches(dataset, BatchPlan(40, 16, micro_batch_size=micro_batch_size).epoch(0), 0, num_workers=0))
     strategy.forward_backward(batch, seed=7, step=3)
     report = strategy.report(strategy.clip_grad_norm(0.01))
-    return SimpleNamespace(strategy=strategy, recipe=SimpleNamespace(task=task, seed=7), step=4), batch, report
+    return SimpleNamespace(strategy=strategy, task=task, recipe=SimpleNamespace(task=task, seed=7), step=4), batch, report
 
 
 @pytest.mark.parametrize("task", [Points(), Points(norm=True), Pairs()], ids=["classes", "running statistics", "pairs"])
@@ -169,6 +170,7 @@ def test_losses_and_gradients_of_samples_add_up_to_those_of_the_step(task, micro
     records = look_inside(replayer, batch, report)
     assert [record.sample for record in records] == np.concatenate([part.samples for part in batch.plan]).tolist()
     assert sum(record.loss_sum for record in records) / 16 == pytest.approx(report.loss, rel=1e-12)
+    assert [batch_loss(replayer, batch, step) for step in (4, 4)] == pytest.approx([report.loss] * 2, rel=1e-12)
     assert sum(record.loss_share for record in records) == pytest.approx(1)
     assert sum(record.gradient_share for record in records) == pytest.approx(1, rel=1e-9)  # each drew the dropout of the step
     assert all(torch.equal(parameter.grad, kept) for parameter, kept in zip(model.parameters(), gradient, strict=True))
