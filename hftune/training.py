@@ -21,14 +21,12 @@ from hftune import __version__
 from hftune.build import (
     Parts,
     build,
-    check_base_dtype,
     choose_strategy,
-    first_epoch,
     idle_notices,
-    largest_rows,
-    settle_head,
+    prepare,
     settle_micro_batches,
-    settle_packing,
+    skip_notices,
+    warm_up_strategy,
 )
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, Checkpointer, open_checkpoint, path_of
@@ -37,14 +35,16 @@ from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
+from hftune.data.row_hashes import NAME as ROWS
+from hftune.data.row_hashes import cached_hashes, root, write_rows
 from hftune.distributed.consistency import fingerprint
-from hftune.distributed.devices import peak_flops, precision_notices
+from hftune.distributed.devices import peak_flops
+from hftune.distributed.pulse import marked_while_moving
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
 from hftune.models.weights import weights_digest
-from hftune.optim import build_optimizer
 from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
@@ -84,13 +84,8 @@ def train(recipe: Recipe) -> TrainResult:
         session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
-        check_base_dtype(recipe, strategy, parts.model)
-        settle_packing(recipe, strategy, parts)
-        rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
-        train, *others = parts.datasets.values()
-        parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
         parts.first_weights = first_weights(output, strategy, parts)
-        prepare(strategy, parts, recipe)
+        prepare(recipe, strategy, parts)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
             return say_finished(strategy, recipe, result)
@@ -142,14 +137,6 @@ def first_weights(output: OutputDir, strategy: Strategy, parts: Parts) -> str | 
     return weights_digest(model_tensors(parts.model))
 
 
-def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
-    """Hand model and optimizer to the strategy. Collective."""
-    strategy.progress.stage("preparing model and optimizer")
-    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
-    strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
-    parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
-
-
 def changed_precision(recipe: Recipe, strategy: Strategy, before: str | None) -> list[str]:
     """Say that ``train.mixed_precision=auto`` means something else than in the steps that a run is resumed from."""
     if recipe.train.mixed_precision != "auto" or before in (None, strategy.precision):
@@ -195,7 +182,7 @@ def open_run(
         console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
         ledger=ledger,
         checkpointer=Checkpointer(
-            output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None, on_written=ledger.note_checkpoint
+            output.path / "checkpoints", recipe.checkpoint, last=state.step or None, on_written=ledger.note_checkpoint
         ),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
@@ -214,6 +201,7 @@ def open_run(
     def open_files() -> dict[str, str]:
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
         parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
+        parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
@@ -222,12 +210,23 @@ def open_run(
         output.open(state)
         facts.write(output.path)
         run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
-        run.ledger.begin(state.step, ledger_facts(run, parts, output.start.checkpoint, of_all(processes)))
+        rows_root = keep_rows(run, output)
+        run.ledger.begin(state.step, ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root))
         print_start(recipe, run.plan, facts, counts)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
     return run
+
+
+def keep_rows(run: Run, output: OutputDir) -> str | None:
+    """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one. Main process only."""
+    run.strategy.progress.stage("hashing the rows of the training data")
+    with marked_while_moving(run.strategy.progress):
+        hashes = cached_hashes(run.datasets["train"], run.provenance.digests["train data"])
+    with explain_write_errors(output.path / ROWS):
+        write_rows(output.path, hashes)
+    return None if hashes is None else root(hashes)
 
 
 def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
@@ -264,11 +263,14 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
     )
 
 
-def ledger_facts(run: Run, parts: Parts, checkpoint: Checkpoint | None, computed_on: dict[str, Any]) -> dict[str, Any]:
+def ledger_facts(
+    run: Run, parts: Parts, checkpoint: Checkpoint | None, computed_on: dict[str, Any], rows_root: str | None
+) -> dict[str, Any]:
     """Collect what the ledger says of a start: everything that the steps from here on follow from. Main process only.
 
     No times, and no folder of the run: two equal runs have equal ledgers.
     """
+    roots = {"train": rows_root}
     recipe, provenance, own = run.recipe.to_dict(), run.provenance, fingerprint(run.recipe)
     if checkpoint is None:
         origin: dict[str, Any] = {"weights": parts.first_weights}
@@ -288,7 +290,7 @@ def ledger_facts(run: Run, parts: Parts, checkpoint: Checkpoint | None, computed
         "commits": provenance.commits,
         "base": provenance.base,
         "data": {
-            split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": None}
+            split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": roots.get(split)}
             for split, rows in run.datasets.items()
         },
         **origin,
@@ -342,10 +344,8 @@ def say_result(run: Run, result: TrainResult) -> None:
 def warm_up(run: Run) -> None:
     """Let the strategy do the one-time work of a first step. Collective."""
     hide_progress_bars()  # from here on there would be one for each export; downloads are over
-    run.strategy.progress.stage("the warm-up backward pass")
     recipe = run.recipe
-    dataset, (first, *_) = first_epoch(recipe, run.datasets), run.plan.epoch(0)[0]
-    kinds = run.strategy.warm_up(dataset, first, frozen=recipe.train.batch_norm == "frozen")
+    kinds = warm_up_strategy(recipe, run.strategy, run.plan, run.datasets)
     if notice := statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
         run.console.line(note(notice))
 

@@ -387,10 +387,11 @@ def test_checkpoint_of_another_format_is_refused(copy, version, reason):
 def test_checkpoint_of_another_model_is_refused(copy, tmp_path):
     """Its recipe says the same, so that only the tensors tell."""
     from hftune.checkpoints.checkpointer import Checkpointer
+    from hftune.config.sections import CheckpointConfig
 
     source = open_checkpoint(copy / "checkpoints" / "step_00000010")
     name = "bert.pooler.dense.weight"
-    writer = Checkpointer(tmp_path, keep=9)
+    writer = Checkpointer(tmp_path, CheckpointConfig(keep=9))
     text = (source.path / "recipe.yaml").read_text()
     changes = {
         f"{name} is (5, 5) there and (32, 32) here": {**source.tensors["model"], name: torch.zeros(5, 5)},
