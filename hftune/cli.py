@@ -24,6 +24,7 @@ from hftune.commands import (
     predict,
     push,
     recipes,
+    replay,
     report,
     schema,
     show,
@@ -75,6 +76,11 @@ COMMANDS = {
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
+    "replay": (
+        replay,
+        "compute past steps of a run again and compare them with its ledger, or with other keys, or without some rows. Under a "
+        "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137",
+    ),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
     "completion": (completion, "print a script that completes commands, recipes, keys and values in a shell"),
