@@ -74,7 +74,7 @@ def replay(job: Job) -> bool:
         inspection = inspection_of(job, replayer)
         for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)
-            if job.save_every and step.step % job.save_every == 0 and not is_there(job, step.step):
+            if is_to_be_saved(outcome, step.step):
                 replayer.save(folder_of_checkpoints(job))
         outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
@@ -100,9 +100,12 @@ def folder_of_checkpoints(job: Job) -> Path:
     return (job.output if job.change else job.history.aside) / "checkpoints"
 
 
-def is_there(job: Job, step: int) -> bool:
-    """Say whether a replay could start from this step already."""
-    return not job.change and step in job.history.checkpoint_steps()
+def is_to_be_saved(outcome: Outcome, step: int) -> bool:
+    """Say whether --save-every asks for a checkpoint of this step. Later replays must be able to rely on it."""
+    job = outcome.job
+    if not job.save_every or step % job.save_every:
+        return False
+    return bool(job.change) or (outcome.is_equal and step not in job.history.checkpoint_steps())
 
 
 def write(outcome: Outcome) -> None:

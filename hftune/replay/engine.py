@@ -32,7 +32,7 @@ from hftune.build import (
 )
 from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer
 from hftune.checkpoints.train_state import Provenance, TrainState
-from hftune.config import Recipe
+from hftune.config import CheckpointConfig, Recipe
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.collectives import Collectives
@@ -233,6 +233,8 @@ class Replayer:
             if self._skips(self.step + 1):
                 self.step += 1
                 continue
+            if isinstance(self.strategy, LeavingOut):  # before the samples are loaded, and their items counted
+                self.strategy.left_out = self.change.without if self.step + 1 >= self.change.from_step else frozenset()
             steps, workers, count = self.plan.epoch(epoch), self.recipe.train.num_workers, self._at_once(last)
             with closing(self.strategy.batches(self._augmented, steps, place, workers, epoch)) as batches:
                 for batch in islice(batches, count):
@@ -262,7 +264,7 @@ class Replayer:
         state = asdict(TrainState(self.step, epoch, place))
         provenance = asdict(Provenance(self.digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
         progress = {"state": state, "values": values, **provenance, "replayed": self.history.line_digest(self.step)}
-        writer = Checkpointer(folder, keep=sys.maxsize)
+        writer = Checkpointer(folder, CheckpointConfig(keep=sys.maxsize))
         writer.write(self.step, tensors, progress, self.recipe.to_yaml(), None, [])
         writer.wait()
         if writer.failure is not None:
@@ -391,15 +393,15 @@ class Replayer:
         """Return how many steps from here on come from one pass over the data, under the same terms."""
         rest = self.plan.num_steps - self.step % self.plan.num_steps
         following = range(self.step + 2, min(last, self.step + rest) + 1)
-        return 1 + sum(
-            1 for _ in takewhile(lambda step: not self._skips(step) and self._terms_of(step) == self._terms, following)
-        )
+        return 1 + sum(1 for _ in takewhile(self._continues, following))
+
+    def _continues(self, step: int) -> bool:
+        """Say whether a step can be computed right after the one before it, from the same pass."""
+        return step != self.change.from_step and self._terms_of(step) == self._terms and not self._skips(step)
 
     def _compute(self, batch: StepBatch, look: Look | None) -> ReplayedStep:
         began, strategy, config, index = time.monotonic(), self.strategy, self.recipe.train, self.step
         strategy.progress.stage(f"step {index + 1}")
-        if isinstance(strategy, LeavingOut):
-            strategy.left_out = self.change.without if index + 1 >= self.change.from_step else frozenset()
         lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps)
         strategy.forward_backward(batch, self.recipe.seed, index)
         report = strategy.report(strategy.clip_grad_norm(config.clip_norm))

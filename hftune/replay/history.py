@@ -131,16 +131,21 @@ class History:
         with tempfile.TemporaryDirectory(prefix="hftune-replay-") as folder:
             path = Path(folder) / f"{self.folder.name}.yaml"
             path.write_text(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+            try:
+                recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+            except ConfigError as error:
+                raise ConfigError([text.replace(str(path), str(self.folder)) for text in error.problems]) from error
+        origins = recipe.source.origins
+        origins |= {key: str(self.folder) for key, origin in origins.items() if origin == str(path)}
         try:
             recipe.validate()
         except ConfigError as error:
-            text = str(error)
-            if "there is no such f" not in text:
+            if "there is no such f" not in str(error):
                 raise
+            between = "\n  " if len(error.problems) > 1 else " "
             raise ConfigError(
-                f"{text} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for one "
-                "file, such as --data train=reviews.csv."
+                f"{error}{between}If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE "
+                "for one file, such as --data train=reviews.csv."
             ) from error
         return recipe
 

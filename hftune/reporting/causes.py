@@ -78,6 +78,18 @@ KEYS: Mapping[frozenset[Effect], str] = {
 }
 """What recipe keys can change, they and the keys below them; see UNKNOWN for any other."""
 EFFECTS = {key: effects for effects, keys in KEYS.items() for key in keys.split()}
+PARTS = (
+    ("code", "code", ANYTHING),
+    ("versions", "packages", ANYTHING),
+    ("versions", "commits", MODEL | DATA),
+    ("versions", "base", MODEL),
+    ("hardware", "hardware", ROUNDING),
+)
+"""Kind, name in the start line, and effects of what may differ beside recipe and data."""
+ONLOOKERS = tuple(
+    f"hftune/{name}" for name in ("cli", "commands/", "doctor", "launchers/", "planning/", "replay/", "reporting/")
+)
+"""Code that looks at runs, or starts them, and does not compute them."""
 OWN = ("recipe", "output_dir", "resume")
 """Keys that each run has its own of."""
 SETTLED = {
@@ -150,7 +162,7 @@ def find_differences(
     if change is not None and runs:
         found["data", "rows"] = _difference_of_rows(change, runs)
     listed = sorted(found.values(), key=lambda difference: KINDS.index(difference.kind))
-    kinds = {difference.kind for difference in listed if difference.effects}
+    kinds = {difference.kind for difference in listed}
     return listed, {kind: kind not in kinds for kind in KINDS if kind in known | kinds}
 
 
@@ -168,17 +180,19 @@ def _differences_of(segment: Segment, knows_rows: bool) -> Iterator[tuple[str, D
             effects, remark = NOTHING, " (the rows themselves are compared)"
         elif key in OWN or key.startswith("track."):
             continue  # two runs never share them, and nothing depends on them
-        text = f"{key}: {_shown(values[0])} | {_shown(values[1])}{remark}"
+        text = f"{key}: {_both(values)}{remark}"
         yield key, Difference("recipe", text, effects, first, key=key, values=values)
     yield from _data_differences(segment, knows_rows)
-    for kind, name in (("code", "code"), ("versions", "packages"), ("hardware", "hardware")):
+    for kind, name, effects in PARTS:
         parts = dict(_unequal(*(flat(mapping(start.get(name))) for start in segment.starts)))
-        if parts and all(start.get(name) for start in segment.starts):
-            effects = ROUNDING if kind == "hardware" else ANYTHING
-            yield kind, Difference(kind, _listed(parts, with_values=kind != "code"), effects, first)
-    commits = dict(_unequal(*(mapping(start.get("commits")) for start in segment.starts)))
-    if commits:
-        yield "commits", Difference("versions", _listed(commits), MODEL | DATA, first)
+        if not parts or any(name not in start for start in segment.starts):
+            continue
+        onlookers = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(ONLOOKERS)}
+        if parts:
+            yield name, Difference(kind, _listed(parts, with_values=kind != "code"), effects, first)
+        if onlookers:
+            text = f"{_listed(onlookers, with_values=False)} (which do{'es' if len(onlookers) == 1 else ''} not train)"
+            yield "onlookers", Difference(kind, text, NOTHING, first)
     parts = {
         name.replace("world_size", "processes"): (start_a[name], start_b[name])
         for name in ("world_size", "strategy")
@@ -234,9 +248,10 @@ def row_change(rows_a: np.ndarray, rows_b: np.ndarray) -> RowChange | None:
 
 def first_use(rows: np.ndarray, plan: Mapping[str, Any], last_step: int) -> int | None:
     """Return the first step that uses one of these rows, up to ``last_step``; None if there is none."""
-    if not plan:
+    try:
+        batches = BatchPlan(**plan)
+    except (TypeError, ValueError):  # there is none, or it is damaged
         return None
-    batches = BatchPlan(**plan)
     for epoch in range(-(-last_step // batches.num_steps)):
         places = np.flatnonzero(np.isin(batches.epoch(epoch).order_N, rows))
         if len(places):
@@ -279,12 +294,16 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def _listed(parts: Mapping[str, tuple[Any, Any]], with_values: bool = True) -> str:
     """Name what differs, with both values or without."""
-    shown = [f"{name} {_shown(a)} | {_shown(b)}" if with_values else name for name, (a, b) in parts.items()]
+    shown = [f"{name} {_both(values)}" if with_values else name for name, values in parts.items()]
     more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
     return ", ".join(shown[:MOST_NAMED]) + more
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    return cut(value if isinstance(value, str) and value else plain(value), LONGEST_VALUE)
+def _both(values: tuple[Any, Any]) -> str:
+    """Format two values; of paths in one folder, only what differs."""
+    texts = ["none" if value is None else value if isinstance(value, str) and value else plain(value) for value in values]
+    if all(isinstance(value, str) for value in values):
+        parts = [text.split("/") for text in texts]
+        shared = next((index for index, (a, b) in enumerate(zip(*parts, strict=False)) if a != b), 0)
+        texts = ["/".join(words[shared:]) for words in parts]
+    return " | ".join(cut(text, LONGEST_VALUE) for text in texts)

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hftune.reporting.causes import CONTENT, KINDS, RATE, ROUNDING, UPDATE, Difference, Effect, find_differences
+from hftune.reporting.causes import CONTENT, KINDS, ONLOOKERS, RATE, ROUNDING, UPDATE, Difference, Effect, find_differences
+from hftune.reporting.curves import is_number
 from hftune.reporting.traces import Segment, Steps, segments
 
 TOLERANCE = 2e-6
@@ -155,6 +156,14 @@ def find_firsts(a: Steps, b: Steps, pieces: Sequence[Segment]) -> Firsts:
     return firsts
 
 
+def arithmetic(start: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what decides the last bits of a step; None if a part of it is not known."""
+    if any(start.get(name) is None for name in ARITHMETIC):
+        return None
+    code = {file: digest for file, digest in start["code"].items() if not file.startswith(ONLOOKERS)}
+    return {**{name: start[name] for name in ARITHMETIC}, "code": code}
+
+
 def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float) -> None:
     if not firsts.found:
         firsts.tolerance = max(firsts.tolerance, tolerance)
@@ -180,7 +189,7 @@ def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[st
 
 def relative(a: Any, b: Any) -> float:
     """Return the relative difference of two values; infinite if only one of them is a finite number."""
-    values = [None if value is None or not math.isfinite(value) else value for value in (a, b)]
+    values = [value if is_number(value) and math.isfinite(value) else None for value in (a, b)]
     if values[0] == values[1]:
         return 0.0
     if None in values:
@@ -273,7 +282,10 @@ def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
     if difference.is_exact or sign.effect in (Effect.FORWARD, Effect.BACKWARD):
         return 3 if is_new else 0
     if sign.effect is Effect.UPDATE:
-        return 3 if is_new else 2 if shows_in(difference, sign.effect, firsts) <= sign.step else 0
+        is_late = (
+            firsts.tolerance > 0 or difference.key == "train.clip_norm"
+        )  # which is at work once a gradient is large enough
+        return 3 if is_new else 2 if is_late and shows_in(difference, sign.effect, firsts) < sign.step else 0
     return 3 if sign.effect in (Effect.SAMPLES, Effect.LR, Effect.SKIPPED, Effect.WEIGHTS) else 2
 
 
@@ -286,7 +298,7 @@ def shows_in(difference: Difference, effect: Effect, firsts: Firsts) -> float:
 
 def may_be_hidden(difference: Difference, parting: Parting, firsts: Firsts, is_explained: bool) -> bool:
     """Return whether a difference may be at work without a sign, since losses already differed when it would show."""
-    if parting.step is None or not difference.effects:
+    if parting.step is None or not difference.effects or difference.from_step > parting.step:
         return False
     if difference.effects == ROUNDING:  # as tf32 on a GPU
         return not is_explained

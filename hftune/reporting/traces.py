@@ -81,7 +81,7 @@ def read_trace(run: RunRecord) -> Trace:
         )
         missing = f"{run.name} {reason}: samples, code and hardware are not compared; {said_of_log(steps)}."
         return Trace(steps, [start_of_files(run)] if steps else [], missing=[missing])
-    if ledger.version == 1:
+    if any(start["format"] == 1 for start in ledger.starts):  # it may have been resumed by a newer version
         logged = logged_steps(run)
         steps = {step: {**logged.get(step, {}), **line} for step, line in ledger.steps.items()}
         starts = [{**start_of_files(run), **start} for start in ledger.starts]

@@ -19,7 +19,7 @@ import numpy as np
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.checkpoints.atomic_files import explain_write_errors
 from hftune.errors import ConfigError
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.jsonl import finite
 
 NAME = "ledger.jsonl"
 FORMAT = 2
@@ -89,9 +89,19 @@ class Ledger:
         Raises:
             TrainingError: the file cannot be written.
         """
-        where = {"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch}
-        results = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "items": items}
-        self._append({**where, "num_samples": num_samples, "digest": digest, **results})
+        self._append(
+            {
+                "step": step,
+                "epoch": epoch,
+                "step_in_epoch": step_in_epoch,
+                "num_samples": num_samples,
+                "digest": digest,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "items": items,
+            }
+        )
 
     def note_skipped(self, step: int, epoch: int, step_in_epoch: int) -> None:
         """Record a step that was left out: its samples were not used, and nothing was updated. Raises as ``note``."""
@@ -105,16 +115,18 @@ class Ledger:
         """
         self._append({"checkpoint": step, **hashes})
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self._lock, explain_write_errors(self.path):
-            data = strict_json({**line, "prev": self._end}, default=str).encode()
-            rest = memoryview(data + b"\n")
+    def _append(self, line: Line) -> None:
+        with self._lock:
+            line["prev"] = self._end
+            data = _format(line)
+            rest = data + b"\n"
             try:
                 while rest:  # a disk that fills up takes a part
                     rest = rest[self._file.write(rest) :]
             except OSError:
-                self._file.truncate(self._size)
-                raise
+                with explain_write_errors(self.path):
+                    self._file.truncate(self._size)
+                    raise
             self._size += len(data) + 1
             self._end = _hash(data)
 
@@ -214,6 +226,16 @@ def _parse(text: bytes) -> Line | None:
         return None
     kind = next((key for key in KEYS if isinstance(line, dict) and key in line), None)
     return line if kind is not None and isinstance(line[kind], int) and line.keys() >= KEYS[kind] else None
+
+
+ENCODER = json.JSONEncoder(allow_nan=False, default=str)
+
+
+def _format(line: Line) -> bytes:
+    try:
+        return ENCODER.encode(line).encode()
+    except ValueError:  # a gradient that overflowed under fp16; to look for one in each line takes longer than all the rest
+        return ENCODER.encode(finite(line)).encode()
 
 
 def _hash(text: bytes) -> str:
