@@ -1,0 +1,157 @@
+"""The search for the change that made a run bad: among changes without an order, and along a list of versions.
+
+It knows neither recipes nor models: a caller computes the steps, and says how bad they are. The name leaves ``bisect`` to Python's
+own module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+Change = TypeVar("Change")
+Item = TypeVar("Item")
+
+FEWEST_STEPS, MOST_STEPS = 15, 100
+"""Steps that a try computes, if the user does not say. A warmup hides a learning rate in the first ones."""
+CLEARLY_APART = 0.05
+"""Relative difference of two runs' levels of the loss that is enough to tell which of them a try is like."""
+UNCLEAR = (0.3, 0.7)
+"""Places between good (0) and bad (1) that say little about which of them a try is."""
+CEILING = 10.0
+"""Losses count up to this multiple of the good end's largest. Otherwise a loss of 1e30 makes one of 1e3 look good."""
+
+
+def level(losses: Sequence[float], ceiling: float = math.inf) -> float:
+    """Return the mean of the last third of some steps' losses; one that is not finite counts as ``ceiling``."""
+    last = losses[-max(1, len(losses) // 3) :]
+    return sum(min(loss, ceiling) if math.isfinite(loss) else ceiling for loss in last) / len(last)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Measures how far a try is on the way from the good end to the bad one.
+
+    Args:
+        good: the losses of the good end's steps.
+        bad: those of the bad end, of the same steps.
+    """
+
+    good: Sequence[float]
+    bad: Sequence[float]
+
+    @property
+    def ceiling(self) -> float:
+        return CEILING * max((abs(loss) for loss in self.good if math.isfinite(loss)), default=1.0)
+
+    def level(self, losses: Sequence[float]) -> float:
+        return level(losses, self.ceiling)
+
+    @property
+    def difference(self) -> float:
+        """How far the ends are apart, relative to the larger of them; 0 if they are equal."""
+        good, bad = self.level(self.good), self.level(self.bad)
+        return abs(bad - good) / (max(abs(good), abs(bad)) or 1.0)
+
+    def place(self, losses: Sequence[float]) -> float:
+        """Return 0 for losses at the level of the good end, 1 at that of the bad one; also between and beyond."""
+        good, bad = self.level(self.good), self.level(self.bad)
+        return (self.level(losses) - good) / (bad - good)
+
+
+def steps_to_compute(good: Sequence[float], bad: Sequence[float]) -> int:
+    """Return how many steps a try should compute, from the losses that two runs had: as few as tell them apart.
+
+    If none do clearly, as many as tell them apart best.
+    """
+    most = min(len(good), len(bad), MOST_STEPS)
+    if most <= FEWEST_STEPS:
+        return most
+    apart = {count: Scale(good[:count], bad[:count]).difference for count in range(FEWEST_STEPS, most + 1)}
+    return next((count for count, value in apart.items() if value >= CLEARLY_APART), max(apart, key=apart.__getitem__))
+
+
+@dataclass(frozen=True)
+class Found(Generic[Change]):
+    """What a search has come to."""
+
+    changes: list[Change]
+    """Together they are bad."""
+    is_smallest: bool
+    """Whether they are not bad if any of them is left out; False if the tries were used up before."""
+
+
+def smallest_bad(
+    changes: Sequence[Change], is_bad: Callable[[Sequence[Change]], bool], most_tries: int | None = None
+) -> Found[Change]:
+    """Find a smallest set of changes that is bad, by delta debugging: ddmin of Zeller and Hildebrandt (2002).
+
+    One cause among N takes about 2 log2(N) tries. Causes that act together are found together; of two that are each bad alone,
+    one is found.
+
+    Args:
+        changes: that are bad all together; this is not tried.
+        is_bad: tries some of the changes, in their order. False also if they cannot be tried. No set is tried twice.
+        most_tries: None: as many as it takes, which at worst is N squared.
+    """
+    known: dict[frozenset[int], bool] = {frozenset(range(len(changes))): True}
+
+    def tried_bad(places: Sequence[int]) -> bool:
+        if (key := frozenset(places)) not in known:
+            if most_tries is not None and len(known) > most_tries:
+                raise _NoTriesLeft
+            known[key] = is_bad([changes[place] for place in places])
+        return known[key]
+
+    left, num_parts = list(range(len(changes))), 2
+    try:
+        while len(left) > 1:
+            parts = split(left, num_parts)
+            rests = [[place for place in left if place not in set(part)] for part in parts]
+            if (part := next(filter(tried_bad, parts), None)) is not None:
+                left, num_parts = part, 2
+            elif num_parts > 2 and (rest := next(filter(tried_bad, rests), None)) is not None:
+                left, num_parts = rest, num_parts - 1
+            elif num_parts < len(left):
+                num_parts = min(2 * num_parts, len(left))
+            else:
+                break
+    except _NoTriesLeft:
+        return Found([changes[place] for place in left], is_smallest=False)
+    return Found([changes[place] for place in left], is_smallest=True)
+
+
+class _NoTriesLeft(Exception):
+    """The search has used up its tries."""
+
+
+def split(items: list[Item], num_parts: int) -> list[list[Item]]:
+    """Cut a list into parts of equal lengths, give or take one."""
+    ends = [len(items) * part // num_parts for part in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(ends)]
+
+
+def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> tuple[int, int]:
+    """Find where a list of versions turns bad, with about log2(count) tries.
+
+    Args:
+        count: of the versions. The first is good and the last bad; they are not tried.
+        is_bad: tries a version by its number; None if it cannot be tried. No version is tried twice.
+
+    Returns:
+        The last version known to be good and the first known to be bad. Those between them, if any, cannot be tried.
+    """
+    good, bad, skipped = 0, count - 1, set()
+    while open_ := [place for place in range(good + 1, bad) if place not in skipped]:
+        middle = min(open_, key=lambda place: abs(place - (good + bad) / 2))
+        verdict = is_bad(middle)
+        if verdict is None:
+            skipped.add(middle)
+        elif verdict:
+            bad = middle
+        else:
+            good = middle
+    return good, bad
