@@ -1,7 +1,6 @@
 """The search for the change that made a run bad: among changes without an order, and along a list of versions.
 
-It knows neither recipes nor models: a caller computes the steps, and says how bad they are. The name leaves ``bisect`` to Python's
-own module.
+It knows neither recipes nor models: a caller computes the steps, and says how bad they are. Python's own module is ``bisect``.
 """
 
 from __future__ import annotations
