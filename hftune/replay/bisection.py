@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from hftune.errors import ConfigError, DataError
 
 Change = TypeVar("Change")
 Item = TypeVar("Item")
@@ -154,3 +156,53 @@ def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> tuple[int, in
         else:
             good = middle
     return good, bad
+
+
+@dataclass
+class Try:
+    """Some of the changes, and what came of them."""
+
+    changes: list[str]
+    losses: list[float] = field(default_factory=list)
+    """Of the steps that were computed."""
+    level: float | None = None
+    place: float | None = None
+    """Between the good end, 0, and the bad one, 1; None if it could not be computed."""
+    problem: str | None = None
+    """Why not."""
+
+    @property
+    def is_bad(self) -> bool | None:
+        return None if self.place is None else self.place > 0.5
+
+    @property
+    def is_unclear(self) -> bool:
+        return self.place is not None and UNCLEAR[0] <= self.place <= UNCLEAR[1]
+
+
+class Judge:
+    """Makes tries, each once, and says which are bad: those nearer to the bad end than to the good one.
+
+    Args:
+        compute: returns the losses of the steps with some of the changes.
+        scale: of the two ends.
+        on_try: called after each try.
+    """
+
+    def __init__(self, compute: Callable[[Any], Sequence[float]], scale: Scale, on_try: Callable[[Try], None] = lambda made: None):
+        self.compute, self.scale, self.on_try = compute, scale, on_try
+        self.tries: dict[tuple[str, ...], Try] = {}
+        """By their changes."""
+
+    def look(self, changes: Sequence[Any]) -> Try:
+        """Make a try, unless it has been made."""
+        key = tuple(map(str, changes))
+        if key not in self.tries:
+            made = self.tries[key] = Try([*key])
+            try:
+                made.losses = [*self.compute(changes)]
+                made.level, made.place = self.scale.level(made.losses), self.scale.place(made.losses)
+            except (ConfigError, DataError) as error:
+                made.problem = str(error)
+            self.on_try(made)
+        return self.tries[key]

@@ -1,0 +1,213 @@
+"""``hftune bisect``: find the recipe key, the lines of a data file or the version that made a run bad, by replaying a few steps.
+
+``bisect_candidates.py`` has the search along a list of versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.errors import ConfigError, DataError
+from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
+from hftune.replay.changes import DataFiles, KeyChange, changed_keys, overrides, spell
+
+if TYPE_CHECKING:
+    from hftune.replay.history import History
+    from hftune.replay.trials import Trials
+
+MOST_SHOWN = 10
+"""Keys or lines of a result that are printed."""
+WIDTH = 100
+"""Columns of the changes of a try, and of a line of data."""
+TRAIN_FILE = "task.data_files.train"
+SAME = 1e-6
+"""Relative difference between the two ends that may be rounding."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of the good run, then of the bad one")
+    parser.add_argument("--good", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the good end, over those of its run")
+    parser.add_argument("--bad", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the bad end, over those of its run")
+    parser.add_argument(
+        "--steps", type=int, metavar="K", help="steps of a try (default: as many as tell the two runs apart, 15 to 100)"
+    )
+    parser.add_argument("--from", type=int, default=1, dest="first", metavar="STEP", help="first of them (default %(default)s)")
+    parser.add_argument("--tries", type=int, default=60, metavar="N", help="most tries (default %(default)s)")
+    parser.add_argument(
+        "--candidates", metavar="A,B,...", help="search along a list instead: the first is good, the last is bad, such as 4.55,4.56"
+    )
+    parser.add_argument("--try", dest="command", metavar="COMMAND", help="shell command that sets up a candidate, {}, before its try")
+    parser.add_argument("--set", nargs="+", default=[], dest="words", metavar="KEY=VALUE", help="keys of a candidate, {}, in its try")
+    parser.add_argument("--json", action="store_true", help="print the result alone, as JSON")
+    add_trust_code(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search, and print each try and the result. Exit code 1 if no cause was found."""
+    check_at_least_1(options, "steps", "first", "tries")
+    if options.trust_code:
+        find_modules_here()
+    say = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
+    if options.candidates is not None:
+        from hftune.commands.bisect_candidates import search as search_candidates
+
+        result = search_candidates(options, say)
+    else:
+        result = prepare(options, say).run()
+    if options.json:
+        from hftune.tracking.jsonl import strict_json
+
+        print(strict_json(result, indent=2, ensure_ascii=False, default=str), flush=True)
+    return 0 if result["found"] else 1
+
+
+@dataclass
+class End:
+    """One of the two between which is searched."""
+
+    name: str
+    """good or bad."""
+    history: History
+    words: list[str]
+    """Overrides of the run's keys, as the user gave them."""
+
+    @property
+    def label(self) -> str:
+        return " ".join([str(self.history.folder), *self.words])
+
+    def recorded(self, first: int) -> list[float] | None:
+        """Return the losses from a step on that the ledger has of this end; None if it was no run, or has none."""
+        steps = self.history.ledger.steps
+        losses = [steps[step].get("loss") for step in sorted(steps) if step >= first]
+        return losses if not self.words and None not in losses else None
+
+
+def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearch:
+    """Check the arguments and find the keys that differ, before anything is computed.
+
+    Raises:
+        ConfigError: there is nothing to search among.
+    """
+    from hftune.replay.history import History
+
+    if options.command or options.words:
+        raise ConfigError("--try and --set are for versions: name them, --candidates A,B,...")
+    if len(options.runs) > 2 or (len(options.runs) == 1 and not options.bad):
+        raise ConfigError(
+            f"{len(options.runs)} run(s) were given. Name the good and the bad one, or what makes one bad: --bad train.lr=0.1"
+        )
+    histories = [History.open(folder, trust_code=options.trust_code) for folder in options.runs]
+    good, bad = End("good", histories[0], options.good), End("bad", histories[-1], options.bad)
+    for end in (good, bad):
+        end.history.check_step(options.first)
+    recipes = [end.history.recipe_at(options.first, *end.words).to_dict() for end in (good, bad)]
+    changes = changed_keys(*recipes)
+    if not changes:
+        raise ConfigError(
+            f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else does. "
+            "Code: git bisect run hftune bisect-step. Libraries, and files of other contents: --candidates."
+        )
+    return KeySearch(good, bad, changes, options.first, count_steps(good, bad, options), options.tries, say)
+
+
+def count_steps(good: End, bad: End, options: argparse.Namespace) -> int:
+    """Return the number of steps of a try, as the user said or as the ledgers suggest."""
+    most = min(end.history.last for end in (good, bad)) - options.first + 1
+    if options.steps is not None:
+        if options.steps > most:
+            raise ConfigError(f"--steps {options.steps}: from step {options.first} on there are {most} steps in the ledger.")
+        return options.steps
+    known = good.recorded(options.first), bad.recorded(options.first)
+    if known[0] is not None and known[1] is not None:
+        return steps_to_compute(known[0], known[1])
+    return min(most, 15)
+
+
+@dataclass
+class KeySearch:
+    """The search among the keys of two recipes; and among the lines of the training data, if their file turns out to be it."""
+
+    good: End
+    bad: End
+    changes: list[KeyChange]
+    first: int
+    num_steps: int
+    most_tries: int
+    say: Callable[[str], None]
+
+    def run(self) -> dict[str, Any]:
+        """Return the result as plain data, after it was printed."""
+        from hftune.replay.trials import Trials  # imports torch, which takes seconds
+        from hftune.tracking.console import hide_reports
+
+        hide_reports()
+        last = self.first + self.num_steps - 1
+        count = f"{len(self.changes)} keys differ" if len(self.changes) > 1 else f"One key differs, {self.changes[0].key}"
+        self.say(f"{count}. Each try computes steps {self.first} to {last} and takes the mean loss of the last third.")
+        with Trials(self.good.history, self.first, last) as trials:
+            return self._search(trials)
+
+    def _search(self, trials: Trials) -> dict[str, Any]:
+        def losses(changes: Sequence[KeyChange]) -> list[float]:
+            return trials.losses([*self.good.words, *overrides(changes)])
+
+        ends = losses([]), losses(self.changes)
+        scale = Scale(*ends)
+        for end, computed in zip((self.good, self.bad), ends, strict=True):
+            self._say_end(end, computed, scale)
+        result: dict[str, Any] = {
+            "steps": [self.first, trials.last],
+            "ends": {name: {"losses": of, "level": scale.level(of)} for name, of in zip(("good", "bad"), ends, strict=True)},
+            "changed": [asdict(change) for change in self.changes],
+            "found": [],
+        }
+        if scale.difference <= SAME:
+            self.say(self._nothing_to_find())
+            return result
+        judge = Judge(losses, scale, self._say_try)
+        found = smallest_bad(self.changes, lambda some: judge.look(some).is_bad is True, self.most_tries)
+        rest = [change for change in self.changes if change not in found.changes]
+        others = judge.look(rest) if rest and found.is_smallest else None
+        alone = judge.look(found.changes) if len(found.changes) < len(self.changes) else None
+        self._say_found(found, alone, others)
+        result |= {"found": [asdict(change) for change in found.changes], "is_smallest": found.is_smallest}
+        result |= {"tries": [asdict(made) for made in judge.tries.values()], "lines": None}
+        if [change.key for change in found.changes] == [TRAIN_FILE]:
+            result["lines"] = search_lines(found.changes[0], self, trials, ends[0])
+        return result
+
+    def _say_end(self, end: End, losses: Sequence[float], scale: Scale) -> None:
+        from hftune.tracking.console import short
+
+        self.say(f"  {end.name:>6}  {short(scale.level(losses)):8}  {end.label}{remark_on(end, losses, self.first)}")
+
+    def _say_try(self, made: Try) -> None:
+        self.say(line_of(made))
+
+    def _nothing_to_find(self) -> str:
+        """Say why the two ends are equal."""
+        steps = f"steps {self.first} to {self.first + self.num_steps - 1}"
+        known = self.good.recorded(self.first), self.bad.recorded(self.first)
+        count = self.num_steps
+        if known[0] is not None and known[1] is not None and Scale(known[0][:count], known[1][:count]).difference > SAME:
+            return (
+                f"With all these keys {steps} are as without them, although the runs differed there: the cause is none of the "
+                f"keys. See hftune compare {self.good.history.folder} {self.bad.history.folder}."
+            )
+        return f"The two ends have the same loss in {steps}: there is nothing to find there. Compute more: --steps K, or --from STEP."
+
+    def _say_found(self, found: Found[KeyChange], alone: Try | None, others: Try | None) -> None:
+        """Print the keys, and how much of the difference they make."""
+        if not found.is_smallest:
+            self.say(f"After {self.most_tries} tries the search ended; it is among these {len(found.changes)} keys. More: --tries N.")
+        for change in found.changes[:MOST_SHOWN]:
+            self.say(f"{change.key}: {spell(change.good)} -> {spell(change.bad)}")
+        more = len(found.changes) - MOST_SHOWN
+        self.say(f"and {more} more" if more > 0 else "")
