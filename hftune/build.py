@@ -59,6 +59,8 @@ class Parts:
     """Optimizer steps of the whole run."""
     base: str | None = None
     """On the main process: the digest of the frozen weights that adapters are trained on."""
+    first_weights: str | None = None
+    """On the main process of a run that begins: the digest of its weights, see ``weights_digest``."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
     model_name: str = field(init=False)

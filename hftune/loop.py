@@ -165,7 +165,17 @@ def take_step(run: Run, batch: StepBatch) -> None:
     state.step_in_epoch += 1
     state.add_loss(report.loss, report.num_items)
     if strategy.is_main:
-        run.ledger.note(state.step, state.epoch, state.step_in_epoch - 1, report.num_samples, report.digest)
+        run.ledger.note(
+            state.step,
+            state.epoch,
+            state.step_in_epoch - 1,
+            num_samples=report.num_samples,
+            digest=report.digest,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=lr,
+            items=report.num_items,
+        )
     run.throughput.count(batch.plan, run.plan.lengths, report.num_items)
     run.console.advance(state.step, report.loss)
     with run.throughput.paused():

@@ -31,17 +31,19 @@ from hftune.build import (
     settle_packing,
 )
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
-from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpointer, open_checkpoint, path_of
+from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, Checkpointer, open_checkpoint, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
+from hftune.distributed.consistency import fingerprint
 from hftune.distributed.devices import peak_flops, precision_notices
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
+from hftune.models.weights import weights_digest
 from hftune.optim import build_optimizer
 from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
@@ -52,8 +54,10 @@ from hftune.strategies.sharding import model_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, warning
 from hftune.tracking.facts import Facts, command, git_state, now
+from hftune.tracking.hardware import hardware, of_all
 from hftune.tracking.jsonl import read_lines, strict_json
-from hftune.tracking.ledger import Ledger
+from hftune.tracking.ledger import NAME as LEDGER
+from hftune.tracking.ledger import Ledger, plan_facts
 from hftune.tracking.profiler import StepProfiler, unreachable_steps
 from hftune.tracking.summary import PRECISIONS, best_and_last, describe_best, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -85,6 +89,7 @@ def train(recipe: Recipe) -> TrainResult:
         rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
         train, *others = parts.datasets.values()
         parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
+        parts.first_weights = first_weights(output, strategy, parts)
         prepare(strategy, parts, recipe)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
@@ -124,6 +129,17 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     # Notices read all of the data: the main process alone collects them.
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
     return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
+
+
+def first_weights(output: OutputDir, strategy: Strategy, parts: Parts) -> str | None:
+    """Return, on the main process of a run that begins, the digest of the weights that it begins with. Local.
+
+    Before ``strategy.prepare``, while the main process has the whole model on its host.
+    """
+    if not strategy.is_main or output.start.checkpoint is not None:
+        return None
+    strategy.progress.stage("hashing the first weights")
+    return weights_digest(model_tensors(parts.model))
 
 
 def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
@@ -166,7 +182,7 @@ def open_run(
     From here on a signal is a request to stop after the current step.
     """
     session.progress.stage("opening the output folder")
-    recipe, state = output.recipe, restored.state
+    recipe, state, ledger = output.recipe, restored.state, Ledger(output.path / LEDGER)
     run = Run(
         recipe,
         strategy,
@@ -177,8 +193,10 @@ def open_run(
         provenance,
         tracker=Tracker(recipe),
         console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
-        ledger=Ledger(output.path / "ledger.jsonl"),
-        checkpointer=Checkpointer(output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None),
+        ledger=ledger,
+        checkpointer=Checkpointer(
+            output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None, on_written=ledger.note_checkpoint
+        ),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
         profiler=StepProfiler(recipe.train.profile, output.path / PROFILE, strategy.process_index, strategy.device),
@@ -191,6 +209,7 @@ def open_run(
         session.at_failure(run.tracker.end_early)
         session.at_end(run.checkpointer.wait)  # before the folder is released
     output.find_best(strategy, state)
+    processes = strategy.gather_to_main([(strategy.process_index, hardware(strategy.device))])
 
     def open_files() -> dict[str, str]:
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
@@ -203,7 +222,7 @@ def open_run(
         output.open(state)
         facts.write(output.path)
         run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
-        run.ledger.begin(state.step, run.plan, strategy.num_processes)
+        run.ledger.begin(state.step, ledger_facts(run, parts, output.start.checkpoint, of_all(processes)))
         print_start(recipe, run.plan, facts, counts)
         return run.tracker.run_ids()
 
@@ -243,6 +262,37 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         notices=parts.notices,
         fold_data=ask(run.recipe.task, "fold_data", None),
     )
+
+
+def ledger_facts(run: Run, parts: Parts, checkpoint: Checkpoint | None, computed_on: dict[str, Any]) -> dict[str, Any]:
+    """Collect what the ledger says of a start: everything that the steps from here on follow from. Main process only.
+
+    No times, and no folder of the run: two equal runs have equal ledgers.
+    """
+    recipe, provenance, own = run.recipe.to_dict(), run.provenance, fingerprint(run.recipe)
+    if checkpoint is None:
+        origin: dict[str, Any] = {"weights": parts.first_weights}
+    else:
+        origin = {"checkpoint": {"step": checkpoint.step, **checkpoint.hashes}}
+    return {
+        "world_size": run.strategy.num_processes,
+        **plan_facts(run.plan),
+        "strategy": type(run.strategy).__name__,
+        "precision": run.strategy.precision,
+        "num_steps": run.num_steps,
+        "steps_per_epoch": run.plan.num_steps,
+        "recipe": {key: value for key, value in recipe.items() if key not in ("output_dir", "resume")},
+        "code": own["code"],
+        "packages": own["packages"],
+        "hardware": computed_on,
+        "commits": provenance.commits,
+        "base": provenance.base,
+        "data": {
+            split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": None}
+            for split, rows in run.datasets.items()
+        },
+        **origin,
+    }
 
 
 def fit_and_save(run: Run, output: OutputDir) -> TrainResult:

@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Checkpoint:
     """Contents of ``progress.json``."""
     tensors: dict[str, dict[str, Tensor]]
     """On the CPU, by file and name."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the files of tensors, by group; the same as of any other checkpoint of equal tensors."""
 
 
 def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
@@ -88,7 +90,12 @@ def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
             tensors[file.stem] = load_file(file)
         except SafetensorError as error:
             raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
-    return Checkpoint(path, manifest["step"], _progress(path), tensors)
+    return Checkpoint(path, manifest["step"], _progress(path), tensors, tensor_hashes(manifest["files"]))
+
+
+def tensor_hashes(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the SHA-256 of each group of tensors from the ``files`` of a manifest: ``{"model": ..., "optimizer": ...}``."""
+    return {Path(name).stem: about["sha256"] for name, about in sorted(files.items()) if name.endswith(".safetensors")}
 
 
 def _progress(path: Path) -> dict[str, Any]:
@@ -159,6 +166,8 @@ class Checkpointer:
     """Why the last checkpoint could not be written; None again after the next one."""
     last: int | None = None
     """Step of the last one that was written."""
+    on_written: Callable[[int, dict[str, str]], None] | None = field(default=None, repr=False)
+    """Called from the writing thread with the step of a complete checkpoint, and its ``tensor_hashes``."""
     _writer: threading.Thread | None = field(default=None, repr=False)
 
     def wait(self) -> None:
@@ -187,10 +196,12 @@ class Checkpointer:
         try:
             with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
                 folder.mkdir(parents=True)
-                _write_files(folder, step, tensors, progress, recipe)
+                files = _write_files(folder, step, tensors, progress, recipe)
                 for path in logs:
                     flush(path)
             self.failure, self.last = None, step
+            if self.on_written is not None:
+                self.on_written(step, tensor_hashes(files))
             self._prune(step, best_step)
         except Exception as error:  # whatever it is, training continues, and the main thread reports it
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -207,7 +218,10 @@ class Checkpointer:
                 _remove(path_of(self.folder, step))
 
 
-def _write_files(folder: Path, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str) -> None:
+def _write_files(
+    folder: Path, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str
+) -> dict[str, dict[str, Any]]:
+    """Write the files of a checkpoint; return what the manifest says of each."""
     for name, group in tensors.items():
         save_file(dict(group), folder / f"{name}.safetensors")
     (folder / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
@@ -216,6 +230,7 @@ def _write_files(folder: Path, step: int, tensors: Tensors, progress: Mapping[st
     manifest = {"format": FORMAT, "step": step, "files": files}
     manifest["sha256"] = _digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    return files
 
 
 def _remove(path: Path) -> None:

@@ -7,11 +7,9 @@ that looks at them stay as they are. peft is imported when a model gets adapters
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import torch
@@ -23,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from hftune.config.sections import AdapterConfig
 from hftune.errors import ConfigError
 from hftune.models.pretrained import drawn_parameters
+from hftune.models.weights import weights_digest
 
 LINEAR = (nn.Linear, Conv1D)
 """What ``adapter.targets=all-linear`` means. GPT-2 calls its linear layers Conv1D."""
@@ -149,20 +148,10 @@ def base_digest(model: nn.Module) -> str:
     """
     if known := getattr(model, "known_base_digest", None):
         return known
-    tensors = sorted(base_tensors(model).items())
-
-    def of_bytes(named: tuple[str, Tensor]) -> bytes:
-        if is_packed(named[1]):
-            return b""
-        return hashlib.sha256(named[1].cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
-
-    digest = hashlib.sha256()
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for (name, value), own in zip(tensors, threads.map(of_bytes, tensors), strict=True):
-            digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode() + own)
+    digest = weights_digest(base_tensors(model), leaves_out=is_packed)
     if has_adapter(model):  # else its weights may still change
-        model.known_base_digest = digest.hexdigest()
-    return digest.hexdigest()
+        model.known_base_digest = digest
+    return digest
 
 
 def is_packed(value: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""ledger.jsonl: the samples of each step, and the audit that proves from it that no sample was lost or used twice.
+"""ledger.jsonl: what each step of a run was computed from and what came out, as a chain; and the audit of the samples.
 
-One line for each step with the digest of the samples that the processes computed, and one each time training starts or resumes.
-Independent of models and processes.
+One line for each step, one for each checkpoint, and one each time training starts or resumes. Lines are only ever added, and
+each holds the SHA-256 of the line before, so that the last hash stands for all of them. Independent of models and processes.
 """
 
 from __future__ import annotations
@@ -9,58 +9,270 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
+from hftune.checkpoints.atomic_files import explain_write_errors
 from hftune.errors import ConfigError
-from hftune.tracking.jsonl import LineFile, read_lines
+from hftune.tracking.jsonl import strict_json
+
+NAME = "ledger.jsonl"
+FORMAT = 2
+"""Of the lines that are written. 1, of hftune 0.2: no chain, no results, no recipe; a resume removed lines of later steps."""
+NOTHING = "0" * 64
+"""Stands for the line before the first one."""
+KEYS = {
+    "after_step": {"world_size", "plan"},
+    "step": {"epoch", "step_in_epoch"},
+    "checkpoint": set(),
+}
+"""The kinds of lines, by the key that tells them apart: what else each has."""
 
 
-@dataclass
 class Ledger:
-    """Writes ledger.jsonl. Main process only."""
+    """Writes ledger.jsonl. Main process only; checkpoints are noted from the thread that writes them."""
 
-    path: Path
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = Lock()
 
-    def begin(self, step: int, plan: BatchPlan, world_size: int) -> None:
-        """Record that training starts, or resumes after ``step``; lines of later steps are dropped."""
-        lines = [line for line in read_lines(self.path) if line.get("step", line.get("after_step", 0)) <= step]
-        facts: dict[str, Any] = {"num_samples": plan.num_samples, "batch_size": plan.batch_size, "seed": plan.seed}
-        if plan.mixture is not None:
-            facts["mixture"] = [list(part) for part in plan.mixture]
-        bounds = {"micro_batch_size": plan.micro_batch_size, "micro_batch_tokens": plan.micro_batch_tokens}
-        self._file = LineFile(self.path, [*lines, {"after_step": step, "world_size": world_size, **bounds, "plan": facts}])
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Record that training starts, or resumes after ``step``: from here on, lines of later steps further up do not count.
 
-    def note(self, step: int, epoch: int, step_in_epoch: int, num_samples: int, digest: str) -> None:
+        What a kill or a power failure left of a line at the end is cut off; nothing else is ever removed.
+
+        Args:
+            facts: JSON values, see ``plan_facts`` and docs/output-folder.md.
+
+        Raises:
+            TrainingError: the file cannot be written.
+        """
+        with explain_write_errors(self.path):
+            texts = whole_lines(self.path) if self.path.is_file() else []
+            self._end = _hash(texts[-1]) if texts else NOTHING
+            self._size = sum(len(text) + 1 for text in texts)
+            self._file = self.path.open("ab", buffering=0)
+            self._file.truncate(self._size)
+        self._append({"format": FORMAT, "after_step": step, **facts})
+
+    def note(
+        self,
+        step: int,
+        epoch: int,
+        step_in_epoch: int,
+        *,
+        num_samples: int,
+        digest: str,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        items: float,
+    ) -> None:
         """Record one step.
 
         Args:
             step: counted from 1.
             epoch: counted from 0, as is ``step_in_epoch``.
             num_samples: that the processes computed, and ``digest`` of their numbers; see ``samples_digest``.
+            loss: mean over the ``items`` of the global batch.
+            grad_norm: before clipping.
+
+        Raises:
+            TrainingError: the file cannot be written.
         """
         where = {"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch}
-        self._file.append({**where, "num_samples": num_samples, "digest": digest})
+        results = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "items": items}
+        self._append({**where, "num_samples": num_samples, "digest": digest, **results})
+
+    def note_skipped(self, step: int, epoch: int, step_in_epoch: int) -> None:
+        """Record a step that was left out: its samples were not used, and nothing was updated. Raises as ``note``."""
+        self._append({"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch, "skipped": True})
+
+    def note_checkpoint(self, step: int, hashes: Mapping[str, str]) -> None:
+        """Record a checkpoint that is complete, from any thread. Raises as ``note``.
+
+        Args:
+            hashes: the SHA-256 of its files of tensors, such as ``{"model": ..., "optimizer": ...}``.
+        """
+        self._append({"checkpoint": step, **hashes})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._lock, explain_write_errors(self.path):
+            data = strict_json({**line, "prev": self._end}, default=str).encode()
+            rest = memoryview(data + b"\n")
+            try:
+                while rest:  # a disk that fills up takes a part
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(self._size)
+                raise
+            self._size += len(data) + 1
+            self._end = _hash(data)
 
     def close(self) -> None:
         self._file.close()
+
+
+def plan_facts(plan: BatchPlan) -> dict[str, Any]:
+    """Return what the line of a start says about the batches: their plan, and how they are cut, which keys dropout."""
+    facts: dict[str, Any] = {"num_samples": plan.num_samples, "batch_size": plan.batch_size, "seed": plan.seed}
+    if plan.mixture is not None:
+        facts["mixture"] = [list(part) for part in plan.mixture]
+    bounds = {"micro_batch_size": plan.micro_batch_size, "micro_batch_tokens": plan.micro_batch_tokens}
+    return {**bounds, "packed": plan.packed, "plan": facts}
+
+
+@dataclass
+class LedgerRecord:
+    """A ledger as it was read. Steps that were taken again after a resume are superseded: only their last lines count."""
+
+    version: int
+    """Of the last start: 1 has no results, recipe or chain. Each start has its own, as ``format``."""
+    lines: list[dict[str, Any]]
+    """All that can be read, in order, superseded ones included."""
+    starts: list[dict[str, Any]]
+    """Where training started and resumed, in order."""
+    taken: list[dict[str, Any]]
+    """The lines of steps that count, in the order of the file: ascending, unless somebody has changed it."""
+    steps: dict[int, dict[str, Any]]
+    """The same by step; those that were left out have ``skipped``."""
+    checkpoints: dict[int, dict[str, Any]]
+    """By step: the hashes of the checkpoints that belong to the steps that count."""
+    end: str
+    """SHA-256 of the last line, which stands for all lines."""
+    _starts_of: dict[int, dict[str, Any]]
+    _problems: list[str]
+
+    def start_of(self, step: int) -> dict[str, Any]:
+        """Return the line of the start under which this step was computed as it counts.
+
+        Raises:
+            KeyError: there is no such step.
+        """
+        return self._starts_of[step]
+
+    def problems(self) -> list[str]:
+        """Return what shows that lines were changed, removed or added, as sentences. Empty if the chain is whole."""
+        return self._problems
+
+
+def read_ledger(folder: str | Path) -> LedgerRecord:
+    """Read the ledger in an output folder, also of a run that is still going on.
+
+    Raises:
+        ConfigError: there is none, it has no start, or a newer hftune wrote it.
+    """
+    path = Path(folder).expanduser() / NAME
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no ledger.jsonl: name the output folder of a run.")
+    texts = whole_lines(path)
+    parsed = [_parse(text) for text in texts]
+    lines = [line for line in parsed if line is not None]
+    starts = [line for line in lines if "after_step" in line]
+    if not starts:
+        raise ConfigError(f"{path} does not say how a training started: no run has written it.")
+    if (newest := max(start.setdefault("format", 1) for start in starts)) > FORMAT:
+        raise ConfigError(f"{path} has format {newest}, and this hftune reads formats up to {FORMAT}: a newer one wrote it.")
+    taken, checkpoints = _counting(lines)
+    return LedgerRecord(
+        version=starts[-1]["format"],
+        lines=lines,
+        starts=starts,
+        taken=[line for line, _ in taken],
+        steps={line["step"]: line for line, _ in taken},
+        checkpoints=checkpoints,
+        end=_hash(texts[-1]),
+        _starts_of={line["step"]: start for line, start in taken},
+        _problems=[*_breaks(texts, parsed)],
+    )
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Read the lines of a ledger, without what a kill, a power failure or a full disk left of one at the end."""
+    *texts, _ = path.read_bytes().split(b"\n")
+    while texts and _parse(texts[-1]) is None:
+        texts.pop()
+    return texts
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """Return the values of a line; None if it is none of a ledger."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    kind = next((key for key in KEYS if isinstance(line, dict) and key in line), None)
+    return line if kind is not None and isinstance(line[kind], int) and line.keys() >= KEYS[kind] else None
+
+
+def _hash(text: bytes) -> str:
+    return sha256(text).hexdigest()
+
+
+def _counting(lines: Sequence[dict[str, Any]]) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], dict[int, dict[str, Any]]]:
+    """Return the lines of steps that count, each with its start, and the checkpoints that belong to them, by step."""
+    start: dict[str, Any] = {}
+    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    checkpoints: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if "after_step" in line:
+            start, after = line, line["after_step"]
+            taken = [pair for pair in taken if pair[0]["step"] <= after]
+            checkpoints = {step: hashes for step, hashes in checkpoints.items() if step <= after}
+            if "checkpoint" in start:  # its own line may be missing, because of a kill
+                checkpoints[after] = start["checkpoint"]
+        elif "step" in line:
+            taken.append((line, start))
+        else:
+            checkpoints[line["checkpoint"]] = line
+    return taken, checkpoints
+
+
+def _breaks(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
+    """Yield a sentence for each line that cannot be read, or does not hold the hash of the one before it.
+
+    Lines of version 1 hold none. The first start of version 2 after them holds that of the last, and pins only that one.
+    """
+    before, is_chained, places = NOTHING, False, {}
+    for number, (text, line) in enumerate(zip(texts, lines, strict=True), start=1):
+        is_chained = is_chained or (line is not None and line.get("format", 1) >= FORMAT)
+        if line is None:
+            yield f"Line {number} cannot be read."
+        elif is_chained and (prev := line.get("prev")) != before:
+            if number == 1:
+                yield "Line 1 is not the first: lines before it were removed."
+            elif prev in places:
+                yield f"Line {number} does not follow line {number - 1}: it was written after line {places[prev]}."
+            else:
+                yield f"Line {number} does not follow: line {number - 1} was changed, or a line between them was removed."
+        before = _hash(text)
+        places[before] = number
 
 
 @dataclass
 class Audit:
     """The result of an audit."""
 
+    version: int = FORMAT
+    """See ``LedgerRecord``."""
     steps: int = 0
     whole_epochs: int = 0
     """Epochs in which every sample was used exactly once; of a mixture, in which as many samples of each data set were used as
     its weight says, all of its samples equally often since the start, give or take one."""
     samples: int = 0
     """Samples used, each as often as it was."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps that were left out; their epochs are not whole."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
+    num_lines: int = 0
+    end: str = NOTHING
+    """SHA-256 of the last line, which stands for all of them."""
     mixture: list[dict[str, Any]] = field(default_factory=list)
     """Of each data set of a mixture: rows, weight, and samples, the number that an epoch uses."""
     problems: list[str] = field(default_factory=list)
@@ -71,16 +283,15 @@ def audit(folder: str | Path) -> Audit:
     """Prove from an output folder's ledger that each finished epoch used every sample exactly once, and no step twice.
 
     The plan is computed again from its few parameters. Each of its epochs must hold every sample once (of a mixture, see
-    ``unequal_use``), and each step's samples must have the digest of those that the processes computed.
+    ``unequal_use``), and each step's samples must have the digest of those that the processes computed. The lines must be those
+    that were written, in their order.
 
     Raises:
         ConfigError: there is no ledger, or it cannot be read.
     """
-    path = Path(folder) / "ledger.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no ledger.jsonl: name the output folder of a run.")
-    lines = read_lines(path)
-    found = Audit(starts=[line for line in lines if "after_step" in line])
+    record = read_ledger(folder)
+    found = Audit(record.version, starts=record.starts, num_lines=len(record.lines), end=record.end)
+    found.problems += record.problems()
     plans = {json.dumps(start["plan"], sort_keys=True) for start in found.starts}
     if len(plans) != 1:
         found.problems.append(f"{len(plans)} different plans were followed; one run has one.")
@@ -92,12 +303,13 @@ def audit(folder: str | Path) -> Audit:
             {"rows": rows, "weight": weight, "samples": samples}
             for (rows, weight), samples in zip(plan.mixture, plan.drawn_per_epoch, strict=True)
         ]
-    for number, line in enumerate((line for line in lines if "step" in line), start=1):
+    for number, line in enumerate(record.taken, start=1):
         place = divmod(number - 1, plan.num_steps)
         if (line["step"], line["epoch"], line["step_in_epoch"]) != (number, *place):
             said = f"step {line['step']} (epoch {line['epoch']}, step {line['step_in_epoch']} of it)"
             found.problems.append(f"Line {number} of the steps is {said}; step {number} should follow here.")
             break
+        found.steps = number
         if place[0] != epoch:
             epoch, order_N = place[0], plan.epoch(place[0]).order_N
             in_epoch_N = np.bincount(order_N, minlength=plan.num_samples)
@@ -105,11 +317,17 @@ def audit(folder: str | Path) -> Audit:
             if plan.mixture is None and not (in_epoch_N == 1).all():
                 found.problems.append(f"The plan of epoch {epoch} does not hold every sample once.")
             found.problems += unequal_use(found.mixture, epoch, in_epoch_N, used_N)
+        if line.get("skipped"):
+            found.skipped.append(number)
+            continue
         samples = order_N[place[1] * plan.batch_size : (place[1] + 1) * plan.batch_size]
-        if (line["num_samples"], line["digest"]) != (len(samples), format_digest(*samples_digest(samples))):
+        if (line.get("num_samples"), line.get("digest")) != (len(samples), format_digest(*samples_digest(samples))):
             found.problems.append(f"Step {number} was computed from other samples than its plan says.")
-        found.steps, found.samples = number, found.samples + line["num_samples"]
-    found.whole_epochs = found.steps // plan.num_steps
+        found.samples += line.get("num_samples", 0)
+    broken = {(number - 1) // plan.num_steps for number in found.skipped}
+    found.whole_epochs = found.steps // plan.num_steps - sum(
+        1 for epoch in broken if (epoch + 1) * plan.num_steps <= found.steps
+    )
     return found
 
 

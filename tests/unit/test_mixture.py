@@ -15,7 +15,7 @@ from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.mixture import load_mixture
 from hftune.tasks import LanguageModeling, SequenceClassification
-from hftune.tracking.ledger import Ledger, audit
+from hftune.tracking.ledger import Ledger, audit, plan_facts
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -82,14 +82,16 @@ def test_sizes_that_do_not_add_up_are_an_error():
 
 def written(folder, batches, steps, swap=False):
     ledger = Ledger(folder / "ledger.jsonl")
-    ledger.begin(0, batches, 2)
+    ledger.begin(0, {"world_size": 2, **plan_facts(batches)})
     for step in range(steps):
         epoch, place = divmod(step, batches.num_steps)
         own = np.concatenate([micro_batch.samples for micro_batch in batches.epoch(epoch)[place]])
         if swap and step == steps - 1:
             own = own.copy()
             own[0] = (own[0] + 1) % batches.num_samples
-        ledger.note(step + 1, epoch, place, len(own), format_digest(*samples_digest(own)))
+        results = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "items": 4.0}
+        digest = format_digest(*samples_digest(own))
+        ledger.note(step + 1, epoch, place, num_samples=len(own), digest=digest, **results)
     ledger.close()
     return audit(folder)
 
