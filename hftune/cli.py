@@ -13,6 +13,8 @@ import sys
 from hftune import __version__
 from hftune.commands import (
     audit,
+    bisect_runs,
+    bisect_step,
     completion,
     configs,
     doctor,
@@ -70,6 +72,17 @@ COMMANDS = {
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
+    "bisect": (
+        bisect_runs,
+        "find what made a run bad: the recipe key, the lines of a data file or the version, by replaying a few steps. For "
+        "example hftune bisect outputs/good outputs/bad, or hftune bisect outputs/yelp --try 'pip install -q transformers=={}' "
+        "--candidates 5.1,5.2,5.3",
+    ),
+    "bisect-step": (
+        bisect_step,
+        "compute one past step again, for git bisect run. Exit code 0 if its loss is still the same, 1 if not, and 125 if it "
+        "cannot be computed: git bisect run hftune bisect-step outputs/yelp --step 137",
+    ),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
     "completion": (completion, "print a script that completes commands, recipes, keys and values in a shell"),

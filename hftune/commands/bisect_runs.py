@@ -1,4 +1,4 @@
-"""``hftune bisect``: find the recipe key, the lines of a data file or the version that made a run bad, by replaying a few steps.
+"""``hftune bisect``: find the recipe key, the lines of a data file or the version that made a run bad, by replaying steps.
 
 ``bisect_candidates.py`` has the search along a list of versions.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
-from hftune.replay.changes import DataFiles, KeyChange, changed_keys, overrides, spell
+from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
+from hftune.tracking.console import one_line, short
 
 if TYPE_CHECKING:
     from hftune.replay.history import History
@@ -33,7 +34,9 @@ SAME = 1e-6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of the good run, then of the bad one")
-    parser.add_argument("--good", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the good end, over those of its run")
+    parser.add_argument(
+        "--good", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the good end, over those of its run"
+    )
     parser.add_argument("--bad", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the bad end, over those of its run")
     parser.add_argument(
         "--steps", type=int, metavar="K", help="steps of a try (default: as many as tell the two runs apart, 15 to 100)"
@@ -41,10 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", type=int, default=1, dest="first", metavar="STEP", help="first of them (default %(default)s)")
     parser.add_argument("--tries", type=int, default=60, metavar="N", help="most tries (default %(default)s)")
     parser.add_argument(
-        "--candidates", metavar="A,B,...", help="search along a list instead: the first is good, the last is bad, such as 4.55,4.56"
+        "--candidates",
+        metavar="A,B,...",
+        help="search along a list instead: the first is good, the last is bad, such as 4.55,4.56",
     )
-    parser.add_argument("--try", dest="command", metavar="COMMAND", help="shell command that sets up a candidate, {}, before its try")
-    parser.add_argument("--set", nargs="+", default=[], dest="words", metavar="KEY=VALUE", help="keys of a candidate, {}, in its try")
+    parser.add_argument(
+        "--try", dest="command", metavar="COMMAND", help="shell command that sets up a candidate, {}, before its try"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], dest="words", metavar="KEY=VALUE", help="keys of a candidate, {}, in its try"
+    )
+    parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
     parser.add_argument("--json", action="store_true", help="print the result alone, as JSON")
     add_trust_code(parser)
 
@@ -103,7 +113,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
         raise ConfigError(
             f"{len(options.runs)} run(s) were given. Name the good and the bad one, or what makes one bad: --bad train.lr=0.1"
         )
-    histories = [History.open(folder, trust_code=options.trust_code) for folder in options.runs]
+    histories = [History.open(folder, trust_code=options.trust_code, data=options.data) for folder in options.runs]
     good, bad = End("good", histories[0], options.good), End("bad", histories[-1], options.bad)
     for end in (good, bad):
         end.history.check_step(options.first)
@@ -111,8 +121,8 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     changes = changed_keys(*recipes)
     if not changes:
         raise ConfigError(
-            f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else does. "
-            "Code: git bisect run hftune bisect-step. Libraries, and files of other contents: --candidates."
+            f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else "
+            "does. Code: git bisect run hftune bisect-step. Libraries, and files of other contents: --candidates."
         )
     return KeySearch(good, bad, changes, options.first, count_steps(good, bad, options), options.tries, say)
 
@@ -171,43 +181,140 @@ class KeySearch:
         if scale.difference <= SAME:
             self.say(self._nothing_to_find())
             return result
-        judge = Judge(losses, scale, self._say_try)
+        judge = Judge(losses, scale, lambda made: self.say(line_of(made)))
         found = smallest_bad(self.changes, lambda some: judge.look(some).is_bad is True, self.most_tries)
-        rest = [change for change in self.changes if change not in found.changes]
-        others = judge.look(rest) if rest and found.is_smallest else None
-        alone = judge.look(found.changes) if len(found.changes) < len(self.changes) else None
-        self._say_found(found, alone, others)
+        self._say_found(found, judge)
         result |= {"found": [asdict(change) for change in found.changes], "is_smallest": found.is_smallest}
-        result |= {"tries": [asdict(made) for made in judge.tries.values()], "lines": None}
+        result |= {"tries": [asdict(made) for made in judge.tries.values()]}
         if [change.key for change in found.changes] == [TRAIN_FILE]:
-            result["lines"] = search_lines(found.changes[0], self, trials, ends[0])
+            result["lines"] = LineSearch(found.changes[0], self, trials, scale.good).run()
         return result
 
     def _say_end(self, end: End, losses: Sequence[float], scale: Scale) -> None:
-        from hftune.tracking.console import short
-
         self.say(f"  {end.name:>6}  {short(scale.level(losses)):8}  {end.label}{remark_on(end, losses, self.first)}")
-
-    def _say_try(self, made: Try) -> None:
-        self.say(line_of(made))
 
     def _nothing_to_find(self) -> str:
         """Say why the two ends are equal."""
-        steps = f"steps {self.first} to {self.first + self.num_steps - 1}"
+        steps, count = f"steps {self.first} to {self.first + self.num_steps - 1}", self.num_steps
         known = self.good.recorded(self.first), self.bad.recorded(self.first)
-        count = self.num_steps
-        if known[0] is not None and known[1] is not None and Scale(known[0][:count], known[1][:count]).difference > SAME:
+        if known[0] and known[1] and Scale(known[0][:count], known[1][:count]).difference > SAME:
             return (
                 f"With all these keys {steps} are as without them, although the runs differed there: the cause is none of the "
                 f"keys. See hftune compare {self.good.history.folder} {self.bad.history.folder}."
             )
-        return f"The two ends have the same loss in {steps}: there is nothing to find there. Compute more: --steps K, or --from STEP."
+        return f"The two ends have the same loss in {steps}: there is nothing to find. Compute others: --steps K, --from STEP."
 
-    def _say_found(self, found: Found[KeyChange], alone: Try | None, others: Try | None) -> None:
+    def _say_found(self, found: Found[KeyChange], judge: Judge) -> None:
         """Print the keys, and how much of the difference they make."""
         if not found.is_smallest:
-            self.say(f"After {self.most_tries} tries the search ended; it is among these {len(found.changes)} keys. More: --tries N.")
+            self.say(
+                f"{self.most_tries} tries were made. The cause is among these {len(found.changes)} keys; --tries N makes more."
+            )
+        else:
+            self.say("Cause:" if len(found.changes) == 1 else f"Cause, {len(found.changes)} keys that act together:")
         for change in found.changes[:MOST_SHOWN]:
-            self.say(f"{change.key}: {spell(change.good)} -> {spell(change.bad)}")
-        more = len(found.changes) - MOST_SHOWN
-        self.say(f"and {more} more" if more > 0 else "")
+            self.say(f"  {change.key}: {spell(change.good)} -> {spell(change.bad)}")
+        if (more := len(found.changes) - MOST_SHOWN) > 0:
+            self.say(f"  and {more} more")
+        rest = [change for change in self.changes if change not in found.changes]
+        if rest and found.is_smallest:
+            self.say(shares(judge, found.changes, rest, "key"))
+            if judge.look(rest).is_bad:
+                fixed = " ".join(f"{change.key}={spell(change.good)}" for change in found.changes)
+                self.say(f"So there is another cause. To find it, fix this one: add --bad {fixed}")
+
+
+def shares(judge: Judge, found: Sequence[Any], rest: Sequence[Any], what: str) -> str:
+    """Say how much of the difference some changes make alone, and how much the others do without them."""
+    alone, others = judge.look(found).place, judge.look(rest).place
+    makes = "unknown" if alone is None else f"{alone:.0%}"
+    other = f"the other {what}" if len(rest) == 1 else f"the other {len(rest):,} {what}s"
+    left = "cannot be tried" if others is None else f"makes {others:.0%}" if len(rest) == 1 else f"make {others:.0%}"
+    return f"It makes {makes} of the difference alone; {other} {left} without it."
+
+
+def remark_on(end: End, losses: Sequence[float], first: int) -> str:
+    """Say whether an end that was a run is computed as it was then."""
+    recorded = end.recorded(first)
+    if recorded is None:
+        return ""
+    for step, (now, then) in enumerate(zip(losses, recorded, strict=False), start=first):
+        if now != then and not abs(now - then) <= SAME * abs(then):
+            why = "" if end.name == "bad" else " Code, libraries, data or hardware are others: see hftune replay."
+            return f"; not as it was: step {step} had loss {short(then)} and has {short(now)} here.{why}"
+    return ", as in its ledger"
+
+
+def line_of(made: Try) -> str:
+    """Format a try: its place between good and bad, its level of the loss, and the changes."""
+    what = one_line(" ".join(made.changes), WIDTH)
+    if made.place is None or made.level is None:
+        return f"  {'-':>6}  {'':8}  {what}: cannot be tried. {one_line(made.problem or '', WIDTH)}"
+    return f"  {made.place:>+6.2f}  {short(made.level):8}  {what}{'  (unclear)' if made.is_unclear else ''}"
+
+
+class LineSearch:
+    """The search among the lines in which two files of training data differ."""
+
+    def __init__(self, change: KeyChange, keys: KeySearch, trials: Trials, good: Sequence[float]):
+        self.change, self.keys, self.trials, self.good = change, keys, trials, good
+
+    def run(self) -> dict[str, Any] | None:
+        """Return the result as plain data, after it was printed; None if the files cannot be mixed."""
+        say = self.keys.say
+        try:
+            files = DataFiles(*(Path(path).expanduser() for path in (self.change.good, self.change.bad)))
+        except (ConfigError, TypeError) as error:  # a list of files, or no file
+            say(f"Its lines are not searched: {error}" if isinstance(error, ConfigError) else "Its lines are not searched.")
+            return None
+        say(f"{len(files.changes):,} lines differ between {self.change.good} and {self.change.bad}.")
+        with scratch() as folder:
+            judge = self._judge(files, folder)
+            found = smallest_bad(files.changes, lambda some: judge.look(some).is_bad is True, self.keys.most_tries)
+            rest = [change for change in files.changes if change not in found.changes]
+            self._say_found(found)
+            if rest and found.is_smallest:
+                say(shares(judge, found.changes, rest, "line"))
+        return {
+            "changed": len(files.changes),
+            "found": [asdict(change) for change in found.changes],
+            "is_smallest": found.is_smallest,
+            "tries": [asdict(made) for made in judge.tries.values()],
+        }
+
+    def _judge(self, files: DataFiles, folder: Path) -> Judge:
+        def losses(changes: Sequence[LineChange]) -> list[float]:
+            path = folder / f"{len(judge.tries)}{files.suffix}"  # another name each time: data sets are cached by it
+            files.write(changes, path)
+            return self.trials.losses([*self.keys.good.words, f"{TRAIN_FILE}={path}"])
+
+        bad = self.trials.losses([*self.keys.good.words, *overrides([self.change])])
+        judge = Judge(losses, Scale(self.good, bad), lambda made: self.keys.say(line_of(made)))
+        return judge
+
+    def _say_found(self, found: Found[LineChange]) -> None:
+        say = self.keys.say
+        if not found.is_smallest:
+            say(f"{self.keys.most_tries} tries were made. The cause is among these {len(found.changes):,} lines.")
+        elif len(found.changes) > 1:
+            say(f"Cause, {len(found.changes):,} lines that act together:")
+        else:
+            say("Cause:")
+        for change in found.changes[:MOST_SHOWN]:
+            say(f"  line {change.number}  good  {one_line(change.good, WIDTH)}")
+            say(f"  {'':>{len(str(change.number)) + 5}}  bad   {one_line(change.bad, WIDTH)}")
+        if (more := len(found.changes) - MOST_SHOWN) > 0:
+            say(f"  and {more:,} more")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield a folder for data files, where datasets also caches what it reads of them; both are gone afterwards."""
+    import datasets
+
+    with tempfile.TemporaryDirectory(prefix="hftune-bisect-") as folder:
+        before, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, Path(folder) / "cache"
+        try:
+            yield Path(folder)
+        finally:
+            datasets.config.HF_DATASETS_CACHE = before

@@ -1,7 +1,7 @@
 """``hftune bisect-step``: compute one past step again and say whether its loss is still what it was, for ``git bisect run``.
 
-The exit codes are git's: 0 the loss is as expected; 1 it is not; 125 it cannot be computed with the code as it is, so this revision
-is skipped; 128 the command cannot be run as given, so the search ends.
+The exit codes are git's: 0 the loss is as expected; 1 it is not; 125 it cannot be computed with this revision, which is skipped;
+128 the command cannot be run as given, so the search ends.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=1, metavar="K", help="compute at least the K steps up to it (default %(default)s)"
     )
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ from the run's", dest="words")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ from the run's", dest="words"
+    )
     parser.add_argument("--losses", type=Path, metavar="FILE", help="JSON file for the losses of the K steps")
+    parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
     add_trust_code(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the step's loss beside the expected one, and return the exit code that git reads."""
-    sys.dont_write_bytecode = True  # Python takes compiled code for current if a revision was checked out within the same second
+    sys.dont_write_bytecode = True  # which would pass for that of the next revision, if checked out within the same second
     try:
         history = check(options)
     except ConfigError as error:
@@ -70,7 +73,7 @@ def check(options: argparse.Namespace) -> History:
         find_modules_here()
     from hftune.replay.history import History
 
-    history = History.open(options.run_folder, trust_code=options.trust_code)
+    history = History.open(options.run_folder, trust_code=options.trust_code, data=options.data)
     history.check_step(options.step)
     if history.ledger.steps[options.step].get("skipped"):
         raise ConfigError(f"Step {options.step} was left out of {options.run_folder}, by train.skip: it has no loss.")
@@ -124,5 +127,7 @@ def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> 
         elif not is_good and found.loss is not None and found.loss <= tolerance:
             remark = f", gradient norm {step.grad_norm!r} and {line['grad_norm']!r}"
     verdict = "good" if is_good else "bad"
-    print(f"{verdict}: step {options.step} of {options.run_folder} has loss {step.loss!r}, {source} {value!r}{remark}", flush=True)
+    print(
+        f"{verdict}: step {options.step} of {options.run_folder} has loss {step.loss!r}, {source} {value!r}{remark}", flush=True
+    )
     return GOOD if is_good else BAD

@@ -189,7 +189,9 @@ class Judge:
         on_try: called after each try.
     """
 
-    def __init__(self, compute: Callable[[Any], Sequence[float]], scale: Scale, on_try: Callable[[Try], None] = lambda made: None):
+    def __init__(
+        self, compute: Callable[[Any], Sequence[float]], scale: Scale, on_try: Callable[[Try], None] = lambda made: None
+    ):
         self.compute, self.scale, self.on_try = compute, scale, on_try
         self.tries: dict[tuple[str, ...], Try] = {}
         """By their changes."""
