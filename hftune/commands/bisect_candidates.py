@@ -12,12 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.bisect_runs import SAME, line_of
+from hftune.commands.bisect_runs import SAME, curve_of, line_of
 from hftune.errors import ConfigError
 from hftune.launchers.local import environment
 from hftune.replay.bisection import Judge, Scale, first_bad
 from hftune.replay.history import History
-from hftune.tracking.console import short
 
 DEFAULT_STEPS = 15
 
@@ -39,7 +38,7 @@ def search(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str,
     ends = tries.losses(candidates[0]), tries.losses(candidates[-1])
     scale = Scale(*ends)
     for name, candidate, losses in zip(("good", "bad"), (candidates[0], candidates[-1]), ends, strict=True):
-        say(f"  {name:>6}  {short(scale.level(losses)):8}  {candidate}")
+        say(f"  {name:>6}  {curve_of(scale.curve(losses))}  {candidate}")
     result: dict[str, Any] = {"steps": [options.first, last], "candidates": candidates, "found": [], "tries": []}
     if scale.difference <= SAME:
         say(f"{candidates[0]} and {candidates[-1]} have the same loss: there is nothing to find. Set --steps or --from.")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 10
 """Keys or lines of a result that are printed."""
+MOST_ALONE = 5
+"""Keys of a result that are also tried each alone."""
 WIDTH = 100
 """Columns of the changes of a try, and of a line of data."""
 TRAIN_FILE = "task.data_files.train"
@@ -105,7 +108,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     Raises:
         ConfigError: there is nothing to search among.
     """
-    from hftune.replay.history import History
+    from hftune.replay.history import BOUNDS, History
 
     if options.command or options.words:
         raise ConfigError("--try and --set are for versions: name them, --candidates A,B,...")
@@ -124,7 +127,10 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
             f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else "
             "does. Code: git bisect run hftune bisect-step. Libraries, and files of other contents: --candidates."
         )
-    return KeySearch(good, bad, changes, options.first, count_steps(good, bad, options), options.tries, say)
+    bounds = [f"train.{name}={json.dumps(recipes[0]['train'][name])}" for name in BOUNDS]  # as they were settled
+    return KeySearch(
+        good, bad, [*bounds, *good.words], changes, options.first, count_steps(good, bad, options), options.tries, say
+    )
 
 
 def count_steps(good: End, bad: End, options: argparse.Namespace) -> int:
@@ -146,6 +152,8 @@ class KeySearch:
 
     good: End
     bad: End
+    words: list[str]
+    """Overrides of every try."""
     changes: list[KeyChange]
     first: int
     num_steps: int
@@ -160,13 +168,15 @@ class KeySearch:
         hide_reports()
         last = self.first + self.num_steps - 1
         count = f"{len(self.changes)} keys differ" if len(self.changes) > 1 else f"One key differs, {self.changes[0].key}"
-        self.say(f"{count}. Each try computes steps {self.first} to {last} and takes the mean loss of the last third.")
+        self.say(
+            f"{count}. A try computes steps {self.first} to {last}: place from good (0) to bad (1), mean loss of each third."
+        )
         with Trials(self.good.history, self.first, last) as trials:
             return self._search(trials)
 
     def _search(self, trials: Trials) -> dict[str, Any]:
         def losses(changes: Sequence[KeyChange]) -> list[float]:
-            return trials.losses([*self.good.words, *overrides(changes)])
+            return trials.losses([*self.words, *overrides(changes)])
 
         ends = losses([]), losses(self.changes)
         scale = Scale(*ends)
@@ -174,7 +184,7 @@ class KeySearch:
             self._say_end(end, computed, scale)
         result: dict[str, Any] = {
             "steps": [self.first, trials.last],
-            "ends": {name: {"losses": of, "level": scale.level(of)} for name, of in zip(("good", "bad"), ends, strict=True)},
+            "ends": {name: {"losses": of, "curve": scale.curve(of)} for name, of in zip(("good", "bad"), ends, strict=True)},
             "changed": [asdict(change) for change in self.changes],
             "found": [],
         }
@@ -191,7 +201,7 @@ class KeySearch:
         return result
 
     def _say_end(self, end: End, losses: Sequence[float], scale: Scale) -> None:
-        self.say(f"  {end.name:>6}  {short(scale.level(losses)):8}  {end.label}{remark_on(end, losses, self.first)}")
+        self.say(f"  {end.name:>6}  {curve_of(scale.curve(losses))}  {end.label}{remark_on(end, losses, self.first)}")
 
     def _nothing_to_find(self) -> str:
         """Say why the two ends are equal."""
@@ -205,32 +215,47 @@ class KeySearch:
         return f"The two ends have the same loss in {steps}: there is nothing to find. Compute others: --steps K, --from STEP."
 
     def _say_found(self, found: Found[KeyChange], judge: Judge) -> None:
-        """Print the keys, and how much of the difference they make."""
-        if not found.is_smallest:
-            self.say(
-                f"{self.most_tries} tries were made. The cause is among these {len(found.changes)} keys; --tries N makes more."
-            )
-        else:
-            self.say("Cause:" if len(found.changes) == 1 else f"Cause, {len(found.changes)} keys that act together:")
+        """Try the keys alone, and the others without them, and print what came of it."""
+        rest = [change for change in self.changes if change not in found.changes]
+        parts = share_of(judge, found, rest, "key")
+        alone = {}
+        if found.is_smallest and 1 < len(found.changes) <= MOST_ALONE:
+            alone = {change.key: f"  ({percent(judge.look([change]))} of the difference alone)" for change in found.changes}
+        self.say(heading(found, "key", self.most_tries))
         for change in found.changes[:MOST_SHOWN]:
-            self.say(f"  {change.key}: {spell(change.good)} -> {spell(change.bad)}")
+            self.say(f"  {change.key}: {spell(change.good)} -> {spell(change.bad)}{alone.get(change.key, '')}")
         if (more := len(found.changes) - MOST_SHOWN) > 0:
             self.say(f"  and {more} more")
-        rest = [change for change in self.changes if change not in found.changes]
-        if rest and found.is_smallest:
-            self.say(shares(judge, found.changes, rest, "key"))
-            if judge.look(rest).is_bad:
-                fixed = " ".join(f"{change.key}={spell(change.good)}" for change in found.changes)
-                self.say(f"So there is another cause. To find it, fix this one: add --bad {fixed}")
+        if parts:
+            self.say(parts)
+        if parts and judge.look(rest).is_bad:
+            fixed = " ".join(f"{change.key}={spell(change.good)}" for change in found.changes)
+            self.say(f"So there is another cause. To find it, leave this one out: add --bad {fixed}")
 
 
-def shares(judge: Judge, found: Sequence[Any], rest: Sequence[Any], what: str) -> str:
-    """Say how much of the difference some changes make alone, and how much the others do without them."""
-    alone, others = judge.look(found).place, judge.look(rest).place
-    makes = "unknown" if alone is None else f"{alone:.0%}"
+def heading(found: Found[Any], what: str, most_tries: int) -> str:
+    """Introduce a result."""
+    count = f"{len(found.changes):,} {what}s"
+    if not found.is_smallest:
+        return f"{most_tries} tries were made. The cause is among these {count}; --tries N makes more."
+    return "Cause:" if len(found.changes) == 1 else f"Cause, {count} that act together:"
+
+
+def percent(made: Try) -> str:
+    """Format the share of the difference that a try makes."""
+    return "an unknown share" if made.place is None else f"{made.place:.0%}"
+
+
+def share_of(judge: Judge, found: Found[Any], rest: Sequence[Any], what: str) -> str:
+    """Say how much of the difference a result makes, and how much the other changes do without it; empty if there are none."""
+    if not rest or not found.is_smallest:
+        return ""
+    made, others = judge.look(found.changes), judge.look(rest)
+    is_one = len(found.changes) == 1
     other = f"the other {what}" if len(rest) == 1 else f"the other {len(rest):,} {what}s"
-    left = "cannot be tried" if others is None else f"makes {others:.0%}" if len(rest) == 1 else f"make {others:.0%}"
-    return f"It makes {makes} of the difference alone; {other} {left} without it."
+    makes = "cannot be tried" if others.place is None else f"make{'s' if len(rest) == 1 else ''} {percent(others)}"
+    subject = "It makes" if is_one else "Together they make"
+    return f"{subject} {percent(made)} of the difference; {other} {makes} without {'it' if is_one else 'them'}."
 
 
 def remark_on(end: End, losses: Sequence[float], first: int) -> str:
@@ -245,12 +270,17 @@ def remark_on(end: End, losses: Sequence[float], first: int) -> str:
     return ", as in its ledger"
 
 
-def line_of(made: Try) -> str:
-    """Format a try: its place between good and bad, its level of the loss, and the changes."""
-    what = one_line(" ".join(made.changes), WIDTH)
-    if made.place is None or made.level is None:
-        return f"  {'-':>6}  {'':8}  {what}: cannot be tried. {one_line(made.problem or '', WIDTH)}"
-    return f"  {made.place:>+6.2f}  {short(made.level):8}  {what}{'  (unclear)' if made.is_unclear else ''}"
+def curve_of(means: Sequence[float]) -> str:
+    """Format the mean losses of the thirds."""
+    return f"{'  '.join(f'{short(mean):>5}' for mean in means):<19}"
+
+
+def line_of(made: Try, prefix: str = "") -> str:
+    """Format a try: its place between good and bad, the means of its losses, and the changes."""
+    what = one_line(prefix + " ".join(made.changes), WIDTH)
+    if made.place is None:
+        return f"  {'-':>6}  {curve_of([])}  {what}: cannot be tried. {one_line(made.problem or '', WIDTH)}"
+    return f"  {made.place:>6.2f}  {curve_of(made.curve)}  {what}{'  (unclear)' if made.is_unclear else ''}"
 
 
 class LineSearch:
@@ -272,9 +302,10 @@ class LineSearch:
             judge = self._judge(files, folder)
             found = smallest_bad(files.changes, lambda some: judge.look(some).is_bad is True, self.keys.most_tries)
             rest = [change for change in files.changes if change not in found.changes]
-            self._say_found(found)
-            if rest and found.is_smallest:
-                say(shares(judge, found.changes, rest, "line"))
+            parts = share_of(judge, found, rest, "line")
+        self._say_found(found)
+        if parts:
+            say(parts)
         return {
             "changed": len(files.changes),
             "found": [asdict(change) for change in found.changes],
@@ -286,20 +317,15 @@ class LineSearch:
         def losses(changes: Sequence[LineChange]) -> list[float]:
             path = folder / f"{len(judge.tries)}{files.suffix}"  # another name each time: data sets are cached by it
             files.write(changes, path)
-            return self.trials.losses([*self.keys.good.words, f"{TRAIN_FILE}={path}"])
+            return self.trials.losses([*self.keys.words, f"{TRAIN_FILE}={path}"])
 
-        bad = self.trials.losses([*self.keys.good.words, *overrides([self.change])])
-        judge = Judge(losses, Scale(self.good, bad), lambda made: self.keys.say(line_of(made)))
+        bad = self.trials.losses([*self.keys.words, *overrides([self.change])])
+        judge = Judge(losses, Scale(self.good, bad), lambda made: self.keys.say(line_of(made, "lines ")))
         return judge
 
     def _say_found(self, found: Found[LineChange]) -> None:
         say = self.keys.say
-        if not found.is_smallest:
-            say(f"{self.keys.most_tries} tries were made. The cause is among these {len(found.changes):,} lines.")
-        elif len(found.changes) > 1:
-            say(f"Cause, {len(found.changes):,} lines that act together:")
-        else:
-            say("Cause:")
+        say(heading(found, "line", self.keys.most_tries))
         for change in found.changes[:MOST_SHOWN]:
             say(f"  line {change.number}  good  {one_line(change.good, WIDTH)}")
             say(f"  {'':>{len(str(change.number)) + 5}}  bad   {one_line(change.bad, WIDTH)}")

@@ -1,7 +1,7 @@
 """``hftune bisect-step``: compute one past step again and say whether its loss is still what it was, for ``git bisect run``.
 
-The exit codes are git's: 0 the loss is as expected; 1 it is not; 125 it cannot be computed with this revision, which is skipped;
-128 the command cannot be run as given, so the search ends.
+The exit codes are git's: 0 the loss is as expected; 1 it is not; 125 it cannot be computed with this revision, which is
+skipped; 128 the command cannot be run as given, so the search ends.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import mul
 from typing import Any, Generic, TypeVar
 
 from hftune.errors import ConfigError, DataError
@@ -19,17 +20,13 @@ Item = TypeVar("Item")
 FEWEST_STEPS, MOST_STEPS = 15, 100
 """Steps that a try computes, if the user does not say. A warmup hides a learning rate in the first ones."""
 CLEARLY_APART = 0.05
-"""Relative difference of two runs' levels of the loss that is enough to tell which of them a try is like."""
+"""Relative difference of two runs' losses that is enough to tell which of them a try is like."""
 UNCLEAR = (0.3, 0.7)
-"""Places between good (0) and bad (1) that say little about which of them a try is."""
+"""Places between good (0) and bad (1) that say little about which of them a try is like."""
 CEILING = 10.0
 """Losses count up to this multiple of the good end's largest. Otherwise a loss of 1e30 makes one of 1e3 look good."""
-
-
-def level(losses: Sequence[float], ceiling: float = math.inf) -> float:
-    """Return the mean of the last third of some steps' losses; one that is not finite counts as ``ceiling``."""
-    last = losses[-max(1, len(losses) // 3) :]
-    return sum(min(loss, ceiling) if math.isfinite(loss) else ceiling for loss in last) / len(last)
+NUM_PARTS = 3
+"""The mean losses of so many parts of the steps are compared: single losses say when a run diverges, which is chance."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +45,23 @@ class Scale:
     def ceiling(self) -> float:
         return CEILING * max((abs(loss) for loss in self.good if math.isfinite(loss)), default=1.0)
 
-    def level(self, losses: Sequence[float]) -> float:
-        return level(losses, self.ceiling)
+    def curve(self, losses: Sequence[float]) -> list[float]:
+        """Return the mean loss of the first, the second and the last third of the steps."""
+        capped = [min(loss, self.ceiling) if math.isfinite(loss) else self.ceiling for loss in losses]
+        return [sum(part) / len(part) for part in split(capped, min(NUM_PARTS, len(capped)))]
 
     @property
     def difference(self) -> float:
-        """How far the ends are apart, relative to the larger of them; 0 if they are equal."""
-        good, bad = self.level(self.good), self.level(self.bad)
-        return abs(bad - good) / (max(abs(good), abs(bad)) or 1.0)
+        """How far the curves of the ends are apart, relative to the higher one; 0 if they are equal."""
+        good, bad = self.curve(self.good), self.curve(self.bad)
+        return math.dist(good, bad) / (max(math.hypot(*good), math.hypot(*bad)) or 1.0)
 
     def place(self, losses: Sequence[float]) -> float:
-        """Return 0 for losses at the level of the good end, 1 at that of the bad one; also between and beyond."""
-        good, bad = self.level(self.good), self.level(self.bad)
-        return (self.level(losses) - good) / (bad - good)
+        """Return 0 for the curve of the good end, 1 for that of the bad one; of others, how far they have gone that way."""
+        good = self.curve(self.good)
+        way = [bad - start for bad, start in zip(self.curve(self.bad), good, strict=True)]
+        gone = [value - start for value, start in zip(self.curve(losses), good, strict=True)]
+        return sum(map(mul, gone, way)) / sum(map(mul, way, way))
 
 
 def steps_to_compute(good: Sequence[float], bad: Sequence[float]) -> int:
@@ -165,7 +166,8 @@ class Try:
     changes: list[str]
     losses: list[float] = field(default_factory=list)
     """Of the steps that were computed."""
-    level: float | None = None
+    curve: list[float] = field(default_factory=list)
+    """Their means, by thirds."""
     place: float | None = None
     """Between the good end, 0, and the bad one, 1; None if it could not be computed."""
     problem: str | None = None
@@ -203,7 +205,7 @@ class Judge:
             made = self.tries[key] = Try([*key])
             try:
                 made.losses = [*self.compute(changes)]
-                made.level, made.place = self.scale.level(made.losses), self.scale.place(made.losses)
+                made.curve, made.place = self.scale.curve(made.losses), self.scale.place(made.losses)
             except (ConfigError, DataError) as error:
                 made.problem = str(error)
             self.on_try(made)

@@ -128,8 +128,8 @@ class DataFiles:
         self._lines, bad_lines = (_lines(path, kind) for path in (good, bad))
         if (count := len(self._lines)) != (other := len(bad_lines)):
             raise ConfigError(
-                f"{good} has {count:,} lines and {bad} has {other:,}. With another number of rows all steps have other samples, "
-                "so none can be blamed. Try whole files: --candidates a.jsonl,b.jsonl,c.jsonl --set task.data_files.train={}"
+                f"{good} has {count:,} lines and {bad} has {other:,}. Then no step has the samples it had, so no line can be "
+                "blamed. Try whole files: --candidates a.jsonl,b.jsonl --set task.data_files.train={}"
             )
         pairs = enumerate(zip(self._lines, bad_lines, strict=True), start=1)
         self.changes = [LineChange(number, one, other) for number, (one, other) in pairs if one != other]

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from hftune.replay.bisection import Scale, first_bad, level, smallest_bad, steps_to_compute
+from hftune import ConfigError
+from hftune.replay.bisection import Judge, Scale, first_bad, smallest_bad, steps_to_compute
 
 KEYS = list("abcdefgh")
 
@@ -73,22 +74,25 @@ def test_versions_that_cannot_be_tried_are_left_between_good_and_bad():
     assert first_bad(3, lambda place: None) == (0, 2)
 
 
-def test_level_is_the_mean_of_the_last_third_and_infinity_counts_as_the_ceiling():
-    assert level([9, 9, 9, 9, 1, 3]) == 2
-    assert level([5]) == 5
-    assert level([1, 1, math.nan], 50) == 50 and level([1, 1, 1e30], 50) == 50
-
-
 def test_place_tells_how_far_a_try_is_on_the_way_to_the_bad_end():
     scale = Scale([2, 2, 1.0], [2, 2, 3.0])
-    assert [scale.place([0, 0, last]) for last in (1, 2, 3, 4)] == [0, 0.5, 1, 1.5]
-    assert scale.difference == pytest.approx(2 / 3)
+    assert [scale.place([2, 2, last]) for last in (1, 2, 3, 4)] == [0, 0.5, 1, 1.5]
+    assert scale.place([9, 9, 1]) == 0  # in another direction
+    assert scale.difference == pytest.approx(2 / 17**0.5)
     assert Scale([1], [1]).difference == 0 and Scale([0.0], [0.0]).difference == 0
 
 
-def test_try_that_diverges_is_at_the_end_that_does():
+def test_curves_that_cross_are_apart_and_a_spike_may_come_a_step_later():
+    crossing = Scale([3, 3, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3])
+    assert crossing.difference > 0.7 and crossing.place([2] * 6) == 0.5
+    spiked = Scale([1] * 6, [1, 9, 1, 1, 1, 1])
+    assert spiked.place([9, 1, 1, 1, 1, 1]) == 1
+
+
+def test_losses_count_up_to_a_ceiling_so_that_each_try_that_diverges_is_bad():
     scale = Scale([2, 2, 1.0], [2, 1e20, math.nan])
-    assert scale.place([2, 3, math.inf]) == 1 and scale.place([2, 3, 1e3]) == 1 and scale.place([2, 2, 1.2]) < 0.02
+    assert scale.curve([1, 1, math.nan]) == scale.curve([1, 1, 1e30]) == [1, 1, 20]
+    assert scale.place([2, 1e3, math.inf]) == 1 and scale.place([2, 2, 1.2]) < 0.02
 
 
 def test_steps_are_as_few_as_tell_two_runs_apart():
@@ -99,3 +103,18 @@ def test_steps_are_as_few_as_tell_two_runs_apart():
     assert steps_to_compute(good[:4], late) == 4
     slowly = [loss + step * 1e-5 for step, loss in enumerate(good)]
     assert steps_to_compute(good, slowly) == 100
+
+
+def test_a_try_that_cannot_be_made_is_noted_and_none_is_made_twice():
+    made, seen = [], []
+
+    def compute(changes):
+        made.append(changes)
+        if "c" in changes:
+            raise ConfigError("c needs d.")
+        return [1.0, 1.0, 1.0 + len(changes)]
+
+    judge = Judge(compute, Scale([1.0] * 3, [1.0, 1.0, 3.0]), seen.append)
+    assert [judge.look(some).is_bad for some in ("ab", "a", "c", "ab")] == [True, False, None, True]
+    assert made == ["ab", "a", "c"] and len(seen) == 3
+    assert judge.look("c").problem == "c needs d." and judge.look("a").is_unclear

@@ -70,7 +70,7 @@ def test_lines_of_a_data_file_are_mixed(tmp_path):
         ("x.csv", "a,b\n1,2\n", "a,c\n1,2\n", "different columns"),
         ("x.csv", 'a\n"1\n2"\n', 'a\n"1\n3"\n', "line 2 has a cell of several lines"),
         ("x.json", "[\n1]", "[\n2]", "it is one JSON list"),
-        ("x.jsonl", "{}\n", "{}\n{}\n", "has 1 lines and .* has 2[.] With another number of rows"),
+        ("x.jsonl", "{}\n", "{}\n{}\n", "has 1 lines and .* has 2[.] Then no step has the samples it had"),
         ("x.parquet", "", "", "needs two files of one format"),
         ("x.jsonl.gz", "", "", "needs two files of one format"),
     ],
