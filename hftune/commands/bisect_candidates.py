@@ -21,7 +21,7 @@ from hftune.replay.history import History
 DEFAULT_STEPS = 15
 
 
-def search(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+def search_candidates(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Try the first and the last candidate, then those between them, and return the result as plain data.
 
     Raises:
@@ -35,7 +35,7 @@ def search(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str,
     history.check_step(last)
     tries = Candidates(options, last)
     say(f"{len(candidates)} candidates. A try computes steps {options.first} to {last} of {options.runs[0]} in a new process.")
-    ends = tries.losses(candidates[0]), tries.losses(candidates[-1])
+    ends = tries.end(candidates[0]), tries.end(candidates[-1])
     scale = Scale(*ends)
     for name, candidate, losses in zip(("good", "bad"), (candidates[0], candidates[-1]), ends, strict=True):
         say(f"  {name:>6}  {curve_of(scale.curve(losses))}  {candidate}")
@@ -63,7 +63,7 @@ def check(options: argparse.Namespace) -> list[str]:
         raise ConfigError("--candidates are tried on one run: name it alone.")
     if options.good or options.bad:
         raise ConfigError("--good and --bad do not go with --candidates: the first one is good, and the last one bad.")
-    words = [text for text in (options.command, *options.words) if text is not None]
+    words = [text for text in (options.command, *options.keys) if text is not None]
     if not any("{}" in text for text in words):
         raise ConfigError(
             "Say what a candidate is, with {} in its place: --try 'pip install -q transformers=={}', or --set task.model={}"
@@ -79,6 +79,15 @@ class Candidates:
         self.current: str | None = None
         """The candidate that was set up last."""
 
+    def end(self, candidate: str) -> list[float]:
+        """Return the losses with the first or the last candidate, or raise ConfigError that names it."""
+        try:
+            return self.losses(candidate)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{candidate} cannot be tried, and the search is between the first and the last. {error}"
+            ) from error
+
     def losses(self, candidate: str) -> list[float]:
         """Set a candidate up and compute the steps in a new process, which has its libraries and code.
 
@@ -88,7 +97,9 @@ class Candidates:
         if self.options.command:
             self.current = candidate
             command = self.options.command.replace("{}", candidate)
-            check_success(subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace"), command)
+            done = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace")
+            if done.returncode:
+                raise ConfigError(f"{command}: exit code {done.returncode}. {last_words(done)}")
         with tempfile.TemporaryDirectory(prefix="hftune-bisect-") as folder:
             path = Path(folder) / "losses.json"
             done = subprocess.run(
@@ -100,12 +111,12 @@ class Candidates:
                 errors="replace",
             )
             if not path.is_file():
-                check_success(done, f"with {candidate}")
+                raise ConfigError(last_words(done))
             return json.loads(path.read_text(encoding="utf-8"))
 
     def _command(self, candidate: str) -> Sequence[str]:
         options, count = self.options, self.last - self.options.first + 1
-        words = [word.replace("{}", candidate) for word in options.words]
+        words = [word.replace("{}", candidate) for word in options.keys]
         return [
             *(sys.executable, "-m", "hftune.cli", "bisect-step", str(options.runs[0])),
             *("--step", str(self.last), "--steps", str(count), "--expect", "0"),
@@ -115,11 +126,10 @@ class Candidates:
         ]
 
 
-def check_success(done: subprocess.CompletedProcess[str], what: str) -> None:
-    """Raise ConfigError with the last line that a program has printed, if it failed."""
-    if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["It printed nothing."]
-        raise ConfigError(f"{what}: exit code {done.returncode}. {said[-1]}")
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a program has printed: of a traceback, the error."""
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    return lines[-1].removeprefix("hftune: ") if lines else f"It ended with exit code {done.returncode} and printed nothing."
 
 
 def say_found(between: Sequence[str], say: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, TrainingError
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
 from hftune.tracking.console import one_line, short
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--try", dest="command", metavar="COMMAND", help="shell command that sets up a candidate, {}, before its try"
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], dest="words", metavar="KEY=VALUE", help="keys of a candidate, {}, in its try"
+        "--set", nargs="+", default=[], dest="keys", metavar="KEY=VALUE", help="keys of a candidate, {}, in its try"
     )
     parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
     parser.add_argument("--json", action="store_true", help="print the result alone, as JSON")
@@ -68,17 +68,26 @@ def run(options: argparse.Namespace) -> int:
     if options.trust_code:
         find_modules_here()
     say = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
-    if options.candidates is not None:
-        from hftune.commands.bisect_candidates import search as search_candidates
+    try:
+        result = search(options, say)
+    except (TrainingError, KeyboardInterrupt) as error:
+        from hftune.run import fail
 
-        result = search_candidates(options, say)
-    else:
-        result = prepare(options, say).run()
+        return fail(error)
     if options.json:
         from hftune.tracking.jsonl import strict_json
 
         print(strict_json(result, indent=2, ensure_ascii=False, default=str), flush=True)
     return 0 if result["found"] else 1
+
+
+def search(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Search, and return the result as plain data."""
+    if options.candidates is None:
+        return prepare(options, say).run()
+    from hftune.commands.bisect_candidates import search_candidates
+
+    return search_candidates(options, say)
 
 
 @dataclass
@@ -110,7 +119,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     """
     from hftune.replay.history import BOUNDS, History
 
-    if options.command or options.words:
+    if options.command or options.keys:
         raise ConfigError("--try and --set are for versions: name them, --candidates A,B,...")
     if len(options.runs) > 2 or (len(options.runs) == 1 and not options.bad):
         raise ConfigError(

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=1, metavar="K", help="compute at least the K steps up to it (default %(default)s)"
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ from the run's", dest="words"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ from the run's", dest="keys"
     )
     parser.add_argument("--losses", type=Path, metavar="FILE", help="JSON file for the losses of the K steps")
     parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
@@ -90,7 +90,7 @@ def compute(history: History, options: argparse.Namespace) -> list[ReplayedStep]
 
     hide_reports()
     first = max(1, options.step - options.steps + 1)
-    with Replayer(history, first, Change(overrides=tuple(options.words), from_step=first)) as replayer:
+    with Replayer(history, first, Change(overrides=tuple(options.keys), from_step=first)) as replayer:
         return [step for step in replayer.advance(options.step) if step.step >= first]
 
 

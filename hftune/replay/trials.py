@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from hftune.errors import TrainingError
 from hftune.replay.engine import Replayer
 from hftune.replay.history import Change, History
 
@@ -48,12 +47,9 @@ class Trials:
 
     def _advance(self, replayer: Replayer) -> list[float]:
         losses = []
-        try:
-            for step in replayer.advance(self.last):
-                if step.step >= self.first:
-                    losses.append(step.loss)
-                if not math.isfinite(step.loss):
-                    break
-        except TrainingError:  # its losses are no numbers any more
-            pass
-        return losses + [math.inf] * (self.last - self.first + 1 - len(losses))
+        for step in replayer.advance(self.last):
+            if not math.isfinite(step.loss):
+                return losses + [math.inf] * (self.last - max(step.step, self.first) + 1)
+            if step.step >= self.first:
+                losses.append(step.loss)
+        return losses
