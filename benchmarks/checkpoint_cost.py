@@ -25,6 +25,7 @@ from record import parse_options, print_table, save
 
 from hftune import Recipe, train
 from hftune.checkpoints.checkpointer import Checkpointer, newest
+from hftune.config.sections import CheckpointConfig
 from hftune.strategies.data_parallel import DataParallel
 
 LARGE = "{model_type: bert, hidden_size: 384, num_hidden_layers: 12, num_attention_heads: 6, intermediate_size: 1536}"
@@ -108,7 +109,7 @@ def resume(folder: Path, options: argparse.Namespace) -> dict:
     def resume_at(place: float) -> float:
         step = max(1, int(place * num_steps))
         progress = {**written.progress, "state": {**written.progress["state"], "step": step, "step_in_epoch": step}}
-        checkpointer = Checkpointer(folder / "long" / "checkpoints", keep=1)
+        checkpointer = Checkpointer(folder / "long" / "checkpoints", CheckpointConfig(keep=1))
         for path in (folder / "long" / "checkpoints").glob("step_*"):
             path.rename(folder / f"{path.name}-{time.monotonic()}")
         checkpointer.write(step, written.tensors, progress, text, None, [])

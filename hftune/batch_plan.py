@@ -276,6 +276,19 @@ class EpochPlan(Sequence):
         return micro_batches
 
 
+class SomeSteps(Sequence):
+    """Some steps of an epoch, at these places in it."""
+
+    def __init__(self, steps: Sequence[list[MicroBatch]], places: Sequence[int]):
+        self.steps, self.places = steps, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> list[MicroBatch]:  # type: ignore[override]  # no slices
+        return self.steps[self.places[index]]
+
+
 PADDED_TO_REAL = 4
 """Most padded tokens of a packed micro-batch per token of ``micro_batch_tokens``: embeddings and heads still see padding."""
 

@@ -25,7 +25,7 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16, precision_notices
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError, DataError, format_value
 from hftune.metrics.named import load_metrics
 from hftune.models import scored_head
 from hftune.models.adapter_files import is_quantized
@@ -96,6 +96,7 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
     plan = plan_batches(recipe, datasets["train"])
     num_steps = total_steps(recipe.train, plan)
     check_schedule(recipe.train, num_steps, plan.num_steps)
+    check_skip(recipe.train, num_steps)
     progress.stage("building the model")
     said: list[str] = []
     model = build_model(recipe, said)
@@ -116,6 +117,23 @@ def check_names(recipe: Recipe) -> None:
         raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
+
+
+def check_skip(config: TrainConfig, num_steps: int) -> None:
+    """Refuse ``train.skip`` if it leaves no step, or raise ConfigError."""
+    if {*range(1, num_steps + 1)} <= {*config.skip}:
+        raise ConfigError(f"train.skip leaves out all {num_steps} steps of the run: nothing would be trained. Name fewer.")
+
+
+def skip_notices(config: TrainConfig, done: int, num_steps: int) -> list[str]:
+    """Say which steps to come ``train.skip`` leaves out, and which there are none of."""
+    notices = []
+    if coming := sorted({step for step in config.skip if done < step <= num_steps}):
+        which = f"step {coming[0]:,} is" if len(coming) == 1 else f"{len(coming):,} steps are"
+        notices.append(f"train.skip={format_value([*config.skip])}: {which} left out.")
+    if beyond := [step for step in config.skip if step > num_steps]:
+        notices.append(f"train.skip: there is no step {max(beyond):,}, because the run has {num_steps:,} steps.")
+    return notices
 
 
 def own_weights(recipe: Recipe) -> str | None:

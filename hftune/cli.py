@@ -15,6 +15,7 @@ from hftune.commands import (
     audit,
     bisect_runs,
     bisect_step,
+    compare,
     completion,
     configs,
     doctor,
@@ -25,6 +26,7 @@ from hftune.commands import (
     predict,
     push,
     recipes,
+    replay,
     report,
     schema,
     show,
@@ -69,9 +71,18 @@ COMMANDS = {
     "merge": (merge, "add a run's adapters to the weights of their base model, and write the plain model"),
     "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
+    "compare": (
+        compare,
+        "say at which step runs part and why, and what their losses and metrics differ by beyond chance",
+    ),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
+    "replay": (
+        replay,
+        "compute past steps of a run again and compare them with its ledger, or with other keys, or without some rows. Under a "
+        "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137",
+    ),
     "bisect": (
         bisect_runs,
         "find what made a run bad: the recipe key, the lines of a data file or the version, by replaying a few steps. For "

@@ -6,14 +6,14 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hftune.batch_plan import BatchPlan
+from hftune.batch_plan import BatchPlan, SomeSteps
 from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OUT_OF_FOLD, SAMPLE_IMAGES
@@ -97,7 +97,7 @@ def fit(run: Run) -> None:
     Raises:
         Interrupted: a process was asked to stop; the step was finished and a checkpoint written.
     """
-    config, state, strategy = run.recipe.train, run.state, run.strategy
+    state, strategy = run.state, run.strategy
     if state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         evaluate_and_keep(run)
         if run.has_ended() and state.mean_items:  # eval.patience is exhausted between two lines of metrics.jsonl
@@ -108,11 +108,13 @@ def fit(run: Run) -> None:
     with frozen_garbage() as freeze:
         while not run.has_ended():
             strategy.progress.stage(f"step {state.step + 1}")
-            steps = run.plan.epoch(state.epoch)
             run.profiler.before(state.step + 1)
-            with closing(strategy.batches(dataset, steps, state.step_in_epoch, config.num_workers, state.epoch)) as batches:
+            with closing(rest_of_epoch(run, dataset)) as batches:
                 for batch in batches:
-                    take_step(run, batch)
+                    if batch is None:
+                        skip_step(run)
+                    else:
+                        take_step(run, batch)
                     if run.has_ended():
                         return
                     strategy.progress.stage(f"step {state.step + 1}")
@@ -120,6 +122,19 @@ def fit(run: Run) -> None:
                         freeze()
                         run.profiler.before(state.step + 1)
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
+
+
+def rest_of_epoch(run: Run, dataset: Any) -> Generator[StepBatch | None, None, None]:
+    """Yield this process's part of each step that is left of an epoch; None for one that ``train.skip`` leaves out."""
+    config, state = run.recipe.train, run.state
+    before = state.step - state.step_in_epoch
+    left = range(state.step_in_epoch, run.plan.num_steps)
+    skipped = {step - before - 1 for step in config.skip}
+    steps = SomeSteps(run.plan.epoch(state.epoch), [place for place in left if place not in skipped])
+    with closing(run.strategy.batches(dataset, steps, 0, config.num_workers, state.epoch)) as batches:
+        for place in left:
+            yield None if place in skipped else next(batches)
+        next(batches, None)  # it is at its end, and a loader's workers should know
 
 
 @contextmanager
@@ -189,6 +204,24 @@ def take_step(run: Run, batch: StepBatch) -> None:
         evaluate_and_keep(run)
     if run.has_ended() and not is_logged:
         log_step(run, report, lr)
+    if checkpoint_is_due(run):
+        save_checkpoint(run)
+
+
+def skip_step(run: Run) -> None:
+    """Leave one step out, and evaluate and save if it is time to. Its loss is in no line of metrics.jsonl. Collective."""
+    state = run.state
+    state.step += 1
+    state.step_in_epoch += 1
+    if run.strategy.is_main:
+        run.ledger.note_skipped(state.step, state.epoch, state.step_in_epoch - 1)
+    run.console.advance(state.step)
+    with run.throughput.paused():
+        run.profiler.after(state.step)
+    if evaluation_is_due(run):
+        evaluate_and_keep(run)
+    if run.has_ended() and state.mean_items:
+        log(run, {"train/loss": state.take_mean_loss()})
     if checkpoint_is_due(run):
         save_checkpoint(run)
 

@@ -25,6 +25,7 @@ from hftune.build import (
     idle_notices,
     prepare,
     settle_micro_batches,
+    skip_notices,
     warm_up_strategy,
 )
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
@@ -34,8 +35,11 @@ from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
+from hftune.data.row_hashes import NAME as ROWS
+from hftune.data.row_hashes import cached_hashes, root, write_rows
 from hftune.distributed.consistency import fingerprint
 from hftune.distributed.devices import peak_flops
+from hftune.distributed.pulse import marked_while_moving
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -178,7 +182,7 @@ def open_run(
         console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
         ledger=ledger,
         checkpointer=Checkpointer(
-            output.path / "checkpoints", recipe.checkpoint.keep, last=state.step or None, on_written=ledger.note_checkpoint
+            output.path / "checkpoints", recipe.checkpoint, last=state.step or None, on_written=ledger.note_checkpoint
         ),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
@@ -197,6 +201,7 @@ def open_run(
     def open_files() -> dict[str, str]:
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
         parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
+        parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
         if state.step:
             epoch = f"{state.progress(run.plan.num_steps):.2f}"
             source = output.start.checkpoint.path
@@ -205,12 +210,23 @@ def open_run(
         output.open(state)
         facts.write(output.path)
         run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
-        run.ledger.begin(state.step, ledger_facts(run, parts, output.start.checkpoint, of_all(processes)))
+        rows_root = keep_rows(run, output)
+        run.ledger.begin(state.step, ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root))
         print_start(recipe, run.plan, facts, counts)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
     return run
+
+
+def keep_rows(run: Run, output: OutputDir) -> str | None:
+    """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one. Main process only."""
+    run.strategy.progress.stage("hashing the rows of the training data")
+    with marked_while_moving(run.strategy.progress):
+        hashes = cached_hashes(run.datasets["train"], run.provenance.digests["train data"])
+    with explain_write_errors(output.path / ROWS):
+        write_rows(output.path, hashes)
+    return None if hashes is None else root(hashes)
 
 
 def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
@@ -247,11 +263,14 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
     )
 
 
-def ledger_facts(run: Run, parts: Parts, checkpoint: Checkpoint | None, computed_on: dict[str, Any]) -> dict[str, Any]:
+def ledger_facts(
+    run: Run, parts: Parts, checkpoint: Checkpoint | None, computed_on: dict[str, Any], rows_root: str | None
+) -> dict[str, Any]:
     """Collect what the ledger says of a start: everything that the steps from here on follow from. Main process only.
 
-    No times, and no folder of the run: two equal runs have equal ledgers.
+    No times, and no folder of the run: nothing in which equal runs would differ.
     """
+    roots = {"train": rows_root}
     recipe, provenance, own = run.recipe.to_dict(), run.provenance, fingerprint(run.recipe)
     if checkpoint is None:
         origin: dict[str, Any] = {"weights": parts.first_weights}
@@ -271,7 +290,7 @@ def ledger_facts(run: Run, parts: Parts, checkpoint: Checkpoint | None, computed
         "commits": provenance.commits,
         "base": provenance.base,
         "data": {
-            split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": None}
+            split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": roots.get(split)}
             for split, rows in run.datasets.items()
         },
         **origin,

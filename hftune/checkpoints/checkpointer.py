@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hftune.atomic import atomic_path, flush, restore
 from hftune.checkpoints.atomic_files import sha256_of
+from hftune.config.sections import CheckpointConfig
 
 FORMAT = 2
 """Version of the layout, and of what a training that goes on from it draws and computes. 1: torch's dropout, padded batches."""
@@ -157,11 +158,11 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 class Checkpointer:
     """Writes checkpoints in a background thread, one at a time. Main process only.
 
-    The ``keep`` newest and the one of the best step are kept. An older one is removed only after a newer one is complete.
+    What ``config`` keeps and the one of the best step stay. An older one is removed only after a newer one is complete.
     """
 
     folder: Path
-    keep: int
+    config: CheckpointConfig
     failure: str | None = None
     """Why the last checkpoint could not be written; None again after the next one."""
     last: int | None = None
@@ -207,14 +208,15 @@ class Checkpointer:
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
     def _prune(self, newest_step: int, best_step: int | None) -> None:
-        """Remove all but the newest and the best, oldest first.
+        """Remove all but the best and those that ``config`` keeps, oldest first.
 
         Those of later steps than the one just written go before them: they are broken, and were skipped on resume.
         """
         later = [step for step in steps(self.folder) if step > newest_step]
-        older = [step for step in steps(self.folder) if step <= newest_step][: -self.keep]
-        for step in [*later, *older]:
-            if step != best_step:
+        others = [step for step in steps(self.folder) if step <= newest_step]
+        kept = {best_step} | self.config.kept(others)
+        for step in [*later, *others]:
+            if step not in kept:
                 _remove(path_of(self.folder, step))
 
 

@@ -214,7 +214,21 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
             f"{checkpoint.path} cannot resume with {', '.join(fixed)}. Restore the earlier values; or start over with "
             "resume=never, which replaces that run, or with a different output_dir."
         )
+    check_skip(checkpoint, old.get("train.skip") or [], new.get("train.skip") or [])
     return {key: text for key, text in texts.items() if key not in pins}
+
+
+def check_skip(checkpoint: Checkpoint, old: Sequence[int], new: Sequence[int]) -> None:
+    """Refuse to leave out steps that are taken, or to take those that were left out, or raise ConfigError."""
+    past = sorted(step for step in {*old} ^ {*new} if step <= checkpoint.step)
+    if not past:
+        return
+    was = "left out" if past[0] in old else "taken"
+    raise ConfigError(
+        f"{checkpoint.path} cannot resume with train.skip={format_value([*new])} (it was {format_value([*old])}): "
+        f"step {past[0]} was {was}. Change only what comes after step {checkpoint.step}; or resume from a checkpoint before "
+        f"step {past[0]}: resume=FOLDER/checkpoints/step_..., with a different output_dir."
+    )
 
 
 def _is_same(one: Any, other: Any) -> bool:

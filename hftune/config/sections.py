@@ -22,6 +22,9 @@ SCHEDULES = ("linear", "cosine", "constant", "step", "wsd", "cosine_restarts", "
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
 """The bare names of ``track.with``; hftune.tracking.tracker.TRACKERS has the classes."""
 
+DOUBLING = "doubling"
+"""The value of ``checkpoint.keep_every`` that thins out checkpoints with their age."""
+
 
 def is_dotted(name: Any) -> bool:
     """Say whether a name is a dotted path, which leads to the user's code; a bare name is hftune's."""
@@ -160,6 +163,9 @@ class TrainConfig(Section):
     log_every: int = 10
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
     items of all steps since the previous line, train/loss_step that of the last step alone."""
+    skip: list[int] = field(default_factory=list)
+    """Steps to leave out, such as [137], counted from 1. Their samples are not loaded, and weights, optimizer state and average
+    stay as they are; the schedule moves on. May be changed on resume for steps to come."""
     profile: list[int] | None = None
     """First and last step, such as [20, 23], of which each process writes a trace and a table of its most expensive operators
     into the folder profile of output_dir. Steps count from 1. null: none."""
@@ -181,6 +187,8 @@ class TrainConfig(Section):
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "parts", "log_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"train.{name}={value} must be at least 1."
+        if wrong := [step for step in self.skip if step < 1]:
+            yield f"train.skip={format_value(self.skip)}: there is no step {wrong[0]}. Steps count from 1."
         if self.deterministic and self.cudnn_benchmark:
             yield (
                 "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick different algorithms each "
@@ -433,15 +441,42 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints. null: only those that are always written."""
     keep: int = 2
     """Number of newest checkpoints to keep. The one of the best evaluation is kept as well."""
+    keep_every: Union[int, str, None] = None  # noqa: UP007
+    """What to keep of older checkpoints. A number of steps: the first checkpoint in every so many steps, for good. doubling: at
+    distances that double with their age, about log2(steps / checkpoint.every) in all. null: none of them."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("every", "keep"):
-            if (value := getattr(self, name)) is not None and value < 1:
+        for name in ("every", "keep", "keep_every"):
+            if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"checkpoint.{name}={value} must be at least 1."
+        if isinstance(self.keep_every, str) and self.keep_every != DOUBLING:
+            hint = did_you_mean(self.keep_every, (DOUBLING,))
+            yield f"checkpoint.keep_every={self.keep_every!r} is neither a whole number nor {DOUBLING} nor null.{hint}"
 
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
         """Say whether a checkpoint follows optimizer step ``step`` (from 1), whatever the evaluations find."""
         return step == num_steps or step % steps_per_epoch == 0 or (self.every is not None and step % self.every == 0)
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return which checkpoints to keep of those of these steps, ascending; that of the best evaluation aside.
+
+        It may be asked again and again, each time with what it kept and a new one. For doubling, an interval of every power of
+        two keeps the first checkpoint in each of its multiples until that is two intervals old. The first one in an interval is
+        the first one in half of it, too, so it is still there.
+        """
+        newest, kept = steps[-1], set(steps[-self.keep :])
+        if isinstance(self.keep_every, int):
+            kept |= firsts(steps, self.keep_every)
+        elif self.keep_every == DOUBLING:
+            for interval in (2**power for power in range(newest.bit_length())):
+                kept |= {step for step in firsts(steps, interval) if newest - step <= 2 * interval}
+        return kept
+
+
+def firsts(steps: Sequence[int], interval: int) -> set[int]:
+    """Return the first of ascending steps from each multiple of an interval to the next; 0, the beginning, does not count."""
+    by_multiple = {step // interval: step for step in reversed(steps)}
+    return {step for multiple, step in by_multiple.items() if multiple}
 
 
 @dataclass

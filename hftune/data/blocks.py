@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import datasets
@@ -50,6 +50,10 @@ class Blocks(Sequence):
         """Return the content to hash; see hftune.data.digest. Its names are hashed, too: checkpoints hold the digest."""
         return {"stream": self.stream, "kept": self.indices, "block_length": np.array([self.block_length])}
 
+    def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
+        """Return the tokens of each block; see hftune.data.row_contents."""
+        return {"tokens": (self.stream[start : start + self.block_length + 1] for start in self.indices * self.block_length)}
+
     @property
     def lengths(self) -> np.ndarray:
         """Number of labels in each block, int32."""
@@ -75,6 +79,10 @@ class JoinedBlocks(Sequence):
     def contents(self) -> dict[str, np.ndarray]:
         """Return the content to hash; see hftune.data.digest."""
         return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
+
+    def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
+        """Return the tokens of each block; see hftune.data.row_contents."""
+        return {"tokens": chain.from_iterable(part.contents_by_row()["tokens"] for part in self.parts)}
 
     def share_of(self, token: int) -> float:
         """Return the share of a token among all."""

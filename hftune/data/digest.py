@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -47,6 +47,12 @@ def content_digest(dataset: Any) -> str:
     return hasher.hexdigest()
 
 
+class Hasher(Protocol):
+    """Takes in what a sample holds, piece by piece."""
+
+    def add(self, name: str, data: Any) -> None: ...
+
+
 class _Hasher:
     """Hashes one stream of bytes per name, independently of how a stream is cut into chunks."""
 
@@ -65,29 +71,29 @@ class _Hasher:
 def _add(hasher: _Hasher, name: str, value: Any) -> None:
     if isinstance(value, datasets.Dataset):
         _add_rows(hasher, name, value)
-    elif (array := _as_array(value)) is not None:
+    elif (array := as_array(value)) is not None:
         _add_array(hasher, name, array)
     elif callable(contents := getattr(value, "contents", None)):
         for key, part in contents().items():
             _add(hasher, f"{name}.{key}", part)
     elif isinstance(value, list | tuple) or len(value) <= SMALL:
         for index in range(len(value)):  # iterating over a data set without __iter__ need not end
-            _add_sample(hasher, name, value[index])
+            add_sample(hasher, name, value[index])
     else:
         for index in range(SPREAD):
-            _add_sample(hasher, name, value[index * (len(value) - 1) // (SPREAD - 1)])
-        for key, part in _attributes(value):
+            add_sample(hasher, name, value[index * (len(value) - 1) // (SPREAD - 1)])
+        for key, part in attributes(value):
             if isinstance(part, datasets.Dataset):
                 _add_rows(hasher, f"{name}.{key}", part)
-            elif _length(part) == len(value) and (array := _as_array(part)) is not None:
+            elif _length(part) == len(value) and (array := as_array(part)) is not None:
                 _add_array(hasher, f"{name}.{key}", array)
             elif isinstance(part, list | tuple) and len(part) == len(value) and not isinstance(part[0], str | Path):
                 # Texts may be paths, which differ between machines; the samples above must suffice.
                 for sample in part:
-                    _add_sample(hasher, f"{name}.{key}", sample)
+                    add_sample(hasher, f"{name}.{key}", sample)
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for key, part in sorted(getattr(value, "__dict__", {}).items()):
         yield key, part
         if isinstance(part, list | tuple) and len(part) != len(value):  # such as TensorDataset's tensors
@@ -101,7 +107,7 @@ def _length(value: Any) -> int | None:
         return None
 
 
-def _as_array(value: Any) -> np.ndarray | None:
+def as_array(value: Any) -> np.ndarray | None:
     """Return an array, a tensor, or a list of plain numbers as an array; None for everything else."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value
@@ -113,7 +119,7 @@ def _as_array(value: Any) -> np.ndarray | None:
     return None
 
 
-def _add_array(hasher: _Hasher, name: str, array: np.ndarray) -> None:
+def _add_array(hasher: Hasher, name: str, array: np.ndarray) -> None:
     hasher.add(name, f"{array.dtype.str}{array.shape}")
     if array.ndim == 0 or array.nbytes <= ROWS:
         hasher.add(name, np.ascontiguousarray(array).tobytes())
@@ -124,27 +130,27 @@ def _add_array(hasher: _Hasher, name: str, array: np.ndarray) -> None:
         hasher.add(name, np.ascontiguousarray(rows[start : start + each]).view(np.uint8).reshape(-1).data)
 
 
-def _add_sample(hasher: _Hasher, name: str, sample: Any) -> None:
+def add_sample(hasher: Hasher, name: str, sample: Any) -> None:
     """Hash a sample of an unknown kind: arrays by their bytes, containers item by item, everything else by its repr."""
     if isinstance(sample, Mapping):
         for key, value in sample.items():
             hasher.add(name, f"{key!r}:")
-            _add_sample(hasher, name, value)
+            add_sample(hasher, name, value)
     elif isinstance(sample, str | bytes):
         hasher.add(name, f"{type(sample).__name__}{len(sample)}:")
         hasher.add(name, sample)
-    elif (array := _as_array(sample)) is not None:
+    elif (array := as_array(sample)) is not None:
         _add_array(hasher, name, array)
     elif isinstance(sample, list | tuple):
         hasher.add(name, f"{len(sample)} items:")
         for item in sample:
-            _add_sample(hasher, name, item)
+            add_sample(hasher, name, item)
     elif isinstance(sample, bool | int | float | np.generic | None):
         hasher.add(name, f"{sample!r};")
     elif hasattr(sample, "tobytes"):  # Pillow's images
         hasher.add(name, sample.tobytes())
     elif is_dataclass(sample):
-        _add_sample(hasher, name, vars(sample))
+        add_sample(hasher, name, vars(sample))
     else:  # repr might hold an address
         hasher.add(name, type(sample).__qualname__)
 
@@ -213,8 +219,13 @@ def _add_files(hasher: _Hasher, name: str, column: pa.Array) -> None:
 
 
 def _file_digest(stored: Mapping[str, Any]) -> bytes:
+    return xxhash.xxh3_128_digest(file_content(stored))
+
+
+def file_content(stored: Mapping[str, Any]) -> bytes:
+    """Return what is hashed of a file as datasets stores it: its bytes if they are in the table, otherwise see END_BYTES."""
     if stored["bytes"] is not None:
-        return xxhash.xxh3_128_digest(stored["bytes"])
+        return stored["bytes"]
     path = Path(stored["path"])
     try:
         with path.open("rb") as file:
@@ -222,6 +233,6 @@ def _file_digest(stored: Mapping[str, Any]) -> bytes:
             file.seek(0)
             head = file.read(END_BYTES * 2 if size <= END_BYTES * 2 else END_BYTES)
             file.seek(max(len(head), size - END_BYTES))
-            return xxhash.xxh3_128_digest(f"{size} ".encode() + head + file.read())
+            return f"{size} ".encode() + head + file.read()
     except OSError:  # inside an archive, or missing: opening it gives a better message
-        return xxhash.xxh3_128_digest(path.name.encode())
+        return path.name.encode()

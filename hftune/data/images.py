@@ -25,6 +25,7 @@ from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
 from hftune.data.text import check_column, load_split, row_numbers, take
+from hftune.data.texts import Ragged
 from hftune.errors import DataError
 
 INSTEAD = (
@@ -123,6 +124,10 @@ class Images:
         """Return the content to hash; see hftune.data.digest."""
         return {"pixels": self.pixels_NHWC, "labels": self.labels}
 
+    def contents_by_row(self) -> dict[str, Any]:
+        """Return the content of each sample; see hftune.data.row_contents."""
+        return self.contents()
+
 
 @dataclass
 class SeveralSizes:
@@ -148,6 +153,11 @@ class SeveralSizes:
     def contents(self) -> dict[str, Any]:
         """Return the content to hash; see hftune.data.digest."""
         return {"pixels": self.pixels, "shapes": self.shapes_N3, "labels": self.labels}
+
+    def contents_by_row(self) -> dict[str, Any]:
+        """Return the content of each sample; see hftune.data.row_contents."""
+        pixels = Ragged(self.pixels, np.concatenate([[0], self._ends_N]))
+        return {"pixels": pixels, "shapes": self.shapes_N3, "labels": self.labels}
 
 
 @dataclass

@@ -78,6 +78,10 @@ class Pictures:
         """Return the content to hash; see hftune.data.digest. Random masks follow from sizes and indices."""
         return {"rows": self.rows}
 
+    def contents_by_row(self) -> dict[str, Any]:
+        """Return the content of each sample; see hftune.data.row_contents."""
+        return self.contents()
+
     def name_of(self, index: int) -> str:
         """Return the name of a sample for messages."""
         return f"Row {row_numbers(self.rows, [index])[0]} of the {self.split} split"

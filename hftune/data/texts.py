@@ -129,6 +129,10 @@ class Texts(Sequence):
         """Return the content to hash; see hftune.data.digest."""
         return self._arrays
 
+    def contents_by_row(self) -> Mapping[str, Ragged | np.ndarray]:
+        """Return the columns; see hftune.data.row_contents."""
+        return self._columns
+
 
 @dataclass(frozen=True)
 class Samples(Sequence):

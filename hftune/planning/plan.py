@@ -21,18 +21,20 @@ from hftune.build import (
     build_model,
     check_micro_batches,
     check_names,
+    check_skip,
     largest_micro_batch_size,
     largest_micro_batch_tokens,
     load_datasets,
     may_be_packed,
     may_score_head,
     plan_batches,
+    skip_notices,
     total_steps,
     width_of,
     without_padding,
 )
 from hftune.config import Recipe
-from hftune.config.sections import CheckpointConfig, EvalConfig
+from hftune.config.sections import DOUBLING, CheckpointConfig, EvalConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
@@ -173,7 +175,7 @@ class Disk:
     checkpoint_bytes: int
     """Of one."""
     checkpoints: int
-    """Maximum number at once: the newest, that of the best evaluation, and the one being written."""
+    """Maximum number at once: those that are kept, that of the best evaluation, and the one being written."""
     model_bytes: int
     """Of one finished model."""
     models: int
@@ -251,6 +253,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         batches = replace(batches, micro_batch_tokens=largest)
     num_steps = total_steps(recipe.train, batches)
     check_schedule(recipe.train, num_steps, batches.num_steps)
+    check_skip(recipe.train, num_steps)
     found = survey(batches, num_steps, dp_size)
     plan = Plan(
         recipe.recipe,
@@ -264,6 +267,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
+    plan.notices += skip_notices(recipe.train, 0, num_steps)
     if auto is not None:
         plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:
@@ -688,6 +692,7 @@ def disk(recipe: Recipe, plan: Plan, trained_bytes: int, further_bytes: int, mod
         model_bytes: of a finished model.
     """
     written = len({*plan.evaluations, *plan.checkpoints})
-    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(recipe.checkpoint.keep + 2, written), 3
+    kept = len(recipe.checkpoint.kept(plan.checkpoints)) + (2 if recipe.checkpoint.keep_every == DOUBLING else 0)  # it varies
+    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(kept + 2, written), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

@@ -68,13 +68,13 @@ class Console:
         if self.enabled:
             print(text, flush=True)
 
-    def advance(self, step: int, loss: float) -> None:
-        """Note that a step was made."""
+    def advance(self, step: int, loss: float | None = None) -> None:
+        """Note that a step was made, or left out, without a loss."""
         self.step, self._scored = step, None
         if self._timed_from is None:  # the first step may take far longer than those that follow
             self._timed_from = step, time.monotonic()
         if self._bar is not None:
-            self._loss = f"loss {short(loss)}"
+            self._loss = self._loss if loss is None else f"loss {short(loss)}"
             self._draw()
 
     def scored(self, count: int, total: int) -> None:

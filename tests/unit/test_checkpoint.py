@@ -17,6 +17,7 @@ from hftune.checkpoints.checkpointer import (
 from hftune.checkpoints.output_dir import read_state
 from hftune.checkpoints.resume import _changes
 from hftune.config import Recipe
+from hftune.config.sections import CheckpointConfig
 from hftune.errors import ConfigError
 from hftune.loop import TrainState
 
@@ -28,7 +29,7 @@ def checkpoint(tmp_path):
     """Return a function that writes a checkpoint with this progress, and lets a change be made to its manifest."""
 
     def write(progress, change=lambda manifest: None):
-        writer = Checkpointer(tmp_path, keep=2)
+        writer = Checkpointer(tmp_path, CheckpointConfig(keep=2))
         writer.write(5, {"model": {"weight": torch.zeros(2)}}, progress, "recipe: a", None, [])
         writer.wait()
         assert writer.failure is None
