@@ -22,7 +22,7 @@ from hftune.config import ParallelConfig, Recipe, TrainConfig
 from hftune.data.augmentation import augmented
 from hftune.data.cache import one_at_a_time
 from hftune.distributed.accelerator import on_cpu
-from hftune.distributed.devices import computes_bf16
+from hftune.distributed.devices import computes_bf16, precision_notices
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError, format_value
@@ -34,7 +34,7 @@ from hftune.models.dropout import replace_dropout
 from hftune.models.packing import compute_padding
 from hftune.models.pretrained import loading, quantization
 from hftune.models.weights import load_weights, weight_files
-from hftune.optim import check_schedule, freeze, optimizer_class
+from hftune.optim import build_optimizer, check_schedule, freeze, optimizer_class
 from hftune.strategies import head_trial
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
@@ -76,8 +76,11 @@ class Parts:
         self.arithmetic = Arithmetic.of(self.model)
 
 
-def build(recipe: Recipe, progress: Progress) -> Parts:
+def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None = None) -> Parts:
     """Load the data, plan the batches and build the model. Not collective, so a slow download cannot time one out.
+
+    Args:
+        datasets: those of this recipe, if they have been loaded already.
 
     Raises:
         ConfigError: an optimizer, schedule or metric of the recipe cannot be used; the model cannot be cut into pipeline
@@ -89,7 +92,7 @@ def build(recipe: Recipe, progress: Progress) -> Parts:
     if is_main:  # it alone computes them
         load_metrics(recipe.eval.metrics)
     progress.stage("preparing the data")
-    datasets = load_datasets(recipe)
+    datasets = load_datasets(recipe) if datasets is None else datasets
     plan = plan_batches(recipe, datasets["train"])
     num_steps = total_steps(recipe.train, plan)
     check_schedule(recipe.train, num_steps, plan.num_steps)
@@ -335,6 +338,30 @@ def settle_head(
     if kernel == "liger":
         raise ConfigError(f"train.head_loss=liger: {type(model).__name__} cannot use it, because {reason}.")
     return [f"The logits of a micro-batch are computed all at once, because {reason}."]
+
+
+def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
+    """Settle what only shows once the processes have joined, and hand model and optimizer to the strategy. Collective.
+
+    Raises:
+        ConfigError: what is built does not fit these devices, or this number of processes.
+    """
+    check_base_dtype(recipe, strategy, parts.model)
+    settle_packing(recipe, strategy, parts)
+    rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
+    train, *others = parts.datasets.values()
+    parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
+    strategy.progress.stage("preparing model and optimizer")
+    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
+    strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
+    parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
+
+
+def warm_up_strategy(recipe: Recipe, strategy: Strategy, plan: BatchPlan, datasets: Mapping[str, Any]) -> list[str]:
+    """Let the strategy do the one-time work of a first step, and return what ``Step.warm_up`` does. Collective."""
+    strategy.progress.stage("the warm-up backward pass")
+    first, *_ = plan.epoch(0)[0]
+    return strategy.warm_up(first_epoch(recipe, datasets), first, frozen=recipe.train.batch_norm == "frozen")
 
 
 def may_score_head(recipe: Recipe, model: nn.Module) -> bool:

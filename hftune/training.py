@@ -21,15 +21,12 @@ from hftune import __version__
 from hftune.build import (
     Parts,
     build,
-    check_base_dtype,
     choose_strategy,
-    first_epoch,
     idle_notices,
-    largest_rows,
-    settle_head,
+    prepare,
     settle_micro_batches,
-    settle_packing,
     skip_notices,
+    warm_up_strategy,
 )
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, Checkpointer, open_checkpoint, path_of
@@ -41,14 +38,13 @@ from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import cached_hashes, root, write_rows
 from hftune.distributed.consistency import fingerprint
-from hftune.distributed.devices import peak_flops, precision_notices
+from hftune.distributed.devices import peak_flops
 from hftune.distributed.pulse import marked_while_moving
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.loop import Run, fit, log
 from hftune.models.weights import weights_digest
-from hftune.optim import build_optimizer
 from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
@@ -88,13 +84,8 @@ def train(recipe: Recipe) -> TrainResult:
         session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
-        check_base_dtype(recipe, strategy, parts.model)
-        settle_packing(recipe, strategy, parts)
-        rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
-        train, *others = parts.datasets.values()
-        parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
         parts.first_weights = first_weights(output, strategy, parts)
-        prepare(strategy, parts, recipe)
+        prepare(recipe, strategy, parts)
         restored = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, restored.state, parts.num_steps):
             return say_finished(strategy, recipe, result)
@@ -144,14 +135,6 @@ def first_weights(output: OutputDir, strategy: Strategy, parts: Parts) -> str | 
         return None
     strategy.progress.stage("hashing the first weights")
     return weights_digest(model_tensors(parts.model))
-
-
-def prepare(strategy: Strategy, parts: Parts, recipe: Recipe) -> None:
-    """Hand model and optimizer to the strategy. Collective."""
-    strategy.progress.stage("preparing model and optimizer")
-    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
-    strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
-    parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 
 
 def changed_precision(recipe: Recipe, strategy: Strategy, before: str | None) -> list[str]:
@@ -361,10 +344,8 @@ def say_result(run: Run, result: TrainResult) -> None:
 def warm_up(run: Run) -> None:
     """Let the strategy do the one-time work of a first step. Collective."""
     hide_progress_bars()  # from here on there would be one for each export; downloads are over
-    run.strategy.progress.stage("the warm-up backward pass")
     recipe = run.recipe
-    dataset, (first, *_) = first_epoch(recipe, run.datasets), run.plan.epoch(0)[0]
-    kinds = run.strategy.warm_up(dataset, first, frozen=recipe.train.batch_norm == "frozen")
+    kinds = warm_up_strategy(recipe, run.strategy, run.plan, run.datasets)
     if notice := statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
         run.console.line(note(notice))
 

@@ -1,0 +1,232 @@
+"""``hftune replay``: compute past steps of a run again, from the nearest checkpoint, and compare them with its ledger.
+
+``commands/replay_steps.py`` computes; it imports torch, which this module does only once the arguments are known to be valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hftune import __version__
+from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError
+from hftune.replay.history import Change, History
+from hftune.tracking.console import note, seconds_in_words
+
+FAR_S = 30.0
+"""Seconds to the first step that is asked for, from which on a user is told why it takes so long."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be replayed."""
+
+    history: History
+    first: int
+    last: int
+    change: Change
+    output: Path
+    """A new folder."""
+    save_every: int | None = None
+    as_json: bool = False
+
+    @property
+    def steps(self) -> str:
+        """The steps that are asked for, in words."""
+        return f"step {self.first:,}" if self.first == self.last else f"steps {self.first:,} to {self.last:,}"
+
+    @property
+    def begin(self) -> int:
+        """The first step that must be right for what is asked for."""
+        return min(self.first, self.change.from_step) if self.change else self.first
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="output folder of a run, such as outputs/yelp")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--step", type=int, help="step to compute again, counted from 1")
+    asked.add_argument("--steps", metavar="FIRST:LAST", help="steps to compute again, such as 130:140")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keys of the recipe that are other ones from the first of these steps on, such as train.lr=1e-5",
+    )
+    parser.add_argument(
+        "--without", metavar="ROWS", help="rows of the training data that count for nothing from then on, such as 1001,3570"
+    )
+    parser.add_argument("--skip", metavar="STEPS", help="steps that are left out, such as 137 or 137,140:142")
+    parser.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="step from which on --set, --without and --skip hold (default: the first of the steps)",
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[SPLIT=]PATH",
+        help="where the data are now, if they have moved: a folder, or train=FILE",
+    )
+    parser.add_argument("--output", type=Path, help="new folder for what is found (default: beside the run, RUN_replay/...)")
+    parser.add_argument(
+        "--save-every", type=int, metavar="STEPS", help="write a checkpoint after so many steps, from which later replays start"
+    )
+    parser.add_argument("--processes", type=int, help="number of processes to start on this machine (default: this one)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of sentences")
+    add_trust_code(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay. Exit code 1 if the steps are not those of the ledger, by more than rounding. Under a launcher all processes call it."""
+    from hftune.run import fail, outlive_readers
+
+    outlive_readers()
+    if options.trust_code:
+        find_modules_here()
+    try:
+        job = job_of(options)
+        if options.processes is not None:
+            return on_processes(job, options)
+        announce(job)
+        from hftune.commands.replay_steps import replay  # imports torch: only once everything has been checked
+
+        is_equal = replay(job)
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
+    return 0 if is_equal or ProcessInfo.from_environment().world_size > 1 else 1
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """Check the arguments, as far as that needs no torch.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    check_at_least_1(options, "processes", "save_every")
+    history = History.open(options.folder, trust_code=options.trust_code, data=options.data)
+    first, last = (options.step, options.step) if options.step is not None else range_of("--steps", options.steps)
+    if last < first:
+        raise ConfigError(f"--steps {options.steps}: the last step comes before the first one.")
+    history.check_step(first)
+    history.check_step(last)
+    change = Change(
+        tuple(options.set),
+        frozenset(numbers_of("--without", options.without)),
+        frozenset(numbers_of("--skip", options.skip)),
+        first if options.from_step is None else options.from_step,
+    )
+    check_change(history, change, first, last, options.from_step is not None)
+    history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
+    return Job(
+        history,
+        first,
+        last,
+        change,
+        options.output or new_folder(history.aside, first, last),
+        options.save_every,
+        options.json,
+    )
+
+
+def check_change(history: History, change: Change, first: int, last: int, names_from: bool) -> None:
+    """Refuse a change that cannot be made, or makes no difference to these steps, or raise ConfigError."""
+    if names_from and not change:
+        raise ConfigError("--from says from which step on something is changed: give --set, --without or --skip, too.")
+    if names_from:
+        history.check_step(change.from_step)
+    if change.from_step > last:
+        raise ConfigError(f"--from {change.from_step:,} comes after the last step, {last:,}: nothing would be changed.")
+    history.check_change(change)
+    num_rows = history.ledger.start_of(last)["plan"]["num_samples"]
+    if beyond := sorted(row for row in change.without if row >= num_rows):
+        raise ConfigError(f"--without {beyond[0]}: the training data have rows 0 to {num_rows - 1:,}.")
+    if outside := sorted(step for step in change.skip if not change.from_step <= step <= last):
+        raise ConfigError(f"--skip {outside[0]}: the steps that are replayed and changed are {change.from_step:,} to {last:,}.")
+
+
+def numbers_of(option: str, text: str | None) -> Iterator[int]:
+    """Read numbers such as 35,17 or 130:140, or raise ConfigError."""
+    for part in (text or "").split(",") if text else ():
+        first, last = range_of(option, part) if ":" in part else range_of(option, f"{part}:{part}")
+        yield from range(first, last + 1)
+
+
+def range_of(option: str, text: str) -> tuple[int, int]:
+    """Read a range such as 130:140, both included, or raise ConfigError."""
+    if not (found := re.fullmatch(r"\s*(\d+)\s*[:-]\s*(\d+)\s*", text)):
+        what = "steps as FIRST:LAST, such as 130:140" if option == "--steps" else "numbers, such as 35,17 or 130:140"
+        raise ConfigError(f"{option} {text}: give {what}.")
+    return int(found[1]), int(found[2])
+
+
+def new_folder(aside: Path, first: int, last: int) -> Path:
+    """Return a folder beside the run that is not there yet."""
+    name = f"step_{first}" if first == last else f"steps_{first}_{last}"
+    names = (aside / (name if number == 1 else f"{name}_{number}") for number in range(1, 10**6))
+    return next(path for path in names if not path.exists())
+
+
+def announce(job: Job) -> None:
+    """Say on the main process what is about to be computed, and for how long: importing the libraries takes seconds."""
+    if not ProcessInfo.from_environment().is_main or job.as_json:
+        return
+    start = job.history.nearest(job.begin)
+    seconds = job.history.seconds_per_step()
+    count, origin = job.last - start, f"checkpoint {start:,}" if start else "the first weights"
+    about = "" if seconds is None else f", about {seconds_in_words(count * seconds)}"
+    print(
+        f"hftune {__version__}: replaying {job.steps} of {job.history.folder} from {origin}: {count:,} "
+        f"step{'s' * (count > 1)}{about}; loading libraries ...",
+        flush=True,
+    )
+    if seconds is not None and (job.begin - start) * seconds > FAR_S:
+        before = f"is of step {start:,}" if start else "of an earlier step is gone"
+        print(
+            note(
+                f"The nearest checkpoint {before}, so {job.begin - start:,} steps have to be computed first. --save-every writes "
+                "some beside the run on the way, from which later replays start; checkpoint.keep_every lets a training keep more."
+            ),
+            flush=True,
+        )
+
+
+def on_processes(job: Job, options: argparse.Namespace) -> int:
+    """Replay on several processes of this machine; return the exit code."""
+    from hftune.launchers.local import start_processes
+
+    recipe = job.history.recipe_at(job.last, *job.change.overrides_at(job.last))
+    libraries = ("hftune.commands.replay_steps", *recipe.task.libraries)
+    start_processes("hftune.cli", [*words_of(options), "--output", str(job.output)], options.processes, libraries)
+    return 0 if json.loads((job.output / "replay.json").read_text(encoding="utf-8"))["equal"] else 1
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """Return the command line of one process."""
+    words = ["replay", options.folder, *option("step", options.step), *option("steps", options.steps)]
+    words += [word for text in options.data for word in ("--data", text)]
+    words += [word for text in options.set for word in ("--set", text)]
+    words += option("from", options.from_step) + option("without", options.without) + option("skip", options.skip)
+    words += option("save-every", options.save_every)
+    return words + ["--json"] * options.json + ["--trust-code"] * options.trust_code
+
+
+def option(name: str, value: Any) -> list[str]:
+    """Return an option as one types it; nothing if it has no value."""
+    return [] if value is None else [f"--{name}={value}"]
+
+
+def listed(values: Sequence[Any]) -> str:
+    """Join words with commas."""
+    return ", ".join(map(str, values))

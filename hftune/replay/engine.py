@@ -1,0 +1,415 @@
+"""Computes past steps of a run again, as training did: the same set-up, the same batches, from the nearest checkpoint.
+
+What is written here is how to get to a step; how a step is computed is in the strategies, as for training.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hftune.batch_plan import BatchPlan
+from hftune.build import (
+    PARTS,
+    Parts,
+    build,
+    choose_strategy,
+    default_parts,
+    load_datasets,
+    prepare,
+    settle_micro_batches,
+    warm_up_strategy,
+)
+from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer
+from hftune.checkpoints.train_state import Provenance, TrainState
+from hftune.config import Recipe
+from hftune.data.augmentation import augmented
+from hftune.distributed.accelerator import start_accelerator
+from hftune.distributed.collectives import Collectives
+from hftune.distributed.session import Session
+from hftune.errors import ConfigError, TrainingError
+from hftune.optim import ema_decay_at, lr_at
+from hftune.replay.history import NO_CHANGE, Change, History
+from hftune.replay.leaving_out import LeavingOut, leaving_out
+from hftune.strategies.base import StepBatch, StepReport, Strategy
+from hftune.strategies.sharding import SavedState
+from hftune.task import Task
+
+TOLERANCE = 1e-6
+"""Largest relative difference of loss and gradient norm that counts as equal, of a step near its checkpoint. Rounding on other
+numbers of processes, threads and CPU kernels was 2e-7 at most; the smallest real cause that was tried, 1.6e-5."""
+
+Look = Callable[["Replayer", StepBatch, StepReport], None]
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """What one step gave when it was computed again."""
+
+    step: int
+    """Counted from 1."""
+    epoch: int
+    """Counted from 0, as is ``step_in_epoch``."""
+    step_in_epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    items: float
+    num_samples: int
+    digest: str
+    samples: np.ndarray
+    """Numbers of the rows in the training data, in the order of the step's micro-batches."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a replayed step compares with what the ledger says of it."""
+
+    loss: float | None
+    """Relative; None if the ledger has no losses, as that of older runs."""
+    grad_norm: float | None
+    same_samples: bool
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether loss and gradient norm are the same numbers."""
+        return self.same_samples and self.loss == 0 and self.grad_norm == 0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs but rounding."""
+        return self.same_samples and all(value is None or value <= TOLERANCE for value in (self.loss, self.grad_norm))
+
+
+def difference(replayed: ReplayedStep, line: Mapping[str, Any]) -> Difference:
+    """Compare a step with its line in the ledger."""
+    loss, norm = (relative(getattr(replayed, name), line.get(name)) for name in ("loss", "grad_norm"))
+    return Difference(loss, norm, replayed.digest == line["digest"])
+
+
+def relative(now: float, then: float | None) -> float | None:
+    """Return the difference of two numbers relative to the second; None if there is no second."""
+    if then is None:
+        return None
+    if now == then or (now != now and then != then):
+        return 0.0
+    return abs(now - then) / max(abs(then), 1e-30)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Under what a step is computed. Steps of equal terms follow each other without a new set-up."""
+
+    recipe: Recipe = field(compare=False)
+    start: Mapping[str, Any] = field(compare=False)
+    """The line of the ledger that training wrote when it last started before the step."""
+    text: str
+    """The recipe as YAML."""
+
+
+class Replayer:
+    """A context in which past steps of a run are computed again. Every method is collective: all processes call it alike.
+
+    It joins the other processes of the job, or works alone in a process without launcher. The run's folder has to be readable
+    on all nodes; checkpoints are read on the main process alone.
+
+    Args:
+        history: of the run.
+        step: the first step to look at; the replay begins at the checkpoint before it.
+        change: what is done differently.
+        like: a replayer that is open: its processes are used, and its data, if the task is the same. One of them at a time.
+
+    Raises:
+        ConfigError: the recipe cannot be run here, the data are others than the run's, or a key cannot be changed.
+        DataError: the data cannot be trained on.
+    """
+
+    strategy: Strategy
+    parts: Parts
+    step: int
+    """The last step that was computed; at first, that of the checkpoint. While one is looked at, that one."""
+
+    def __init__(self, history: History, step: int, change: Change = NO_CHANGE, *, like: Replayer | None = None):
+        history.check_change(change)
+        self.history, self.change = history, change
+        self.notices: list[str] = []
+        """What a user should know, one sentence each; on the main process."""
+        self._first, self._like = step, like
+        self._known: dict[tuple[int, bool], Terms] = {}  # by the start line in force, and whether the change is
+        self._num_threads = torch.get_num_threads()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the present step."""
+        return self._terms.recipe
+
+    @property
+    def task(self) -> Task:
+        return self._task
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.parts.plan
+
+    @property
+    def datasets(self) -> Mapping[str, Any]:
+        return self._datasets
+
+    def __enter__(self) -> Replayer:
+        recipe = self.history.recipe_at(self._first, *self.change.overrides_at(self._first))
+        with ExitStack() as stack:
+            if self._like is None:
+                self._session = stack.enter_context(Session(recipe))
+            else:
+                self._session = self._like._session
+            self._load_data(recipe)
+            if self._like is None:
+                self._group = Collectives(self._session.join(), self._session.progress)
+            else:
+                self._group = self._like._group
+            self._compare_data()
+            stack.callback(torch.set_num_threads, self._num_threads)
+            stack.callback(self._end_workers)
+            self.rewind(self._first)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def rewind(self, step: int) -> None:
+        """Go to the newest intact checkpoint before a step; to the first weights if there is none."""
+        self._go_to(lambda: self.history.checkpoint_before(step))
+
+    def load(self, checkpoint_step: int) -> None:
+        """Go to exactly this checkpoint; 0: the first weights.
+
+        Raises:
+            ConfigError: it is not there, or not intact.
+        """
+
+        def find() -> tuple[int, Checkpoint | None]:
+            checkpoint = self.history.checkpoint_at(checkpoint_step) if checkpoint_step else None
+            if checkpoint_step and checkpoint is None:
+                raise ConfigError(f"{self.history.folder} has no intact checkpoint of step {checkpoint_step:,}.")
+            return checkpoint_step, checkpoint
+
+        self._go_to(find)
+
+    def advance(self, last: int, look: Look | None = None) -> Iterator[ReplayedStep]:
+        """Compute the steps up to ``last``, one each time the iterator is asked for the next. Those left out are not yielded.
+
+        Args:
+            look: called on every process in each step, once the gradient is there and clipped and before the optimizer's step.
+                It may use model and gradient, and must leave both as they were.
+        """
+        while self.step < last:
+            terms = self._terms_of(self.step + 1)
+            if terms != self._terms:
+                self._set_up(terms, self.strategy.state(), self.step)
+            epoch, place = divmod(self.step, self.plan.num_steps)
+            if self._skips(self.step + 1):
+                self.step += 1
+                continue
+            steps, workers, count = self.plan.epoch(epoch), self.recipe.train.num_workers, self._at_once(last)
+            with closing(self.strategy.batches(self._augmented, steps, place, workers, epoch)) as batches:
+                for batch in islice(batches, count):
+                    yield self._compute(batch, look)
+
+    def batch_of(self, step: int) -> StepBatch:
+        """Return this process's part of any step, loaded, without computing anything. Not collective."""
+        epoch, place = divmod(step - 1, self.plan.num_steps)
+        strategy, batch = self.strategy, self.strategy.assign(self.plan.epoch(epoch)[place])
+        loader = strategy.loader(self._augmented, num_workers=0, is_packed=True)
+        batch.batches = [*loader.read([micro_batch.samples.tolist() for micro_batch in batch.mine], epoch)]
+        batch.counts = strategy.counts(batch)
+        return batch
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """Return copies of the present weights on the main process, on the CPU, named as in checkpoints; None elsewhere."""
+        saved = self.strategy.state()
+        return None if saved is None else {name: value.clone() for name, value in saved[0]["model"].items()}
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the present step into a folder beside the run, from which later replays may start."""
+        saved = self.strategy.state()
+        if saved is None:
+            return
+        tensors, values = saved
+        epoch, place = divmod(self.step, self.plan.num_steps)
+        state = asdict(TrainState(self.step, epoch, place))
+        provenance = asdict(Provenance(self._digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
+        progress = {"state": state, "values": values, **provenance, "replayed": self.history.line_digest(self.step)}
+        writer = Checkpointer(folder, keep=sys.maxsize)
+        writer.write(self.step, tensors, progress, self.recipe.to_yaml(), None, [])
+        writer.wait()
+        if writer.failure is not None:
+            raise TrainingError(f"The checkpoint of step {self.step:,} could not be written: {writer.failure}.")
+
+    def _load_data(self, recipe: Recipe) -> None:
+        """Load the data of a recipe, unless a replayer that is open has the same."""
+        what = {key: value for key, value in recipe.to_dict().items() if key in ("seed", "task")} | {"off": recipe.eval.is_off}
+        if self._like is not None and what == self._like._data_of:
+            self._task, self._datasets = self._like._task, self._like._datasets
+        else:
+            self._session.progress.stage("preparing the data")
+            self._task, self._datasets = recipe.task, load_datasets(recipe)
+        self._data_of = what
+        self._augmented = augmented(self._datasets["train"], self._task, recipe.seed, 0)
+        then, now = self.history.ledger.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
+        if then != now and not self._changes_data:
+            raise ConfigError(
+                f"The training data have {now:,} rows, and had {then:,} when {self.history.folder} was trained: they are "
+                "others. Restore them, or say where they are: --data FOLDER."
+            )
+
+    def _compare_data(self) -> None:
+        """Make sure that all processes have the same code and data; note how the data differ from the run's. Collective."""
+        self._digests = self._session.compare(self._group, self._datasets, self._task.commits())
+        then = self.history.ledger.start_of(self._first).get("data", {}).get("train", {}).get("digest")
+        if then not in (None, self._digests["train data"]) and not self._changes_data:
+            self.notices.append("The training data differ from those that the run was trained on.")
+
+    @property
+    def _changes_data(self) -> bool:
+        return any("task." in word for word in self.change.overrides)
+
+    def _terms_of(self, step: int) -> Terms:
+        start, is_changed = self.history.ledger.start_of(step), bool(self.change.overrides_at(step))
+        key = id(start), is_changed
+        if key not in self._known:
+            recipe = self.history.recipe_at(step, *self.change.overrides_at(step))
+            text = recipe.to_yaml()
+            recipe.task = self._task  # it knows what was found in the data
+            if self.change.without:
+                recipe.train.head_loss = "whole"  # otherwise no sample has a loss of its own
+            self._known[key] = Terms(recipe, start, text)
+        return self._known[key]
+
+    def _go_to(self, find: Callable[[], tuple[int, Checkpoint | None]]) -> None:
+        """Start from what ``find`` returns on the main process: a step, and its checkpoint."""
+        found: list[Checkpoint] = []
+
+        def read() -> tuple[int, str | None]:
+            step, checkpoint = find()
+            found.extend([checkpoint] if checkpoint else [])
+            return step, checkpoint.progress.get("base") if checkpoint else None
+
+        self._session.progress.stage("reading the checkpoint")
+        step, base = self._group.on_main(read)
+        saved = (found[0].tensors, found[0].progress["values"]) if found else None
+        terms = self._terms_of(step + 1)
+        if step and hasattr(self, "strategy") and terms == self._terms:
+            forget_state(self.strategy)
+            self._load(saved, step)
+        else:
+            self._set_up(terms, saved, step)
+        if step and self._group.broadcast(self.parts.base) != base:
+            raise ConfigError(
+                f"The checkpoint of step {step:,} holds adapters of another base model: the frozen weights that are loaded now "
+                "have other values or another precision. Restore task.model as it was."
+            )
+
+    def _set_up(self, terms: Terms, saved: SavedState | None, step: int) -> None:
+        """Build model and optimizer as training did, with the weights after a step. Collective."""
+        if hasattr(self, "strategy"):  # free its memory
+            self._end_workers()
+            del self.strategy, self.parts
+        self._terms, recipe = terms, terms.recipe
+        self._use_threads(terms.start)
+        parts = build(recipe, self._session.progress, self._datasets)
+        accelerator = start_accelerator(recipe.train)
+        self.strategy = strategy = choose_strategy(accelerator, recipe, self._session.progress)
+        if self.change.without:
+            self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self._session.progress)
+        self.parts = parts
+        prepare(recipe, strategy, parts)
+        if step:
+            self._load(saved, step)
+        self.step = step
+        settle_micro_batches(recipe, strategy, parts, {})
+        self._keep_parts(terms)
+        warm_up_strategy(recipe, strategy, parts.plan, self._datasets)
+
+    def _load(self, saved: SavedState | None, step: int) -> None:
+        try:
+            self.strategy.load_state(saved)
+        except ValueError as error:
+            raise ConfigError(f"The checkpoint of step {step:,} belongs to a different model: {error}.") from error
+        self.step = step
+
+    def _use_threads(self, start: Mapping[str, Any]) -> None:
+        """Compute with as many threads as the run, whose number changes the last bits, if it had as many processes."""
+        threads = start.get("hardware", {}).get("threads")
+        if threads and start["world_size"] == self._group.num_processes and self._group.device.type == "cpu":
+            torch.set_num_threads(threads)
+
+    def _keep_parts(self, terms: Terms) -> None:
+        """Cut steps into the micro-batches of the run: a pipeline's are more, and the dropout of each is keyed by it."""
+        plan, stages = self.parts.plan, terms.start.get("recipe", {}).get("parallel", {}).get("pipeline_stages", 1)
+        if plan.packed and stages > 1 and self.recipe.train.parts is None:
+            self.parts.plan = replace(plan, parts=default_parts(plan, PARTS[0]))
+        then = terms.start.get("packed", plan.packed)
+        if then != plan.packed and not self.change.overrides:
+            now, before = ("no padding", "padding") if plan.packed else ("padding", "no padding")
+            self.notices.append(f"{before.capitalize()} was computed in the run, and {now} is here: dropout differs.")
+
+    def _skips(self, step: int) -> bool:
+        return step in self.change.skip or step in (getattr(self.recipe.train, "skip", None) or ())
+
+    def _at_once(self, last: int) -> int:
+        """Return how many steps from here on come from one pass over the data, under the same terms."""
+        rest = self.plan.num_steps - self.step % self.plan.num_steps
+        following = range(self.step + 2, min(last, self.step + rest) + 1)
+        return 1 + sum(
+            1 for _ in takewhile(lambda step: not self._skips(step) and self._terms_of(step) == self._terms, following)
+        )
+
+    def _compute(self, batch: StepBatch, look: Look | None) -> ReplayedStep:
+        began, strategy, config, index = time.monotonic(), self.strategy, self.recipe.train, self.step
+        strategy.progress.stage(f"step {index + 1}")
+        if isinstance(strategy, LeavingOut):
+            strategy.left_out = self.change.without if index + 1 >= self.change.from_step else frozenset()
+        lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps)
+        strategy.forward_backward(batch, self.recipe.seed, index)
+        report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
+        self.step += 1
+        if look is not None:
+            look(self, batch, report)
+        strategy.optimizer_step(lr)
+        strategy.average_weights(ema_decay_at(index, config))
+        return ReplayedStep(
+            self.step,
+            *divmod(index, self.plan.num_steps),
+            report.loss,
+            report.grad_norm,
+            lr,
+            report.num_items,
+            report.num_samples,
+            report.digest,
+            np.concatenate([micro_batch.samples for micro_batch in batch.plan]),
+            time.monotonic() - began,
+        )
+
+    def _end_workers(self) -> None:
+        if hasattr(self, "strategy"):
+            self.strategy.end_workers()
+
+
+def forget_state(strategy: Strategy) -> None:
+    """Bring an optimizer to where it was before its first step, but for the weights. Local."""
+    optimizer = strategy.sharding.bare_optimizer
+    optimizer.state.clear()
+    for group, options in zip(optimizer.param_groups, strategy.sharding.initial_options, strict=True):
+        group.update(options)

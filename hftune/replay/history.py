@@ -1,0 +1,306 @@
+"""The past of a run, from its folder: the recipe that was in force at each step, and the checkpoints to start from.
+
+Imports no torch, so that a mistyped step is refused at once; only ``checkpoint_before`` does, to read tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hftune.config import Recipe
+from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError
+from hftune.tracking.jsonl import read_lines
+from hftune.tracking.ledger import LedgerRecord, read_ledger
+
+if TYPE_CHECKING:
+    from hftune.checkpoints.checkpointer import Checkpoint
+
+BOUNDS = ("micro_batch_size", "micro_batch_tokens")
+"""Keys of the section train, and of a start line, that say how a step is cut into micro-batches."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a replay does differently from the run, from ``from_step`` on."""
+
+    overrides: tuple[str, ...] = ()
+    """Of keys of the recipe, such as train.lr=1e-5."""
+    without: frozenset[int] = frozenset()
+    """Rows of the training data that stay in the forward passes, but add nothing to the loss."""
+    skip: frozenset[int] = frozenset()
+    """Steps that are left out: no update, and the schedule moves on."""
+    from_step: int = 1
+
+    def __bool__(self) -> bool:
+        return bool(self.overrides or self.without or self.skip)
+
+    def overrides_at(self, step: int) -> tuple[str, ...]:
+        """Return the overrides that are in force at a step."""
+        return self.overrides if step >= self.from_step else ()
+
+
+NO_CHANGE = Change()
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's folder, opened for looking back; nothing is ever written into it."""
+
+    folder: Path
+    ledger: LedgerRecord
+    trust_code: bool = False
+    """Whether code may be imported that the recipe names and that is not hftune's."""
+    data: tuple[str, ...] = ()
+    """Where the data are now, if they have moved: see ``moved_data``."""
+
+    @classmethod
+    def open(cls, folder: str | Path, *, trust_code: bool = False, data: Sequence[str] = ()) -> History:
+        """Open the output folder of a run.
+
+        Raises:
+            ConfigError: it holds no ledger, or one without a step.
+        """
+        folder = Path(folder).expanduser()
+        history = cls(folder, read_ledger(folder), trust_code, tuple(data))
+        if not history.ledger.steps:
+            raise ConfigError(f"{folder} has not finished a step yet: there is nothing to replay.")
+        return history
+
+    @property
+    def last(self) -> int:
+        """The last step that the run has taken so far."""
+        return max(self.ledger.steps)
+
+    @property
+    def aside(self) -> Path:
+        """The folder beside the run's own in which replays are put."""
+        folder = self.folder.resolve()
+        return folder.with_name(f"{folder.name}_replay")
+
+    def check_step(self, step: int) -> None:
+        """Refuse a step that the run never took, or raise ConfigError."""
+        if step not in self.ledger.steps:
+            raise ConfigError(f"{self.folder} has no step {step:,}: it has {min(self.ledger.steps):,} to {self.last:,}.")
+
+    def check_change(self, change: Change) -> None:
+        """Refuse to change in the middle of a run what its weights have been trained with from the first step on.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        if change.from_step <= 1:
+            return
+        from hftune.checkpoints.resume import FIXED, NOT_FIXED  # imports torch
+
+        for word in change.overrides:
+            name, _, value = word.partition("=")
+            for key in re.findall(r"[\w.]+", value) if name == "replace" else [name]:
+                if key.startswith(FIXED) and key not in NOT_FIXED:
+                    raise ConfigError(
+                        f"--set {word}: {key} decides which samples form a step, or what is learned from them. Changed at "
+                        f"step {change.from_step:,}, it would be another run than before. Change it from the start: --from 1."
+                    )
+
+    def recipe_at(self, step: int, *overrides: str, trust_code: bool | None = None) -> Recipe:
+        """Return the recipe that was in force at a step, with what was settled when training started there put in.
+
+        It names a folder of its own for output and no trackers, and the data where they are now.
+
+        Raises:
+            ConfigError: the recipe cannot be read here; a file of the data is not where it was.
+        """
+        start = self.ledger.start_of(step)
+        nested = as_replayed(self._recipe_before(step, start), start, overrides)
+        nested["output_dir"] = str(self.aside)
+        trust = self.trust_code if trust_code is None else trust_code
+        with tempfile.TemporaryDirectory(prefix="hftune-replay-") as folder:
+            path = Path(folder) / f"{self.folder.name}.yaml"
+            path.write_text(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+        try:
+            recipe.validate()
+        except ConfigError as error:
+            text = str(error)
+            if "there is no such f" not in text:
+                raise
+            raise ConfigError(
+                f"{text} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for one "
+                "file, such as --data train=reviews.csv."
+            ) from error
+        return recipe
+
+    def _recipe_before(self, step: int, start: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recipe of a start line; of a ledger without recipes, that of the nearest checkpoint, or of the folder."""
+        if "recipe" in start:
+            return copy.deepcopy(start["recipe"])
+        earlier = [number for number in self.checkpoint_steps() if number < step]
+        folders = [*(self.checkpoint_path(number) for number in reversed(earlier)), self.folder]
+        path = next((folder / "recipe.yaml" for folder in folders if (folder / "recipe.yaml").is_file()), None)
+        if path is None:
+            raise ConfigError(f"{self.folder} holds no recipe.yaml: name the output folder of a run.")
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+    def checkpoint_steps(self) -> list[int]:
+        """List the steps of the checkpoints that belong to the run's history, ascending. Their tensors are not verified."""
+        found = set()
+        for folder in (self.folder / "checkpoints", self.aside / "checkpoints"):
+            for path in folder.glob("step_*"):
+                if re.fullmatch(r"step_\d{8,}", path.name) and self._belongs(path, int(path.name[5:])):
+                    found.add(int(path.name[5:]))
+        return sorted(found)
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Return the folder of a checkpoint of ``checkpoint_steps``: the run's own, or one that a replay has filled in."""
+        name = f"step_{step:08d}"
+        own = self.folder / "checkpoints" / name
+        return own if self._belongs(own, step) else self.aside / "checkpoints" / name
+
+    def line_digest(self, step: int) -> str:
+        """Return the SHA-256 of a step's line in the ledger, by which a checkpoint from a replay knows its run."""
+        return sha256(json.dumps(self.ledger.steps.get(step), sort_keys=True).encode()).hexdigest()
+
+    def _belongs(self, path: Path, step: int) -> bool:
+        """Say whether a checkpoint is of this history, and not of steps that were taken back or of an earlier run."""
+        try:
+            files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
+            model = files["model.safetensors"]["sha256"]
+            if path.parent.parent == self.aside:
+                progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
+                return progress.get("replayed") == self.line_digest(step)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        noted = [self.ledger.checkpoints.get(step, {}).get("model")]
+        noted += [
+            start["checkpoint"].get("model")
+            for start in self.ledger.starts
+            if start.get("after_step") == step and start.get("checkpoint")
+        ]
+        noted = [model_then for model_then in noted if model_then is not None]
+        return step <= self.last and (not noted or model in noted)
+
+    def nearest(self, step: int) -> int:
+        """Return the step of the checkpoint from which to replay this step; 0: from the start. It is not verified."""
+        return max((number for number in self.checkpoint_steps() if number < step), default=0)
+
+    def checkpoint_before(self, step: int) -> tuple[int, Checkpoint | None]:
+        """Read the newest intact checkpoint of an earlier step; (0, None): replay from the start."""
+        for number in reversed(self.checkpoint_steps()):
+            if number < step and (checkpoint := self.checkpoint_at(number)) is not None:
+                return number, checkpoint
+        return 0, None
+
+    def checkpoint_at(self, step: int) -> Checkpoint | None:
+        """Read the checkpoint of a step; None if it is not intact, or gone by now."""
+        from hftune.checkpoints.checkpointer import BrokenCheckpoint, open_checkpoint  # imports torch
+
+        path = self.checkpoint_path(step)
+        try:
+            with held(path) as copied:
+                return replace(open_checkpoint(copied), path=path)
+        except (BrokenCheckpoint, FileNotFoundError):
+            return None
+
+    def seconds_per_step(self) -> float | None:
+        """Return how long a step of the run took, as its metrics say; None if they do not."""
+        seconds = [line["perf/step_s"] for line in read_lines(self.folder / "metrics.jsonl") if line.get("perf/step_s")]
+        return median(seconds) if seconds else None
+
+
+@contextmanager
+def held(path: Path) -> Iterator[Path]:
+    """Yield a copy of a checkpoint that a run in progress cannot remove while it is read; of hard links where there can be any.
+
+    Raises:
+        FileNotFoundError: it has just been removed.
+    """
+    folder = path.resolve().parents[2]  # beside the run: on the same file system
+    with tempfile.TemporaryDirectory(prefix=".hftune-replay-", dir=folder if os.access(folder, os.W_OK) else None) as scratch:
+        copied = Path(scratch) / path.name
+        shutil.copytree(path, copied, copy_function=link_or_copy)
+        yield copied
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Make a hard link to a file, or a copy on a file system without them."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a run's recipe as a replay needs it: what training settled at its start is put in, and what only shows is off.
+
+    Args:
+        nested: the recipe by section, which is changed.
+        start: the line of the ledger that training wrote when it started.
+        overrides: keys that they name are left as they are.
+    """
+    changed = {word.partition("=")[0] for word in overrides}
+    nested.pop("track", None)
+    nested.pop("resume", None)
+    train = nested.setdefault("train", {})
+    train["profile"] = None
+    if not changed & {f"train.{name}" for name in BOUNDS}:
+        train |= {name: start.get(name) for name in BOUNDS}
+    if train.get("mixed_precision") == "auto" and "precision" in start:
+        train["mixed_precision"] = start["precision"]
+    if train.get("packing") == "auto" and start.get("packed") is False:
+        train["packing"] = "off"  # as training found out then
+    world_size = ProcessInfo.from_environment().world_size
+    if world_size != start["world_size"]:
+        nested.pop("parallel", None)  # a pipeline is replayed as one process, or some, that have the whole model
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true", "yes", "y", "on", "t"):
+        train["fsdp_gather"] = "float32"
+    return nested
+
+
+def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """Return the overrides that name the data where they are now.
+
+    Args:
+        task: the section of the recipe.
+        words: of ``--data``: SPLIT=FILE for one of the data files, or a folder that has all of them, under their names.
+
+    Raises:
+        ConfigError: the recipe names no files; a word names nothing that is there.
+    """
+    overrides = []
+    for word in words:
+        split, equals, path = word.rpartition("=")
+        if not Path(path).expanduser().exists():
+            raise ConfigError(f"--data {word}: there is no {path}.")
+        if equals:
+            overrides.append(f"{split}={path}" if split.startswith("task.") else f"task.data_files.{split}={path}")
+        elif task.get("data_dir") is not None:
+            overrides.append(f"task.data_dir={path}")
+        elif files := task.get("data_files"):
+            overrides += [f"task.data_files.{name}={under(path, value)}" for name, value in files.items()]
+        else:
+            raise ConfigError(f"--data {word}: this run read no files of its own, so there is nothing to look for.")
+    return overrides
+
+
+def under(path: str, files: Any) -> str:
+    """Return data files of a recipe, a path or a list of them, under their names in another folder; a file as it is."""
+    if Path(path).expanduser().is_file():
+        return path
+    moved = [str(Path(path) / Path(file).name) for file in ([files] if isinstance(files, str) else files)]
+    return moved[0] if isinstance(files, str) else f"[{', '.join(moved)}]"
