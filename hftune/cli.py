@@ -22,6 +22,7 @@ from hftune.commands import (
     plan,
     predict,
     push,
+    receipt,
     recipes,
     report,
     schema,
@@ -29,6 +30,7 @@ from hftune.commands import (
     slurm,
     sweep,
     train,
+    verify,
     vocab,
 )
 from hftune.config.shipped_files import recipe_names
@@ -70,6 +72,12 @@ COMMANDS = {
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
+    "receipt": (receipt, "write what a finished run was and what came out of it into one file that can be signed"),
+    "verify": (
+        verify,
+        "check a receipt against a run's folder, and compute random parts of the run again. Under a launcher all processes "
+        "share the work, as in training: accelerate launch -m hftune.cli verify receipt.json",
+    ),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
     "completion": (completion, "print a script that completes commands, recipes, keys and values in a shell"),

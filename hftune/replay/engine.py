@@ -286,6 +286,7 @@ class Replayer:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
+        step = min(step, self.history.last)  # after the last one, nothing changes
         start, is_changed = self.history.ledger.start_of(step), bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:
