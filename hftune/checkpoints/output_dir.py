@@ -203,7 +203,8 @@ class OutputDir:
         else:
             remove_samples(self.path / SAMPLE_IMAGES, after=state.step)
         evaluated = ("predictions.jsonl", OUT_OF_FOLD) if self.recipe.eval.is_off else ()
-        for name in ("result.json", "receipt.json", "report.html", "model/README.md", *evaluated):  # of a finished run, or of other weights
+        # Of a finished run, or of other weights:
+        for name in ("result.json", "receipt.json", "report.html", "model/README.md", *evaluated):
             (self.path / name).unlink(missing_ok=True)
         note_begun(self.path, self.start.group)
         write_text(self.path / "recipe.yaml", self.recipe.to_yaml())

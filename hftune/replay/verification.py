@@ -170,7 +170,7 @@ class Verification:
         if saved is None:
             return Check(f"steps {segment}")
         if wrong:
-            more = f"; {len(wrong) - 1} later steps of this segment differ, too" if len(wrong) > 1 else ""
+            more = f"; so do {len(wrong) - 1} more of this segment" if len(wrong) > 1 else ""
             problems.append(wrong[0] + more)
         way, where = off_the_way(before, saved[0], self._claimed(segment.end))
         if way > OF_THE_WAY or (way and not furthest and self._computes_the_same(segment)):
@@ -196,8 +196,8 @@ class Verification:
                 wrong.append(f"step {step} was computed from other samples than the ledger says")
             elif not differs.is_equal or replayed.items != line["items"]:
                 wrong.append(
-                    f"step {step} gives loss {replayed.loss:.7g} and gradient norm {replayed.grad_norm:.5g}, the ledger says "
-                    f"{line['loss']} and {line['grad_norm']}"
+                    f"step {step} gives loss {shown(replayed.loss)} and gradient norm {shown(replayed.grad_norm)}, and not "
+                    f"{shown(line['loss'])} and {shown(line['grad_norm'])} as in the ledger"
                 )
         return furthest, wrong
 
@@ -247,6 +247,11 @@ def off_the_way(before: Groups, now: Groups, claimed: Groups) -> tuple[float, st
             if share > worst:
                 worst, where = share, name
     return worst, where
+
+
+def shown(value: float | None) -> str:
+    """Format a loss, or a norm that the ledger may lack because it was not finite."""
+    return "none" if value is None else f"{value:.8g}"
 
 
 def kinds(group: str, tensors: Tensors) -> list[str]:
