@@ -13,6 +13,7 @@ import sys
 from hftune import __version__
 from hftune.commands import (
     audit,
+    compare,
     completion,
     configs,
     doctor,
@@ -24,6 +25,7 @@ from hftune.commands import (
     push,
     receipt,
     recipes,
+    replay,
     report,
     schema,
     show,
@@ -69,9 +71,18 @@ COMMANDS = {
     "merge": (merge, "add a run's adapters to the weights of their base model, and write the plain model"),
     "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
+    "compare": (
+        compare,
+        "say at which step runs part and why, and what their losses and metrics differ by beyond chance",
+    ),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
+    "replay": (
+        replay,
+        "compute past steps of a run again and compare them with its ledger, or with other keys, or without some rows. Under a "
+        "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137",
+    ),
     "receipt": (receipt, "write what a finished run was and what came out of it into one file that can be signed"),
     "verify": (
         verify,

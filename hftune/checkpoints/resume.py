@@ -225,9 +225,9 @@ def check_skip(checkpoint: Checkpoint, old: Sequence[int], new: Sequence[int]) -
         return
     was = "left out" if past[0] in old else "taken"
     raise ConfigError(
-        f"{checkpoint.path} cannot resume with train.skip={format_value([*new])} (it was {format_value([*old])}): step {past[0]} "
-        f"was {was}. Up to step {checkpoint.step}, train.skip must say what happened. Restore it; or resume from a checkpoint "
-        f"before step {past[0]}, with resume=FOLDER/checkpoints/step_... and a different output_dir."
+        f"{checkpoint.path} cannot resume with train.skip={format_value([*new])} (it was {format_value([*old])}): "
+        f"step {past[0]} was {was}. Change only what comes after step {checkpoint.step}; or resume from a checkpoint before "
+        f"step {past[0]}: resume=FOLDER/checkpoints/step_..., with a different output_dir."
     )
 
 

@@ -1,8 +1,12 @@
-"""``hftune audit``: prove from a run's ledger that each epoch used every sample exactly once."""
+"""``hftune audit``: prove from a run's ledger that each epoch used every sample exactly once, and check its chain."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hftune.tracking.ledger import Audit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,20 +21,37 @@ def run(options: argparse.Namespace) -> int:
     for start in result.starts:
         began = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
         print(f"  {began} on {start['world_size']} process{'es' if start['world_size'] > 1 else ''}")
-    epochs = f"{result.whole_epochs} complete epoch{'' if result.whole_epochs == 1 else 's'}"
+    epochs = counted(result.whole_epochs, "complete epoch")
     print(f"{options.folder}: {result.steps:,} steps, {result.samples:,} samples, {epochs}.")
     for index, part in enumerate(result.mixture):
         rows, weight, samples = part["rows"], part["weight"], part["samples"]
         print(f"  task.datasets[{index}]: {rows:,} rows x {weight:g} = {samples:,} samples an epoch")
+    if result.repeated:
+        print(f"  {counted(result.repeated, 'step')} taken again after a resume, and not counted twice")
+    if result.skipped:
+        print(f"  left out: {counted(len(result.skipped), 'step')}, {', '.join(map(str, result.skipped))}")
     for problem in result.problems:
         print(f"  {problem}")
     if result.problems:
         print("Not proven.")
-    elif result.steps:
-        how = "each exactly once per epoch"
-        if result.mixture:
-            how = "as many of each data set as its weight says, and each of its rows equally often, give or take one"
-        print(f"Every step used the samples of its plan, {how}.")
+        return 1
+    if result.steps:
+        print(f"Every {'other ' if result.skipped else ''}step used the samples of its plan{how_often(result)}.")
     else:
         print("The run has not finished a step yet.")
-    return 1 if result.problems else 0
+    if result.chained:
+        print(f"The chain of {counted(result.chained, 'line')} is unbroken and ends in {result.end}.")
+    return 0
+
+
+def how_often(result: Audit) -> str:
+    """Say how often the steps used each sample."""
+    if result.skipped:
+        return ""
+    if result.mixture:
+        return ", as many of each data set as its weight says, and each of its rows equally often, give or take one"
+    return ", each exactly once per epoch"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftune import __version__
 from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
-from hftune.replay.history import Change, History
-from hftune.tracking.console import note, seconds_in_words
 
+if TYPE_CHECKING:
+    from hftune.replay.history import Change, History
+
+WORST = 10
+"""Samples that are shown of a single step."""
 FAR_S = 30.0
 """Seconds to the first step that is asked for, from which on a user is told why it takes so long."""
 
@@ -36,6 +39,12 @@ class Job:
     """A new folder."""
     save_every: int | None = None
     as_json: bool = False
+    worst: int = 0
+    """Samples to show, those with the greatest loss."""
+    why: bool = False
+    """Whether to find out if batch or update is to blame."""
+    asked_to_look: bool = False
+    """Whether --worst or --why was given."""
 
     @property
     def steps(self) -> str:
@@ -45,6 +54,11 @@ class Job:
     @property
     def begin(self) -> int:
         """The first step that must be right for what is asked for."""
+        if self.why:
+            from hftune.replay.verdict import EARLIER, losses_of, suspect_of
+
+            suspect = suspect_of(losses_of(self.history.ledger.steps), self.first, self.last)
+            return max(1, min(self.first, suspect - EARLIER))
         return min(self.first, self.change.from_step) if self.change else self.first
 
 
@@ -62,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keys of the recipe that are other ones from the first of these steps on, such as train.lr=1e-5",
     )
     parser.add_argument(
-        "--without", metavar="ROWS", help="rows of the training data that count for nothing from then on, such as 1001,3570"
+        "--without",
+        metavar="SAMPLES",
+        help="training samples, by their numbers in samples.jsonl, that count for nothing from then on, such as 1001,3570",
     )
     parser.add_argument("--skip", metavar="STEPS", help="steps that are left out, such as 137 or 137,140:142")
     parser.add_argument(
@@ -79,6 +95,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[SPLIT=]PATH",
         help="where the data are now, if they have moved: a folder, or train=FILE",
     )
+    parser.add_argument(
+        "--worst",
+        type=int,
+        metavar="K",
+        help=f"show the K samples with the greatest loss; 0: look at none (default: {WORST} of a single step as it was)",
+    )
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="say whether the batch makes the loss, or an update before it: the batch at the weights of earlier steps",
+    )
     parser.add_argument("--output", type=Path, help="new folder for what is found (default: beside the run, RUN_replay/...)")
     parser.add_argument(
         "--save-every", type=int, metavar="STEPS", help="write a checkpoint after so many steps, from which later replays start"
@@ -89,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay. Exit code 1 if the steps are not those of the ledger, by more than rounding. Under a launcher all processes call it."""
+    """Replay. Exit code 1 if the steps are not those of the ledger. Under a launcher every process calls it."""
     from hftune.run import fail, outlive_readers
 
     outlive_readers()
@@ -114,6 +141,8 @@ def job_of(options: argparse.Namespace) -> Job:
     Raises:
         ConfigError: naming what is wrong.
     """
+    from hftune.replay.history import Change, History
+
     check_at_least_1(options, "processes", "save_every")
     history = History.open(options.folder, trust_code=options.trust_code, data=options.data)
     first, last = (options.step, options.step) if options.step is not None else range_of("--steps", options.steps)
@@ -128,6 +157,7 @@ def job_of(options: argparse.Namespace) -> Job:
         first if options.from_step is None else options.from_step,
     )
     check_change(history, change, first, last, options.from_step is not None)
+    check_look(options, change)
     history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
     return Job(
         history,
@@ -137,6 +167,9 @@ def job_of(options: argparse.Namespace) -> Job:
         options.output or new_folder(history.aside, first, last),
         options.save_every,
         options.json,
+        (WORST if first == last and not change else 0) if options.worst is None else options.worst,
+        options.why,
+        bool(options.worst) or options.why,
     )
 
 
@@ -154,6 +187,15 @@ def check_change(history: History, change: Change, first: int, last: int, names_
         raise ConfigError(f"--without {beyond[0]}: the training data have rows 0 to {num_rows - 1:,}.")
     if outside := sorted(step for step in change.skip if not change.from_step <= step <= last):
         raise ConfigError(f"--skip {outside[0]}: the steps that are replayed and changed are {change.from_step:,} to {last:,}.")
+
+
+def check_look(options: argparse.Namespace, change: Change) -> None:
+    """Refuse to look into steps that are changed, or raise ConfigError."""
+    if options.worst is not None and options.worst < 0:
+        raise ConfigError(f"--worst {options.worst}: give a number of samples.")
+    if change and (options.worst or options.why):
+        name = "--worst" if options.worst else "--why"
+        raise ConfigError(f"{name} looks into steps as they were. Leave it out beside --set, --without and --skip.")
 
 
 def numbers_of(option: str, text: str | None) -> Iterator[int]:
@@ -182,10 +224,12 @@ def announce(job: Job) -> None:
     """Say on the main process what is about to be computed, and for how long: importing the libraries takes seconds."""
     if not ProcessInfo.from_environment().is_main or job.as_json:
         return
+    from hftune.tracking.console import duration, note
+
     start = job.history.nearest(job.begin)
     seconds = job.history.seconds_per_step()
     count, origin = job.last - start, f"checkpoint {start:,}" if start else "the first weights"
-    about = "" if seconds is None else f", about {seconds_in_words(count * seconds)}"
+    about = "" if seconds is None or count * seconds < 1 else f", about {duration(count * seconds)}"
     print(
         f"hftune {__version__}: replaying {job.steps} of {job.history.folder} from {origin}: {count:,} "
         f"step{'s' * (count > 1)}{about}; loading libraries ...",
@@ -195,8 +239,9 @@ def announce(job: Job) -> None:
         before = f"is of step {start:,}" if start else "of an earlier step is gone"
         print(
             note(
-                f"The nearest checkpoint {before}, so {job.begin - start:,} steps have to be computed first. --save-every writes "
-                "some beside the run on the way, from which later replays start; checkpoint.keep_every lets a training keep more."
+                f"The nearest checkpoint {before}, so {job.begin - start:,} steps have to be computed first. --save-every "
+                "writes some beside the run on the way, from which later replays start. checkpoint.keep_every keeps "
+                "more of them while a run trains."
             ),
             flush=True,
         )
@@ -218,15 +263,10 @@ def words_of(options: argparse.Namespace) -> list[str]:
     words += [word for text in options.data for word in ("--data", text)]
     words += [word for text in options.set for word in ("--set", text)]
     words += option("from", options.from_step) + option("without", options.without) + option("skip", options.skip)
-    words += option("save-every", options.save_every)
+    words += option("save-every", options.save_every) + option("worst", options.worst) + ["--why"] * options.why
     return words + ["--json"] * options.json + ["--trust-code"] * options.trust_code
 
 
 def option(name: str, value: Any) -> list[str]:
     """Return an option as one types it; nothing if it has no value."""
     return [] if value is None else [f"--{name}={value}"]
-
-
-def listed(values: Sequence[Any]) -> str:
-    """Join words with commas."""
-    return ", ".join(map(str, values))

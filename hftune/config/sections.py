@@ -164,8 +164,8 @@ class TrainConfig(Section):
     """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
     items of all steps since the previous line, train/loss_step that of the last step alone."""
     skip: list[int] = field(default_factory=list)
-    """Steps to leave out, such as [137]; they count from 1. Their samples are not loaded, and weights, optimizer state and average
-    stay as they are; schedule, evaluations and checkpoints go on by number. May change on resume for steps to come."""
+    """Steps to leave out, such as [137], counted from 1. Their samples are not loaded, and weights, optimizer state and average
+    stay as they are; the schedule moves on. May be changed on resume for steps to come."""
     profile: list[int] | None = None
     """First and last step, such as [20, 23], of which each process writes a trace and a table of its most expensive operators
     into the folder profile of output_dir. Steps count from 1. null: none."""

@@ -21,12 +21,14 @@ from hftune.build import (
     build_model,
     check_micro_batches,
     check_names,
+    check_skip,
     largest_micro_batch_size,
     largest_micro_batch_tokens,
     load_datasets,
     may_be_packed,
     may_score_head,
     plan_batches,
+    skip_notices,
     total_steps,
     width_of,
     without_padding,
@@ -251,6 +253,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         batches = replace(batches, micro_batch_tokens=largest)
     num_steps = total_steps(recipe.train, batches)
     check_schedule(recipe.train, num_steps, batches.num_steps)
+    check_skip(recipe.train, num_steps)
     found = survey(batches, num_steps, dp_size)
     plan = Plan(
         recipe.recipe,
@@ -264,6 +267,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         falls_on(recipe.eval, num_steps, batches.num_steps),
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
+    plan.notices += skip_notices(recipe.train, 0, num_steps)
     if auto is not None:
         plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:

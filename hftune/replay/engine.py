@@ -32,17 +32,18 @@ from hftune.build import (
 )
 from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer
 from hftune.checkpoints.train_state import Provenance, TrainState
-from hftune.config import Recipe
+from hftune.config import CheckpointConfig, Recipe
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
+from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
 from hftune.strategies.base import StepBatch, StepReport, Strategy
-from hftune.strategies.sharding import SavedState
+from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
 
 TOLERANCE = 1e-6
@@ -95,7 +96,7 @@ class Difference:
 def difference(replayed: ReplayedStep, line: Mapping[str, Any]) -> Difference:
     """Compare a step with its line in the ledger."""
     loss, norm = (relative(getattr(replayed, name), line.get(name)) for name in ("loss", "grad_norm"))
-    return Difference(loss, norm, replayed.digest == line["digest"])
+    return Difference(loss, norm, replayed.digest == line.get("digest"))
 
 
 def relative(now: float, then: float | None) -> float | None:
@@ -137,6 +138,11 @@ class Replayer:
 
     strategy: Strategy
     parts: Parts
+    _task: Task
+    _datasets: Mapping[str, Any]
+    _data_of: dict[str, Any]
+    digests: dict[str, str]
+    """Of the data here, such as {"train data": "all:..."}."""
     step: int
     """The last step that was computed; at first, that of the checkpoint. While one is looked at, that one."""
 
@@ -157,6 +163,11 @@ class Replayer:
     @property
     def task(self) -> Task:
         return self._task
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The line of the ledger that training wrote when it last started before the present step."""
+        return self._terms.start
 
     @property
     def plan(self) -> BatchPlan:
@@ -222,6 +233,8 @@ class Replayer:
             if self._skips(self.step + 1):
                 self.step += 1
                 continue
+            if isinstance(self.strategy, LeavingOut):  # before the samples are loaded, and their items counted
+                self.strategy.left_out = self.change.without if self.step + 1 >= self.change.from_step else frozenset()
             steps, workers, count = self.plan.epoch(epoch), self.recipe.train.num_workers, self._at_once(last)
             with closing(self.strategy.batches(self._augmented, steps, place, workers, epoch)) as batches:
                 for batch in islice(batches, count):
@@ -249,9 +262,9 @@ class Replayer:
         tensors, values = saved
         epoch, place = divmod(self.step, self.plan.num_steps)
         state = asdict(TrainState(self.step, epoch, place))
-        provenance = asdict(Provenance(self._digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
+        provenance = asdict(Provenance(self.digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
         progress = {"state": state, "values": values, **provenance, "replayed": self.history.line_digest(self.step)}
-        writer = Checkpointer(folder, keep=sys.maxsize)
+        writer = Checkpointer(folder, CheckpointConfig(keep=sys.maxsize))
         writer.write(self.step, tensors, progress, self.recipe.to_yaml(), None, [])
         writer.wait()
         if writer.failure is not None:
@@ -275,19 +288,16 @@ class Replayer:
             )
 
     def _compare_data(self) -> None:
-        """Make sure that all processes have the same code and data; note how the data differ from the run's. Collective."""
-        self._digests = self._session.compare(self._group, self._datasets, self._task.commits())
-        then = self.history.ledger.start_of(self._first).get("data", {}).get("train", {}).get("digest")
-        if then not in (None, self._digests["train data"]) and not self._changes_data:
-            self.notices.append("The training data differ from those that the run was trained on.")
+        """Make sure that all processes have the same code, recipe and data. Collective."""
+        self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
 
     @property
     def _changes_data(self) -> bool:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        step = min(step, self.history.last)  # after the last one, nothing changes
-        start, is_changed = self.history.ledger.start_of(step), bool(self.change.overrides_at(step))
+        start = self.history.ledger.start_of(min(step, self.history.last))  # of the last step, too, a checkpoint can be loaded
+        is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:
             recipe = self.history.recipe_at(step, *self.change.overrides_at(step))
@@ -335,6 +345,8 @@ class Replayer:
         if self.change.without:
             self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self._session.progress)
         self.parts = parts
+        if not step:
+            self._compare_weights(terms.start)
         prepare(recipe, strategy, parts)
         if step:
             self._load(saved, step)
@@ -349,6 +361,14 @@ class Replayer:
         except ValueError as error:
             raise ConfigError(f"The checkpoint of step {step:,} belongs to a different model: {error}.") from error
         self.step = step
+
+    def _compare_weights(self, start: Mapping[str, Any]) -> None:
+        """Note that a run began with other weights: other libraries may draw them differently, or a model has changed."""
+        then = start.get("weights")
+        if then is None or self._changes_data or not self.strategy.is_main:
+            return
+        if weights_digest(model_tensors(self.parts.model)) != then:
+            self.notices.append("The first weights differ from those that the run began with.")
 
     def _use_threads(self, start: Mapping[str, Any]) -> None:
         """Compute with as many threads as the run, whose number changes the last bits, if it had as many processes."""
@@ -373,15 +393,15 @@ class Replayer:
         """Return how many steps from here on come from one pass over the data, under the same terms."""
         rest = self.plan.num_steps - self.step % self.plan.num_steps
         following = range(self.step + 2, min(last, self.step + rest) + 1)
-        return 1 + sum(
-            1 for _ in takewhile(lambda step: not self._skips(step) and self._terms_of(step) == self._terms, following)
-        )
+        return 1 + sum(1 for _ in takewhile(self._continues, following))
+
+    def _continues(self, step: int) -> bool:
+        """Say whether a step can be computed right after the one before it, from the same pass."""
+        return step != self.change.from_step and self._terms_of(step) == self._terms and not self._skips(step)
 
     def _compute(self, batch: StepBatch, look: Look | None) -> ReplayedStep:
         began, strategy, config, index = time.monotonic(), self.strategy, self.recipe.train, self.step
         strategy.progress.stage(f"step {index + 1}")
-        if isinstance(strategy, LeavingOut):
-            strategy.left_out = self.change.without if index + 1 >= self.change.from_step else frozenset()
         lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps)
         strategy.forward_backward(batch, self.recipe.seed, index)
         report = strategy.report(strategy.clip_grad_norm(config.clip_norm))

@@ -124,23 +124,25 @@ class History:
         Raises:
             ConfigError: the recipe cannot be read here; a file of the data is not where it was.
         """
-        start = self.ledger.start_of(step)
+        start = self.ledger.start_of(min(step, self.last))
         nested = as_replayed(self._recipe_before(step, start), start, overrides)
         nested["output_dir"] = str(self.aside)
         trust = self.trust_code if trust_code is None else trust_code
         with tempfile.TemporaryDirectory(prefix="hftune-replay-") as folder:
             path = Path(folder) / f"{self.folder.name}.yaml"
             path.write_text(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+            try:
+                recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+            except ConfigError as error:
+                raise ConfigError([text.replace(str(path), str(self.folder)) for text in error.problems]) from error
         try:
             recipe.validate()
         except ConfigError as error:
-            text = str(error)
-            if "there is no such f" not in text:
+            if "there is no such f" not in str(error):
                 raise
             raise ConfigError(
-                f"{text} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for one "
-                "file, such as --data train=reviews.csv."
+                f"{error} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for "
+                "one file, such as --data train=reviews.csv."
             ) from error
         return recipe
 
@@ -184,14 +186,8 @@ class History:
                 return progress.get("replayed") == self.line_digest(step)
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        noted = [self.ledger.checkpoints.get(step, {}).get("model")]
-        noted += [
-            start["checkpoint"].get("model")
-            for start in self.ledger.starts
-            if start.get("after_step") == step and start.get("checkpoint")
-        ]
-        noted = [model_then for model_then in noted if model_then is not None]
-        return step <= self.last and (not noted or model in noted)
+        noted = self.ledger.checkpoints.get(step, {}).get("model", model)
+        return step <= self.last and model == noted
 
     def nearest(self, step: int) -> int:
         """Return the step of the checkpoint from which to replay this step; 0: from the start. It is not verified."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
-from hftune.replay.samples import _row, sample_losses
+from hftune.replay.samples import cut_row, sample_losses
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import BatchLossTask, Task
@@ -35,7 +35,7 @@ class LeavingOut(DataParallel):
         for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
             target, samples = self.task.target(loaded), micro_batch.samples.tolist()
             kept = (place for place, sample in enumerate(samples) if sample not in self.left_out)
-            num_items += weight * sum(float(self.task.num_items(_row(target, place, len(samples)))) for place in kept)
+            num_items += weight * sum(float(self.task.num_items(cut_row(target, place, len(samples)))) for place in kept)
         return [num_items, *rest]
 
     def _loss_of(self, batch: StepBatch, seed: int, step: int) -> Callable[[int, Any, Any], Tensor]:

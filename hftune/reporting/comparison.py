@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hftune.reporting.compared import Comparison, compare
 from hftune.reporting.confusion import confusion
 from hftune.reporting.curves import is_number, title_of
-from hftune.reporting.elements import Figure, Html, cut, duration, element, plain, table
-from hftune.reporting.layout import Section, code, layout, section
+from hftune.reporting.differences import Cause
+from hftune.reporting.elements import Figure, Html, cut, duration, element, escape, number, plain, table
+from hftune.reporting.intervals import FEWEST_SEEDS, Interval
+from hftune.reporting.layout import Section, code, layout, section, titled
 from hftune.reporting.run_record import RunRecord, flat
 from hftune.reporting.sections import curves_section, lower_first, notices, state
+from hftune.reporting.sentences import (
+    evaluation_sentence,
+    kinds_sentences,
+    mean_and_deviation,
+    measure_reading,
+    method_reading,
+    parting_sentences,
+    plus_minus,
+    training_sentence,
+)
 
 
 def several_runs(runs: Sequence[RunRecord]) -> Html:
@@ -27,8 +40,12 @@ def several_runs(runs: Sequence[RunRecord]) -> Html:
         )
         for index, run in enumerate(runs)
     ]
+    compared = compare(runs)
     sections = [
         comparison_section(runs),
+        partings_section(compared),
+        chance_section(compared),
+        seeds_section(compared),
         curves_section(runs),
         differences_section(
             "Differences of the recipes", runs, [recipe_keys(run) for run in runs], "The recipes are the same."
@@ -68,6 +85,98 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
         row.append(run.facts.get("processes") or run.result.get("world_size"))
         rows.append(row)
     return section("Results", table(head, rows, class_="rows all"))
+
+
+def partings_section(compared: Comparison) -> Section | None:
+    """Return where the runs part from the first, and why."""
+    if len(compared.pairs) > 1:
+        head = ["run", "parts in step", "verdict", "kind", "difference"]
+        rows = [
+            [pair.b, pair.parting.step, *(verdict(cause) if cause else [None, None, None])]
+            for pair in compared.pairs
+            for cause in [cause for cause in pair.parting.causes if cause.is_likely] or [None]
+        ]
+        note = f"Each run beside {compared.pairs[0].a}, with the likely causes. hftune compare shows two runs in full."
+        return section("Where the runs part", table(head, rows, class_="rows"), remarks(compared), note=note)
+    (pair,) = compared.pairs
+    causes = [verdict(cause) for cause in pair.parting.causes]
+    return section(
+        "Where the runs part",
+        element("p", parting_sentences(pair.parting)),
+        table(["verdict", "kind", "difference"], causes, class_="rows") if causes else None,
+        *(element("p", sentence, class_="note") for sentence in kinds_sentences(pair.parting)),
+        remarks(compared),
+        note=f"A is {pair.a}, B is {pair.b}.",
+    )
+
+
+def verdict(cause: Cause) -> list[Any]:
+    """Return the cells of a cause."""
+    mark = element("span", cause.verdict, class_="mark" if cause.is_likely else None)
+    reason = [" ", element("span", f"({cause.reason})", class_="none")] if cause.reason else []
+    return [mark, cause.kind, element("span", element("code", cause.text), *reason)]
+
+
+def remarks(compared: Comparison) -> Html | None:
+    """Return what runs changed on their way, and what is not known of them."""
+    lines = [
+        f"{run.name}, from step {step:,} on, after a resume: {'; '.join(changes)}"
+        for run in compared.runs
+        for step, changes in run.changes
+    ]
+    for run in compared.runs:
+        lines += [
+            *run.missing,
+            *(f"The ledger of {run.name} is not what was written. {problem}" for problem in run.problems[:1]),
+        ]
+    return element("ul", *(element("li", line, dir="auto") for line in lines)) if lines else None
+
+
+def chance_section(compared: Comparison) -> Section | None:
+    """Return what the losses and metrics of two runs differ by, and whether that may be chance."""
+    if len(compared.pairs) > 1:
+        return None
+    (pair,) = compared.pairs
+    rows = [
+        [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), measure_reading(one)]
+        for one in pair.evaluation.measures
+    ]
+    loss = [element("p", training_sentence(pair.training))] if pair.training and pair.training.mean else []
+    rows_of = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows") if rows else None
+    if not loss and rows_of is None:
+        return None
+    return section("More than chance?", *loss, element("p", evaluation_sentence(pair.evaluation)), rows_of)
+
+
+def seeds_section(compared: Comparison) -> Section | None:
+    """Return the means over the seeds of each method, and what they differ by."""
+    if not compared.methods:
+        return None
+    names = list(dict.fromkeys(name for method in compared.methods for name in method.metrics))
+    rows = [
+        [code(method.name), len(method.runs), *(mean_figure(method.metrics.get(name)) for name in names)]
+        for method in compared.methods
+    ]
+    differences = [
+        [code(one.method), title_of(f"eval/{one.metric}"), interval_figure(one.interval), method_reading(one)]
+        for one in compared.method_differences
+        if one.interval is not None
+    ]
+    head = ["recipe", "difference of", "mean, 95 % interval", ""]
+    return section(
+        "Over the seeds",
+        table(["recipe", "seeds", *(title_of(f"eval/{name}") for name in names)], rows, class_="rows"),
+        titled(f"Less {compared.methods[0].name}", table(head, differences, class_="rows")) if differences else None,
+        note=f"Mean, and deviation in brackets. An interval takes {FEWEST_SEEDS} seeds of each.",
+    )
+
+
+def interval_figure(interval: Interval | None) -> Figure | None:
+    return None if interval is None else Figure(escape(plus_minus(interval).replace("+-", "\N{PLUS-MINUS SIGN}")))
+
+
+def mean_figure(values: Sequence[float] | None) -> Figure | None:
+    return None if not values else Figure(escape(mean_and_deviation(values, number)))
 
 
 def recipe_keys(run: RunRecord) -> dict[str, Any]:

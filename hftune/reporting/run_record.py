@@ -138,7 +138,7 @@ def read_predictions(path: Path) -> Predictions:
     """Find the first rows and those with the largest errors in predictions.jsonl, without holding the others in memory."""
     found = Predictions()
     worst: list[tuple[float, int, dict[str, Any]]] = []
-    for index, row in enumerate(_rows(path)):
+    for index, row in enumerate(rows_of_file(path)):
         if index == MAX_ROWS:
             found.is_whole = False
             break
@@ -176,7 +176,8 @@ def find_images(folder: Path) -> list[Images]:
     return [found[step] for step in sorted(found)]
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def rows_of_file(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of predictions.jsonl; none if there is no file."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -175,6 +175,19 @@ class DataParallel(Strategy):
             labels.append(task.batch_labels(target))
         return embeddings, labels
 
+    def compute_again(self, batch: StepBatch, index: int, seed: int, step: int) -> tuple[Any, dict[str, Any]]:
+        """Return what the model makes of one of this process's micro-batches, and the micro-batch on the device.
+
+        The dropout is that of ``backward``. With gradients, the outputs are those of a model that knows no targets: a loss
+        computed together with the head is one number for all samples. Buffers change as in training. Not collective.
+        """
+        self.progress.samples(batch.mine[index].samples)
+        self._seeds.begin(seed, step, batch.mine[index].index)
+        inputs = send_to_device(batch.batches[index], self.device, non_blocking=True)
+        with self.explained_memory_errors(inputs, step):
+            scores_head = self.scores_head and not torch.is_grad_enabled()
+            return compute(self.sharding.model, **inputs_of(self.task, inputs, scores_head)), inputs  # past DDP
+
     def _check_gradients(self) -> None:
         """After the first backward pass, refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""
         if self._checked_gradients:

@@ -67,17 +67,28 @@ def cache(
         embeddings: of each micro-batch of this process, (B, ...), without a graph.
         labels: of each of them, as ``task.batch_labels`` returns them, (B, ...).
     """
+    losses_B, gradient = step_losses(task, batch, embeddings, labels, sum_up)
+    rows = [rows_of(batch, index) for index in range(len(batch.mine))]
+    return CachedLosses(
+        [losses_B.new_zeros(()) if span is None else losses_B[span].sum() for span in rows],
+        [torch.zeros_like(own) if span is None else gradient[span] for span, own in zip(rows, embeddings, strict=True)],
+    )
+
+
+def step_losses(
+    task: BatchLossTask, batch: StepBatch, embeddings: Sequence[Tensor], labels: Sequence[Tensor], sum_up: SumUp
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each sample of a step, (B,), and the gradient of their sum with respect to all embeddings, (B, ...).
+
+    In the plan's order, on each process. Arguments as for ``cache``. Collective.
+    """
     rows = [rows_of(batch, index) for index in range(len(batch.mine))]
     everything = _exchanged(batch, rows, embeddings, sum_up).requires_grad_()
     all_labels = _exchanged(batch, rows, labels, sum_up)
     with torch.enable_grad():
         losses_B = task.batch_losses(everything, all_labels)
-    (gradient,) = torch.autograd.grad(losses_B.sum(), everything)
-    losses_B = losses_B.detach()
-    return CachedLosses(
-        [losses_B.new_zeros(()) if span is None else losses_B[span].sum() for span in rows],
-        [torch.zeros_like(own) if span is None else gradient[span] for span, own in zip(rows, embeddings, strict=True)],
-    )
+        (gradient,) = torch.autograd.grad(losses_B.sum(), everything)
+    return losses_B.detach(), gradient
 
 
 def rows_of(batch: StepBatch, index: int) -> slice | None:

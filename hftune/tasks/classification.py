@@ -38,12 +38,16 @@ def answers(logits_NK: Tensor, names: Sequence[str], probabilities: bool) -> lis
 
 
 def evaluation_rows(logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
-    """Return rows of label and prediction (class numbers) and the probabilities of both, rounded to 6 digits."""
+    """Return rows of label and prediction (class numbers), the probabilities of both and the loss, rounded to 6 digits."""
     probability_N = logits_NK.float().softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
-    columns = zip(labels_N.tolist(), most_probable(logits_NK), probability_N.tolist(), strict=True)
+    loss_N = -logits_NK.float().log_softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
+    columns = zip(labels_N.tolist(), most_probable(logits_NK), probability_N.tolist(), loss_N.tolist(), strict=True)
     return [
-        {"label": label, "prediction": prediction, "probability": probability, "label_probability": round(of_label, 6)}
-        for label, (prediction, probability), of_label in columns
+        {
+            **{"label": label, "prediction": prediction, "probability": probability},
+            **{"label_probability": round(of_label, 6), "loss": round(loss, 6)},
+        }
+        for label, (prediction, probability), of_label, loss in columns
     ]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.checkpoints.atomic_files import explain_write_errors
 from hftune.errors import ConfigError
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.jsonl import finite
 
 NAME = "ledger.jsonl"
 FORMAT = 2
@@ -32,6 +32,10 @@ KEYS = {
     "checkpoint": set(),
 }
 """The kinds of lines, by the key that tells them apart: what else each has."""
+
+
+Line = dict[str, Any]
+"""The values of a line."""
 
 
 class Ledger:
@@ -85,9 +89,19 @@ class Ledger:
         Raises:
             TrainingError: the file cannot be written.
         """
-        where = {"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch}
-        results = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "items": items}
-        self._append({**where, "num_samples": num_samples, "digest": digest, **results})
+        self._append(
+            {
+                "step": step,
+                "epoch": epoch,
+                "step_in_epoch": step_in_epoch,
+                "num_samples": num_samples,
+                "digest": digest,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "items": items,
+            }
+        )
 
     def note_skipped(self, step: int, epoch: int, step_in_epoch: int) -> None:
         """Record a step that was left out: its samples were not used, and nothing was updated. Raises as ``note``."""
@@ -101,16 +115,18 @@ class Ledger:
         """
         self._append({"checkpoint": step, **hashes})
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self._lock, explain_write_errors(self.path):
-            data = strict_json({**line, "prev": self._end}, default=str).encode()
-            rest = memoryview(data + b"\n")
+    def _append(self, line: Line) -> None:
+        with self._lock:
+            line["prev"] = self._end
+            data = _format(line)
+            rest = data + b"\n"
             try:
                 while rest:  # a disk that fills up takes a part
                     rest = rest[self._file.write(rest) :]
             except OSError:
-                self._file.truncate(self._size)
-                raise
+                with explain_write_errors(self.path):
+                    self._file.truncate(self._size)
+                    raise
             self._size += len(data) + 1
             self._end = _hash(data)
 
@@ -133,32 +149,34 @@ class LedgerRecord:
 
     version: int
     """Of the last start: 1 has no results, recipe or chain. Each start has its own, as ``format``."""
-    lines: list[dict[str, Any]]
+    lines: list[Line]
     """All that can be read, in order, superseded ones included."""
-    starts: list[dict[str, Any]]
+    starts: list[Line]
     """Where training started and resumed, in order."""
-    taken: list[dict[str, Any]]
+    taken: list[Line]
     """The lines of steps that count, in the order of the file: ascending, unless somebody has changed it."""
-    steps: dict[int, dict[str, Any]]
+    steps: dict[int, Line]
     """The same by step; those that were left out have ``skipped``."""
-    checkpoints: dict[int, dict[str, Any]]
+    checkpoints: dict[int, Line]
     """By step: the hashes of the checkpoints that belong to the steps that count."""
     end: str
     """SHA-256 of the last line, which stands for all lines."""
-    _starts_of: dict[int, dict[str, Any]]
-    _problems: list[str]
+    starts_of: dict[int, Line]
+    """See ``start_of``."""
+    found: list[str]
+    """See ``problems``."""
 
-    def start_of(self, step: int) -> dict[str, Any]:
+    def start_of(self, step: int) -> Line:
         """Return the line of the start under which this step was computed as it counts.
 
         Raises:
             KeyError: there is no such step.
         """
-        return self._starts_of[step]
+        return self.starts_of[step]
 
     def problems(self) -> list[str]:
         """Return what shows that lines were changed, removed or added, as sentences. Empty if the chain is whole."""
-        return self._problems
+        return self.found
 
 
 def read_ledger(folder: str | Path) -> LedgerRecord:
@@ -178,7 +196,7 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
         raise ConfigError(f"{path} does not say how a training started: no run has written it.")
     if (newest := max(start.setdefault("format", 1) for start in starts)) > FORMAT:
         raise ConfigError(f"{path} has format {newest}, and this hftune reads formats up to {FORMAT}: a newer one wrote it.")
-    taken, checkpoints = _counting(lines)
+    taken, checkpoints, exchanged = _counting(lines)
     return LedgerRecord(
         version=starts[-1]["format"],
         lines=lines,
@@ -187,8 +205,8 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
         steps={line["step"]: line for line, _ in taken},
         checkpoints=checkpoints,
         end=_hash(texts[-1]),
-        _starts_of={line["step"]: start for line, start in taken},
-        _problems=[*_breaks(texts, parsed)],
+        starts_of={line["step"]: start for line, start in taken},
+        found=[*_breaks(texts, parsed), *exchanged],
     )
 
 
@@ -200,7 +218,7 @@ def whole_lines(path: Path) -> list[bytes]:
     return texts
 
 
-def _parse(text: bytes) -> dict[str, Any] | None:
+def _parse(text: bytes) -> Line | None:
     """Return the values of a line; None if it is none of a ledger."""
     try:
         line = json.loads(text)
@@ -210,27 +228,40 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     return line if kind is not None and isinstance(line[kind], int) and line.keys() >= KEYS[kind] else None
 
 
+ENCODER = json.JSONEncoder(allow_nan=False, default=str)
+
+
+def _format(line: Line) -> bytes:
+    try:
+        return ENCODER.encode(line).encode()
+    except ValueError:  # a gradient that overflowed under fp16; to look for one in each line takes longer than all the rest
+        return ENCODER.encode(finite(line)).encode()
+
+
 def _hash(text: bytes) -> str:
     return sha256(text).hexdigest()
 
 
-def _counting(lines: Sequence[dict[str, Any]]) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], dict[int, dict[str, Any]]]:
-    """Return the lines of steps that count, each with its start, and the checkpoints that belong to them, by step."""
-    start: dict[str, Any] = {}
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    checkpoints: dict[int, dict[str, Any]] = {}
+def _counting(lines: Sequence[Line]) -> tuple[list[tuple[Line, Line]], dict[int, Line], list[str]]:
+    """Return the lines of steps that count, each with its start; the checkpoints that belong to them, by step; and problems."""
+    start: Line = {}
+    taken: list[tuple[Line, Line]] = []
+    checkpoints: dict[int, Line] = {}
+    problems = []
     for line in lines:
         if "after_step" in line:
             start, after = line, line["after_step"]
             taken = [pair for pair in taken if pair[0]["step"] <= after]
             checkpoints = {step: hashes for step, hashes in checkpoints.items() if step <= after}
-            if "checkpoint" in start:  # its own line may be missing, because of a kill
-                checkpoints[after] = start["checkpoint"]
+            if hashes := start.get("checkpoint"):
+                written = checkpoints.setdefault(after, hashes)  # its own line is missing if a kill came before it
+                if any(written[group] != hashes[group] for group in hashes.keys() & written.keys() - {"step"}):
+                    problems.append(f"Training resumed after step {after} from another checkpoint than was written there.")
         elif "step" in line:
             taken.append((line, start))
         else:
             checkpoints[line["checkpoint"]] = line
-    return taken, checkpoints
+    return taken, checkpoints, problems
 
 
 def _breaks(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
@@ -258,8 +289,6 @@ def _breaks(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -
 class Audit:
     """The result of an audit."""
 
-    version: int = FORMAT
-    """See ``LedgerRecord``."""
     steps: int = 0
     whole_epochs: int = 0
     """Epochs in which every sample was used exactly once; of a mixture, in which as many samples of each data set were used as
@@ -270,7 +299,10 @@ class Audit:
     """Steps that were left out; their epochs are not whole."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
-    num_lines: int = 0
+    repeated: int = 0
+    """Steps that were taken once more after a resume; neither they nor their samples are counted."""
+    chained: int = 0
+    """Lines of version 2, each of which holds the hash of the line before."""
     end: str = NOTHING
     """SHA-256 of the last line, which stands for all of them."""
     mixture: list[dict[str, Any]] = field(default_factory=list)
@@ -290,8 +322,9 @@ def audit(folder: str | Path) -> Audit:
         ConfigError: there is no ledger, or it cannot be read.
     """
     record = read_ledger(folder)
-    found = Audit(record.version, starts=record.starts, num_lines=len(record.lines), end=record.end)
-    found.problems += record.problems()
+    found = Audit(starts=record.starts, end=record.end, problems=[*record.problems()])
+    found.repeated = sum("epoch" in line for line in record.lines) - len(record.taken)
+    found.chained = sum("prev" in line for line in record.lines)
     plans = {json.dumps(start["plan"], sort_keys=True) for start in found.starts}
     if len(plans) != 1:
         found.problems.append(f"{len(plans)} different plans were followed; one run has one.")
@@ -325,9 +358,7 @@ def audit(folder: str | Path) -> Audit:
             found.problems.append(f"Step {number} was computed from other samples than its plan says.")
         found.samples += line.get("num_samples", 0)
     broken = {(number - 1) // plan.num_steps for number in found.skipped}
-    found.whole_epochs = found.steps // plan.num_steps - sum(
-        1 for epoch in broken if (epoch + 1) * plan.num_steps <= found.steps
-    )
+    found.whole_epochs = len(set(range(found.steps // plan.num_steps)) - broken)
     return found
 
 

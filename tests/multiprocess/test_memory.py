@@ -3,6 +3,7 @@
 import pytest
 
 from hftune import ConfigError, Recipe, TrainingError, train
+from hftune.tracking.ledger import read_ledger
 from tests.support.runs import Run, train_on
 
 TASK = "task.type=tests.support.tasks.TooLarge"
@@ -58,8 +59,8 @@ def test_auto_finds_what_fits_and_changes_no_step(source, tmp_path, capsys):
 def test_auto_is_agreed_by_all_processes(source, tmp_path):
     """Process 1 has memory for 3 rows, process 0 for 5."""
     found = train_on(2, {"auto": (*JOB[1:], "train.micro_batch_size=auto")}, tmp_path, recipe=source)["auto"]
-    ledger = (found.folder / "ledger.jsonl").read_text().splitlines()
-    assert '"world_size": 2, "micro_batch_size": 2' in ledger[0] and len(ledger) == 4
+    ledger = read_ledger(found.folder)
+    assert (ledger.starts[0]["world_size"], ledger.starts[0]["micro_batch_size"], len(ledger.steps)) == (2, 2, 3)
 
 
 def test_auto_searches_again_where_it_did_not_search_before_or_memory_has_changed(source, tmp_path, capsys):

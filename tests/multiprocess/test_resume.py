@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hftune.checkpoints.checkpointer import newest, open_checkpoint
 from hftune.checkpoints.resume import note_begun
 from hftune.optim import lr_at
 from hftune.run import main as run_main
-from hftune.tracking.ledger import audit
+from hftune.tracking.ledger import NOTHING, audit, read_ledger
 from tests.support.runs import NO_DROPOUT, SMALL, Command, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -94,6 +95,14 @@ def test_resumed_on_as_many_processes_it_ends_bit_equal_with_dropout(tmp_path, u
         assert run.result["best"] == expected.result["best"] and run.result["metrics"] == expected.result["metrics"]
         found = audit(run.folder)
         assert (found.problems, found.steps, found.whole_epochs, len(found.starts)) == ([], STEPS, 2, 2)
+        assert recorded(run) == recorded(expected)
+
+
+def recorded(run):
+    """What the ledger says of each step that counts, and the hashes of the last checkpoint."""
+    ledger = read_ledger(run.folder)
+    chained = [*ledger.steps.values(), ledger.checkpoints[STEPS]]
+    return [{key: value for key, value in line.items() if key != "prev"} for line in chained]
 
 
 TOUR = (1, 2, 4, 1, 4, 2, 1)
@@ -512,7 +521,7 @@ def started(folder, *overrides, step=4):
     process = Command(1, *words)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_text().count("digest") >= step:
+        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_text().count("step_in_epoch") >= step:
             return process
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
@@ -662,13 +671,14 @@ def test_dashboard_goes_on_with_the_same_run(tmp_path, monkeypatch):
 
 def test_audit_command_says_what_it_proves(unbroken, tmp_path, capsys):
     folder = unbroken[2]["dropout"].folder
+    whole = (folder / "ledger.jsonl").read_text().splitlines()
     assert cli.main(["audit", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "  started on 2 processes",
         f"{folder}: 14 steps, 200 samples, 2 complete epochs.",
         "Every step used the samples of its plan, each exactly once per epoch.",
+        f"The chain of {len(whole)} lines is unbroken and ends in {sha256(whole[-1].encode()).hexdigest()}.",
     ]
-    whole = (folder / "ledger.jsonl").read_text().splitlines()
     (tmp_path / "ledger.jsonl").write_text("\n".join(whole[:5] + whole[6:]) + "\n")
     assert cli.main(["audit", str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "Not proven."
@@ -677,10 +687,16 @@ def test_audit_command_says_what_it_proves(unbroken, tmp_path, capsys):
 
 
 def test_audit_finds_what_was_left_out_used_twice_or_exchanged(unbroken, tmp_path):
-    whole = (unbroken[1]["dropout"].folder / "ledger.jsonl").read_text().splitlines()
+    """Even if every hash was made anew, so that the chain tells nothing."""
+    lines = (unbroken[1]["dropout"].folder / "ledger.jsonl").read_text().splitlines()
+    whole = [line for line in lines if '"step_in_epoch"' in line or '"after_step"' in line]
 
     def problems(changed):
-        (tmp_path / "ledger.jsonl").write_text("".join(line + "\n" for line in changed))
+        chained, end = [], NOTHING
+        for line in changed:
+            chained.append(json.dumps({**json.loads(line), "prev": end}))
+            end = sha256(chained[-1].encode()).hexdigest()
+        (tmp_path / "ledger.jsonl").write_text("".join(line + "\n" for line in chained))
         return audit(tmp_path).problems
 
     assert problems(whole) == []

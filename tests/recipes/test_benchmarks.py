@@ -113,6 +113,11 @@ def check_lctt_titles(cells):
     assert all(0 < score <= 100 for score in cells.column("ROUGE-1"))
 
 
+def check_ledger(cells):
+    assert [row[""] for row in cells.rows][2] == "500 steps (MB)" and all(figure > 0 for figure in cells.column("figure"))
+    assert cells.column("figure")[1] < 1000  # a line takes some 20 us, and no machine of ours needs a millisecond
+
+
 def check_loop_overhead(cells):
     assert [row["steps"] for row in cells.rows] == ["20", "18", "2", ""]
     assert all(number(row["bare ms"]) > 0 and number(row["hftune ms"]) > 0 for row in cells.rows[:3])

@@ -83,6 +83,7 @@ def test_output_folder_holds_what_the_contract_says(demo):
             "recipe.yaml",
             "metrics.jsonl",
             "ledger.jsonl",
+            "rows.bin",
             "result.json",
             "report.html",
             "run.json",

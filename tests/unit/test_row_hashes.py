@@ -159,3 +159,13 @@ def test_hashes_of_many_rows_are_kept_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("hftune.data.row_hashes.row_hashes", lambda dataset: None)
     assert (cached_hashes([[1], [2], [3]], "all:2") == expected).all()
     assert cached_hashes([[1], [2], [3]], "all:3") is None
+
+
+def test_a_data_set_of_ones_own_can_say_what_belongs_to_a_row():
+    class Named(Lazy):
+        def contents_by_row(self):
+            return {"name": self.files, "label": self.labels}
+
+    renamed = Named([0] * 5000)
+    renamed.files[4321] += ".png"
+    assert different(Named([0] * 5000), renamed) == [4321]

@@ -1,0 +1,31 @@
+"""``hftune compare``: say where runs part, why, and whether one is better than the other or it was luck."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hftune.commands.report import check_folders
+from hftune.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    outputs = "output folders of runs, such as outputs/a outputs/b; the others are compared with the first"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help=outputs)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the comparison."""
+    check_folders(options.folders)
+    if len(options.folders) < 2:
+        raise ConfigError(f"One run is nothing to compare. Name another: hftune compare {options.folders[0]} RUN.")
+    from hftune.commands.compare_text import describe
+    from hftune.reporting.compared import compare
+    from hftune.reporting.run_record import read_run, run_names
+    from hftune.tracking.jsonl import strict_json
+
+    runs = [read_run(folder, name) for folder, name in zip(options.folders, run_names(options.folders), strict=True)]
+    comparison = compare(runs)
+    print(strict_json(comparison.to_dict(), indent=2, ensure_ascii=False) if options.json else describe(comparison))
+    return 0

@@ -1,0 +1,250 @@
+"""The part of ``hftune replay`` that needs torch: computes the steps, compares them with the ledger, prints and writes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hftune.checkpoints.atomic_files import write_lines, write_text
+from hftune.commands.replay import Job
+from hftune.replay.circumstances import circumstances
+from hftune.replay.engine import Difference, ReplayedStep, Replayer, difference
+from hftune.replay.samples import holds_whole_model
+from hftune.replay.view import Findings, Inspection
+from hftune.tracking.console import duration, hide_progress_bars, hide_reports, note, printed_width, short
+from hftune.tracking.jsonl import strict_json
+
+
+@dataclass
+class Outcome:
+    """What a replay found; the same on every process."""
+
+    job: Job
+    start: int
+    """Step of the checkpoint that it began with; 0: the first weights."""
+    num_steps: int
+    """Of the run."""
+    num_processes: int
+    steps: list[ReplayedStep] = field(default_factory=list)
+    """All that were computed, those on the way included."""
+    notices: list[str] = field(default_factory=list)
+    differences: list[tuple[str, str]] = field(default_factory=list)
+    """What is not as it was: the kind, such as code, and what of it. On the main process."""
+    seconds: float = 0.0
+    findings: Findings | None = None
+    """Of the samples; on the main process."""
+
+    @property
+    def lines(self) -> Mapping[int, Mapping[str, Any]]:
+        return self.job.history.ledger.steps
+
+    def compared(self) -> list[tuple[ReplayedStep, Difference]]:
+        """Return the steps that should be as they were: those before a change."""
+        end = self.job.change.from_step if self.job.change else self.job.last + 1
+        return [(step, difference(step, self.lines[step.step])) for step in self.steps if step.step < end]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether what should be as it was is so, but for rounding."""
+        return all(found.is_equal for _, found in self.compared())
+
+    def shown(self) -> list[ReplayedStep]:
+        """Return the steps that were asked for."""
+        return [step for step in self.steps if step.step >= self.job.first]
+
+
+def replay(job: Job) -> bool:
+    """Replay, print what was found on the main process, and write it. Collective.
+
+    Returns:
+        Whether the steps that should be as they were are so.
+
+    Raises:
+        ConfigError, DataError, TrainingError: see ``Replayer``; a file cannot be written.
+    """
+    hide_progress_bars()
+    began = time.monotonic()
+    with Replayer(job.history, job.begin, job.change) as replayer:
+        if not replayer.strategy.is_main:
+            hide_reports()
+        outcome = Outcome(job, replayer.step, replayer.parts.num_steps, replayer.strategy.num_processes)
+        inspection = inspection_of(job, replayer)
+        for step in replayer.advance(job.last, None if inspection is None else inspection.look):
+            outcome.steps.append(step)
+            if is_to_be_saved(outcome, step.step):
+                replayer.save(folder_of_checkpoints(job))
+        outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
+        if replayer.strategy.is_main:
+            outcome.findings = None if inspection is None else inspection.findings(replayer)
+            outcome.differences = [(found.kind, found.text) for found in circumstances(replayer)]
+            write(outcome)
+            report(outcome)
+    return outcome.is_equal
+
+
+def inspection_of(job: Job, replayer: Replayer) -> Inspection | None:
+    """Return what looks at the samples while their gradient is there; None if nobody has asked for it, or it cannot be done."""
+    if not job.worst and not job.why:
+        return None
+    if not holds_whole_model(replayer.strategy) and not job.asked_to_look:
+        replayer.notices.append("The samples of a step can be shown where each process holds the whole model: on one process.")
+        return None
+    return Inspection(job.history, job.first, job.last, job.worst, job.why)
+
+
+def folder_of_checkpoints(job: Job) -> Path:
+    """Return where --save-every writes: those of a replay without change serve every later one."""
+    return (job.output if job.change else job.history.aside) / "checkpoints"
+
+
+def is_to_be_saved(outcome: Outcome, step: int) -> bool:
+    """Say whether --save-every asks for a checkpoint of this step. Later replays must be able to rely on it."""
+    job = outcome.job
+    if not job.save_every or step % job.save_every:
+        return False
+    return bool(job.change) or (outcome.is_equal and step not in job.history.checkpoint_steps())
+
+
+def write(outcome: Outcome) -> None:
+    """Write replay.json and steps.jsonl into the new folder. Main process only."""
+    folder = outcome.job.output
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "replay.json", strict_json(summary(outcome), indent=2) + "\n")
+    write_lines(folder / "steps.jsonl", (strict_json(row) + "\n" for row in rows_of(outcome)))
+    if outcome.findings is not None:
+        outcome.findings.write(folder)
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """Return what was found, as plain data."""
+    job, compared = outcome.job, [found for _, found in outcome.compared()]
+    differences = {
+        name: max((value for found in compared if (value := getattr(found, name)) is not None), default=None)
+        for name in ("loss", "grad_norm")
+    }
+    return {
+        "run": str(job.history.folder),
+        "first": job.first,
+        "last": job.last,
+        "from_checkpoint": outcome.start,
+        "processes": outcome.num_processes,
+        "change": {
+            "from": job.change.from_step,
+            "set": list(job.change.overrides),
+            "without": sorted(job.change.without),
+            "skip": sorted(job.change.skip),
+        }
+        if job.change
+        else None,
+        "equal": outcome.is_equal,
+        "bit_equal": all(found.is_bit_equal for found in compared),
+        "compared_steps": len(compared),
+        "largest_difference": differences,
+        "differences": [{"kind": kind, "text": text} for kind, text in outcome.differences],
+        "notices": outcome.notices,
+        "seconds": round(outcome.seconds, 3),
+        "folder": str(job.output),
+        **({} if outcome.findings is None else outcome.findings.why()),
+    }
+
+
+def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return a row for each step that was computed: what it gave here, and what the ledger says of it."""
+    return [
+        {
+            **{name: getattr(step, name) for name in ("step", "epoch", "step_in_epoch", *RESULTS, "items", "num_samples")},
+            "then": {name: outcome.lines[step.step].get(name) for name in RESULTS},
+            "samples": step.samples.tolist(),
+        }
+        for step in outcome.steps
+    ]
+
+
+RESULTS = ("loss", "grad_norm", "lr")
+NEXT = 10
+"""Steps after those that were asked for in which a change would show."""
+
+
+def report(outcome: Outcome) -> None:
+    """Print what was found, as sentences and a table, or as JSON. Main process only."""
+    job = outcome.job
+    if job.as_json:
+        samples = {} if outcome.findings is None else {"samples": outcome.findings.rows()}
+        print(strict_json({**summary(outcome), "steps": rows_of(outcome), **samples}), flush=True)
+        return
+    for text in outcome.notices:
+        print(note(text))
+    count, shown = len(outcome.steps), outcome.shown()
+    origin = f"checkpoint {outcome.start:,}" if outcome.start else "the first weights"
+    processes = "1 process" if outcome.num_processes == 1 else f"{outcome.num_processes} processes"
+    print(
+        f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count:,} step{'s' * (count != 1)} on {processes}, "
+        f"{duration(outcome.seconds)}. {verdict(outcome)}"
+    )
+    is_exact = all(found.is_bit_equal for _, found in outcome.compared())
+    if named := [pair for pair in outcome.differences if not is_exact or pair[0] == "data"]:
+        print("Other than in the run (there | here):")
+        print("\n".join(f"  {kind:<10}{text}" for kind, text in named))
+    if job.change or len(shown) > 1:
+        print(table(outcome, shown))
+    if outcome.findings is not None:
+        print(*outcome.findings.lines(printed_width()), sep="\n")
+        if suspects := outcome.findings.to_leave_out:
+            end = min(max(outcome.lines), job.last + NEXT)
+            print(f"Try: hftune replay {job.history.folder} --steps {job.first}:{end} --without {','.join(map(str, suspects))}")
+    print(f"All numbers: {job.output}", flush=True)
+
+
+def verdict(outcome: Outcome) -> str:
+    """Say in sentences how the steps that should be as they were compare with the ledger."""
+    compared = outcome.compared()
+    if not compared:
+        return "Every step is changed, so none is compared with the ledger."
+    steps = f"Ledger, up to step {compared[-1][0].step:,}" if outcome.job.change else "Ledger"
+    last, found = compared[-1]
+    values = f" (loss {last.loss:.6g}, norm {last.grad_norm:.4g})" if outcome.job.first == outcome.job.last else ""
+    if all(found.is_bit_equal for _, found in compared):
+        return f"{steps}: bit-equal{values}."
+    if outcome.is_equal:
+        if found.loss is None:
+            return f"{steps}: the same samples{values}. An older hftune wrote it, without losses."
+        loss, norm = (max(getattr(found, name) for _, found in compared) for name in ("loss", "grad_norm"))
+        return f"{steps}: equal but for rounding, {loss:.1e} of the loss and {norm:.1e} of the norm at most{values}."
+    wrong, found = next(pair for pair in compared if not pair[1].is_equal)
+    line = outcome.lines[wrong.step]
+    if not found.same_samples:
+        return f"{steps}: NOT equal. Step {wrong.step:,} has other samples here."
+    return (
+        f"{steps}: NOT equal. Step {wrong.step:,} has loss {wrong.loss:.6g} here and {line['loss']:.6g} there, gradient norm "
+        f"{wrong.grad_norm:.6g} and {line['grad_norm']:.6g}."
+    )
+
+
+def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
+    """Format the steps that were asked for, with what happened beside them."""
+    head = ("step", "loss", "in the run", "differs", "norm", "in the run", "lr")
+    rows = [head]
+    computed = {step.step: step for step in steps}
+    for number in range(outcome.job.first, outcome.job.last + 1):
+        line, step = outcome.lines[number], computed.get(number)
+        then = [f"{line[name]:.6g}" if name in line else "-" for name in ("loss", "grad_norm")]
+        if step is None:
+            rows.append((f"{number:,}", "left out", then[0], "", "", then[1], ""))
+            continue
+        found = difference(step, line)
+        rows.append(
+            (
+                f"{number:,}",
+                f"{step.loss:.6g}",
+                then[0],
+                "bit-equal" if found.is_bit_equal else "" if found.loss is None else f"{found.loss:.1e}",
+                f"{step.grad_norm:.6g}",
+                then[1],
+                short(step.lr),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -1,0 +1,50 @@
+"""What a replay is computed from that its run was not: rows, code, versions, hardware, processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hftune.data.row_hashes import read_rows, row_hashes
+from hftune.distributed.consistency import fingerprint
+from hftune.reporting.causes import Difference, find_differences
+from hftune.reporting.traces import Segment
+from hftune.tracking.hardware import hardware
+
+if TYPE_CHECKING:
+    from hftune.replay.engine import Replayer
+
+
+def circumstances(replayer: Replayer) -> list[Difference]:
+    """Return the differences between the run, at the present step, and this replay of it. Main process only.
+
+    Their texts have both values: "torch 2.12.0 | 2.13.0".
+    """
+    start, strategy = dict(replayer.start), replayer.strategy
+    own, then = fingerprint(replayer.recipe), dict(start.get("hardware", {}))
+    then.pop("others", None)  # of processes on other machines
+    start["hardware"] = then
+    now: dict[str, Any] = {
+        "code": own["code"],
+        "packages": own["packages"],
+        "hardware": hardware(strategy.device),
+        "commits": replayer.task.commits(),
+        "world_size": strategy.num_processes,
+        "strategy": start.get("strategy") if replayer.change.without else type(strategy).__name__,
+        "data": {
+            split: {**about, "digest": replayer.digests.get(f"{split} data", about.get("digest"))}
+            for split, about in start.get("data", {}).items()
+        },
+    }
+    step = max(replayer.step, 1)
+    return find_differences([Segment([step], (start, {**start, **now}))], rows_of(replayer))[0]
+
+
+def rows_of(replayer: Replayer) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the hashes of the run's training rows, and of those here; of none if they are the same, or not known."""
+    then = replayer.start.get("data", {}).get("train", {}).get("digest")
+    if then in (None, replayer.digests["train data"]):
+        return None, None
+    known = read_rows(replayer.history.folder)
+    return (None, None) if known is None else (known, row_hashes(replayer.datasets["train"]))

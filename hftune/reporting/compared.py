@@ -1,0 +1,104 @@
+"""Runs beside each other: where they part and why, and how sure the differences of their losses and metrics are.
+
+Independent of how it is shown: ``hftune compare`` prints it, as text or JSON, and the report has it as sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hftune.reporting.causes import changes_on_the_way
+from hftune.reporting.differences import Parting, part
+from hftune.reporting.paired import Evaluation, TrainingLoss, evaluation, training_loss
+from hftune.reporting.run_record import RunRecord
+from hftune.reporting.seeds import Method, MethodDifference, method_differences, methods_of
+from hftune.reporting.traces import Trace, read_trace, segments
+
+
+@dataclass
+class Pair:
+    """Two runs."""
+
+    a: str
+    b: str
+    parting: Parting
+    training: TrainingLoss | None
+    evaluation: Evaluation
+
+
+@dataclass
+class RunFacts:
+    """What is said of one run."""
+
+    name: str
+    folder: str
+    title: str
+    num_steps: int
+    processes: Any
+    changes: list[tuple[int, list[str]]]
+    """What it changed when it was resumed: from which step on, and what."""
+    missing: list[str]
+    problems: list[str]
+    can_be_replayed: bool
+    """Whether its ledger says all that its steps follow from."""
+    metrics: dict[str, float]
+
+
+@dataclass
+class Comparison:
+    """Several runs. All but the first are compared with the first."""
+
+    runs: list[RunFacts]
+    pairs: list[Pair]
+    methods: list[Method]
+    """Empty unless some recipe was trained with several seeds."""
+    method_differences: list[MethodDifference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def compare(runs: Sequence[RunRecord]) -> Comparison:
+    """Compare runs with the first of them."""
+    traces = [read_trace(run) for run in runs]
+    facts = [facts_of(run, trace) for run, trace in zip(runs, traces, strict=True)]
+    pairs = [
+        Pair(runs[0].name, run.name, part(traces[0], trace), training_loss(traces[0], trace), evaluation(runs[0], run))
+        for run, trace in zip(runs[1:], traces[1:], strict=True)
+    ]
+    methods = methods_of(runs, [own.metrics for own in facts], [own.changes for own in facts])
+    return Comparison(facts, pairs, methods, method_differences(methods))
+
+
+def facts_of(run: RunRecord, trace: Trace) -> RunFacts:
+    """Collect what is said of one run."""
+    starts = [(segment.steps[0], segment.starts[0]) for segment in segments(trace, trace)]
+    changes = changes_on_the_way(starts)
+    processes = [start.get("world_size") for _, start in starts] or [run.facts.get("processes")]
+    return RunFacts(
+        name=run.name,
+        folder=str(run.folder),
+        title=run.title,
+        num_steps=max(trace.steps, default=run.log.last_step),
+        processes=processes[-1],
+        changes=changes,
+        missing=trace.missing,
+        problems=trace.problems,
+        can_be_replayed=bool(trace.starts) and all(start.get("format") == 2 for start in trace.starts),
+        metrics=last_metrics(run),
+    )
+
+
+def last_metrics(run: RunRecord) -> dict[str, float]:
+    """Return the best metric, the metrics of the last evaluation, and those of the test, by name."""
+    found: dict[str, float] = {}
+    if point := run.best_point():
+        found[f"best {point[0]}"] = point[2]
+    for part_of_data, prefix in (("eval/", ""), ("test/", "test ")):
+        for key, curve in run.log.curves.items():
+            if key.startswith(part_of_data) and (value := curve.last()) is not None:
+                found[prefix + key.removeprefix(part_of_data)] = value
+    return found

@@ -1,0 +1,323 @@
+"""Where two runs part, and why: the first step that differs by more than rounding, and what of the differences explains it.
+
+The kind of the first difference tells the cause. Other samples in a step come from the seed or the batch size, another learning
+rate from its schedule, another first loss from model, dropout, data or libraries, and a loss that parts a step later from the
+update before it. A difference is likely only if it can have that effect, and in that step: another ``train.eps`` cannot change
+the first loss, nor a row any step before the first that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hftune.reporting.causes import CONTENT, KINDS, ONLOOKERS, RATE, ROUNDING, UPDATE, Difference, Effect, find_differences
+from hftune.reporting.curves import is_number
+from hftune.reporting.traces import Segment, Steps, segments
+
+TOLERANCE = 2e-6
+"""Relative difference of a step's loss or gradient norm that other processes, threads, devices or code may make by rounding.
+The largest rounding met from equal weights was 2e-7, the smallest planted cause 1.6e-5. It does not grow with the steps."""
+JUMP = 10.0
+"""A difference that exceeds all earlier ones by less than this factor has grown from them, as rounding does."""
+ARITHMETIC = ("world_size", "strategy", "hardware", "code", "packages", "precision")
+"""Where these are the same, equal steps are equal to the bit."""
+VERDICTS = ("likely", "possible", "rounding only", "no sign")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something that differs first in one step and that no earlier difference explains."""
+
+    effect: Effect
+    step: int
+    size: float | None = None
+    """Relative difference of the values; None where they have none."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A difference between two runs, and whether it explains where they part."""
+
+    kind: str
+    text: str
+    verdict: str
+    """One of VERDICTS."""
+    reason: str = ""
+    """Why it has no sign."""
+    key: str | None = None
+    """Of a recipe."""
+    values: tuple[Any, Any] | None = None
+
+    @property
+    def is_likely(self) -> bool:
+        return self.verdict == "likely"
+
+
+@dataclass
+class Parting:
+    """Where and why two runs part."""
+
+    step: int | None = None
+    """The first that differs by more than rounding; None if there is none."""
+    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """What differs in this step, by its name in the ledger."""
+    causes: list[Cause] = field(default_factory=list)
+    """All differences, the likeliest first."""
+    signs: list[Sign] = field(default_factory=list)
+    num_steps: int = 0
+    """Steps that were compared."""
+    last_equal: int | None = None
+    """The last step compared before ``step``. It may be many before, if losses are known only where they were logged."""
+    rounding_step: int | None = None
+    """The first step with another last bit, if it is before ``step``."""
+    rounding: float = 0.0
+    """Largest relative difference before ``step``."""
+    tolerance: float = 0.0
+    """What rounding may make of a step here; 0 where runs are equal to the bit."""
+    has_drifted: bool = False
+    """Whether the runs part by rounding that has grown, not by a jump."""
+    same: list[str] = field(default_factory=list)
+    """Kinds of which everything is the same."""
+    unknown: list[str] = field(default_factory=list)
+    """Kinds that a run does not record."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def part(a: Steps, b: Steps, rows: tuple[np.ndarray | None, np.ndarray | None] | None = None) -> Parting:
+    """Find the first step at which two runs part, and why.
+
+    Args:
+        rows: hashes of the training rows of each; by default those that the runs bring along.
+    """
+    if rows is None:
+        rows = getattr(a, "rows", None), getattr(b, "rows", None)
+    pieces = list(segments(a, b))
+    firsts = find_firsts(a, b, pieces)
+    parting = parting_of(firsts, a, b)
+    differences, is_same = find_differences(pieces, rows)
+    parting.causes = judge(differences, parting, firsts)
+    parting.same = [kind for kind in KINDS if is_same.get(kind)]
+    parting.unknown = [kind for kind in KINDS if kind not in is_same]
+    return parting
+
+
+@dataclass
+class Firsts:
+    """The first step of each kind of difference."""
+
+    order: list[int] = field(default_factory=list)
+    """All common steps."""
+    heads: list[int] = field(default_factory=list)
+    """First steps of the segments. If the weights before one are equal, the update before it is not to blame."""
+    found: dict[str, tuple[int, float | None]] = field(default_factory=dict)
+    """Step and size of the first difference above the tolerance of samples, items, lr, loss, grad_norm, and skipped."""
+    roundings: list[tuple[int, float]] = field(default_factory=list)
+    """Steps and sizes of all smaller differences of loss or norm before the first above the tolerance."""
+    tolerance: float = 0.0
+    """Greatest of the steps before anything differed."""
+    updates: list[int] = field(default_factory=list)
+    """Steps that move the weights: those with a learning rate that is not 0."""
+    has_other_weights: bool = False
+    """Whether the runs began with different weights."""
+
+    def step_of(self, name: str) -> float:
+        """Return the first step with another value, infinite if there is none."""
+        return self.found[name][0] if name in self.found else float("inf")
+
+    def before(self, step: int) -> int:
+        """Return the common step before one; 0 if it is the first."""
+        index = bisect_left(self.order, step)
+        return self.order[index - 1] if index else 0
+
+
+def find_firsts(a: Steps, b: Steps, pieces: Sequence[Segment]) -> Firsts:
+    """Go through the common steps of two runs."""
+    firsts = Firsts()
+    if pieces:
+        weights = [start.get("weights") for start in pieces[0].starts]
+        firsts.has_other_weights = None not in weights and weights[0] != weights[1]
+    for piece in pieces:
+        is_exact = all(
+            start.get(name) == piece.starts[0].get(name) is not None for start in piece.starts for name in ARITHMETIC
+        )
+        firsts.heads.append(piece.steps[0])
+        firsts.order += piece.steps
+        for step in piece.steps:
+            _compare_step(firsts, step, a.steps[step], b.steps[step], 0.0 if is_exact else TOLERANCE)
+    return firsts
+
+
+def arithmetic(start: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what decides the last bits of a step; None if a part of it is not known."""
+    if any(start.get(name) is None for name in ARITHMETIC):
+        return None
+    code = {file: digest for file, digest in start["code"].items() if not file.startswith(ONLOOKERS)}
+    return {**{name: start[name] for name in ARITHMETIC}, "code": code}
+
+
+def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float) -> None:
+    if not firsts.found:
+        firsts.tolerance = max(firsts.tolerance, tolerance)
+    if a.get("skipped") or b.get("skipped"):
+        if a.get("skipped") != b.get("skipped"):
+            firsts.found.setdefault("skipped", (step, None))
+        return
+    common = a.keys() & b.keys()
+    if any(name in common and a[name] != b[name] for name in ("digest", "num_samples")):
+        firsts.found.setdefault("samples", (step, None))
+    for name in ("items", "lr"):
+        if name in common and a[name] != b[name]:
+            firsts.found.setdefault(name, (step, relative(a[name], b[name])))
+    for name in ("loss", "grad_norm"):
+        size = relative(a[name], b[name]) if name in common else 0.0
+        if size > tolerance:
+            firsts.found.setdefault(name, (step, size))
+        elif size and not firsts.found.keys() & {"loss", "grad_norm"}:
+            firsts.roundings.append((step, size))
+    if a.get("lr") != 0 or b.get("lr") != 0:
+        firsts.updates.append(step)
+
+
+def relative(a: Any, b: Any) -> float:
+    """Return the relative difference of two values; infinite if only one of them is a finite number."""
+    values = [value if is_number(value) and math.isfinite(value) else None for value in (a, b)]
+    if values[0] == values[1]:
+        return 0.0
+    if None in values:
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))
+
+
+def parting_of(firsts: Firsts, a: Steps, b: Steps) -> Parting:
+    """Return where the runs part: at the first sign that is more than rounding."""
+    signs = sorted(signs_of(firsts), key=lambda sign: sign.step)
+    within = [sign for sign in signs if sign.effect is Effect.ROUNDING and sign.size <= firsts.tolerance]
+    step = next((max(sign.step, firsts.order[0]) for sign in signs if sign not in within), None)
+    found = Parting(step, signs=signs, num_steps=len(firsts.order), tolerance=firsts.tolerance)
+    found.last_equal = (firsts.before(step) or None) if step is not None else (firsts.order or [None])[-1]
+    if within:
+        found.rounding_step, found.rounding = within[0].step, max(size for _, size in firsts.roundings)
+    if step is not None:
+        line_a, line_b = a.steps[step], b.steps[step]
+        names = ("skipped", "num_samples", "digest", "items", "lr", "loss", "grad_norm")
+        found.values = {name: (line_a.get(name), line_b.get(name)) for name in names if line_a.get(name) != line_b.get(name)}
+        found.has_drifted = any(sign.effect is Effect.ROUNDING and sign.step == step for sign in signs if sign not in within)
+    return found
+
+
+def signs_of(firsts: Firsts) -> Iterator[Sign]:
+    """Yield the differences that no earlier one explains: other samples or another learning rate change all later losses."""
+    for name, effect in (("samples", Effect.SAMPLES), ("skipped", Effect.SKIPPED), ("lr", Effect.LR)):
+        if name in firsts.found:
+            yield Sign(effect, *firsts.found[name])
+    if firsts.roundings:
+        yield Sign(Effect.ROUNDING, *firsts.roundings[0])
+    samples, skipped, lr, items, loss, norm = map(firsts.step_of, ("samples", "skipped", "lr", "items", "loss", "grad_norm"))
+    if firsts.has_other_weights and loss == firsts.order[0]:
+        yield Sign(Effect.WEIGHTS, 0)
+        return
+    explained = min(samples, skipped + 1, lr + 1)  # from this step on
+    if items < explained:
+        yield Sign(Effect.ITEMS, *firsts.found["items"])
+        return
+    first, name = min((loss, "loss"), (norm, "grad_norm"))
+    if first < explained:
+        step, size = firsts.found[name]
+        largest = max((size for _, size in firsts.roundings), default=0.0)
+        if step in firsts.heads:
+            yield Sign(Effect.FORWARD if name == "loss" else Effect.BACKWARD, step, size)
+        elif size < JUMP * largest:
+            yield Sign(Effect.ROUNDING, step, size)
+        else:
+            yield Sign(Effect.UPDATE, step, size)
+
+
+def judge(differences: Sequence[Difference], parting: Parting, firsts: Firsts) -> list[Cause]:
+    """Return the differences as causes, the likeliest first.
+
+    Of those that can explain the same sign, one that must show in just this step goes before one that merely could, and both
+    before code and libraries, of which nobody knows what they change.
+    """
+    real = [sign for sign in parting.signs if sign.effect is not Effect.ROUNDING or parting.has_drifted] or parting.signs
+    strengths = {
+        index: max((strength(difference, sign, firsts) for sign in real), default=0)
+        for index, difference in enumerate(differences)
+    }
+    likely: set[int] = set()
+    for sign in real:
+        of_sign = {index: strength(difference, sign, firsts) for index, difference in enumerate(differences)}
+        best = max(of_sign.values(), default=0)
+        likely |= {index for index, value in of_sign.items() if value == best > 0}
+    causes = []
+    for index, difference in enumerate(differences):
+        if index in likely:
+            verdict, reason = "likely", ""
+        elif strengths[index] or may_be_hidden(difference, parting, firsts, bool(likely)):
+            verdict, reason = "possible", ""
+        else:
+            verdict, reason = "no sign", why_not(difference, parting, firsts)
+        if verdict == "no sign" and difference.effects == ROUNDING and firsts.roundings:
+            verdict, reason = "rounding only", ""
+        causes.append(Cause(difference.kind, difference.text, verdict, reason, difference.key, difference.values))
+    order = sorted(range(len(causes)), key=lambda index: (VERDICTS.index(causes[index].verdict), -strengths[index], index))
+    return [causes[index] for index in order]
+
+
+def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
+    """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all."""
+    if sign.effect not in difference.effects or difference.from_step > max(sign.step, firsts.order[0]):
+        return 0
+    if not difference.is_specific:
+        return 1
+    is_new = firsts.before(sign.step) < shows_in(difference, sign.effect, firsts) <= sign.step
+    if difference.is_exact or sign.effect in (Effect.FORWARD, Effect.BACKWARD):
+        return 3 if is_new else 0
+    if sign.effect is Effect.UPDATE:
+        is_late = (
+            firsts.tolerance > 0 or difference.key == "train.clip_norm"
+        )  # which is at work once a gradient is large enough
+        return 3 if is_new else 2 if is_late and shows_in(difference, sign.effect, firsts) < sign.step else 0
+    return 3 if sign.effect in (Effect.SAMPLES, Effect.LR, Effect.SKIPPED, Effect.WEIGHTS) else 2
+
+
+def shows_in(difference: Difference, effect: Effect, firsts: Firsts) -> float:
+    """Return the step in which an effect shows first: of an update, the one after it; infinite if there is none."""
+    if effect is not Effect.UPDATE or difference.is_exact:
+        return difference.from_step
+    return next((step + 1 for step in firsts.updates if step >= difference.from_step), math.inf)
+
+
+def may_be_hidden(difference: Difference, parting: Parting, firsts: Firsts, is_explained: bool) -> bool:
+    """Return whether a difference may be at work without a sign, since losses already differed when it would show."""
+    if parting.step is None or not difference.effects or difference.from_step > parting.step:
+        return False
+    if difference.effects == ROUNDING:  # as tf32 on a GPU
+        return not is_explained
+    differs_from = min(firsts.step_of("loss"), firsts.step_of("grad_norm"))
+    hidden = difference.effects & (CONTENT | UPDATE | {Effect.WEIGHTS})
+    return any(differs_from <= shows_in(difference, effect, firsts) <= firsts.order[-1] for effect in hidden)
+
+
+def why_not(difference: Difference, parting: Parting, firsts: Firsts) -> str:
+    """Say why a difference has no sign; empty if the runs do not part, or its text has said it."""
+    if difference.key is not None and not difference.effects and "(" not in difference.text:
+        return "it does not change the training"
+    if parting.step is None or not difference.effects:
+        return ""
+    if difference.from_step > parting.step:
+        return "after the runs have parted"
+    if difference.effects == RATE:
+        return "the learning rates are the same"
+    if Effect.ROUNDING in difference.effects and difference.effects == ROUNDING:
+        return "less than rounding"
+    steps = [shows_in(difference, effect, firsts) for effect in difference.effects - RATE - ROUNDING]
+    return f"it would have shown in step {min(steps):,.0f}" if steps and min(steps) < math.inf else ""

@@ -1,0 +1,164 @@
+"""The losses and metrics of two runs in pairs: step by step, and row by row of their last evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from hftune.reporting.curves import is_number
+from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, WARM_UP, Interval, mcnemar, of_independent, of_steps
+from hftune.reporting.run_record import RunRecord, mapping, rows_of_file
+from hftune.reporting.traces import Trace
+
+STRETCHES = 8
+"""Into which the training losses are cut to be read beside each other."""
+IDENTITY = ("index", "label", "text", "text_pair", "source", "target", "title", "anchor", "positive", "tagged", "score")
+"""Fields of predictions.jsonl that say which sample a row is of."""
+NOT_MEASURES = {*IDENTITY, "prediction", "probability", "label_probability", "similarity", "rank", "tokens", "perplexity"}
+"""Fields that do not say how good a row is, or say it in a way whose mean means nothing."""
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """The losses of the steps that two runs have in common."""
+
+    first_step: int
+    """Of those that the interval is of: after the first 20 % of all."""
+    last_step: int
+    mean: float
+    """Of the differences, B less A."""
+    interval: Interval | None
+    """None of fewer than 60 steps."""
+    is_paired: bool
+    """Whether both runs took the same samples in every step, as with the same seed, batch size and data."""
+    stretches: list[tuple[int, int, float, float]] = field(default_factory=list)
+    """First and last step, and the mean loss of A and of B."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric of the last evaluation, from the rows of both runs."""
+
+    name: str
+    a: float
+    b: float
+    interval: Interval | None
+    """Of the paired difference, B less A; None of fewer than 10 rows."""
+    won: int | None = None
+    """Rows that only B has right, of classes."""
+    lost: int | None = None
+    """Rows that only A has right."""
+    p_value: float | None = None
+    """Of McNemar's exact test."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it shows a difference."""
+        if self.p_value is not None:
+            return self.p_value < 0.05
+        return self.interval is not None and self.interval.is_shown
+
+
+@dataclass
+class Evaluation:
+    """The last evaluations of two runs, row by row."""
+
+    measures: list[Measure] = field(default_factory=list)
+    num_rows: int = 0
+    steps: tuple[int | None, int | None] = (None, None)
+    """After which each was made."""
+    reason: str = ""
+    """Why the rows cannot be paired."""
+
+
+def training_loss(a: Trace, b: Trace) -> TrainingLoss | None:
+    """Compare the losses of the common steps; None if there are none."""
+    steps = [step for step in sorted(a.steps.keys() & b.steps.keys()) if has_loss(a.steps[step]) and has_loss(b.steps[step])]
+    if not steps:
+        return None
+    losses = np.array([[run.steps[step]["loss"] for step in steps] for run in (a, b)])
+    start = int(WARM_UP * len(steps)) if len(steps) >= FEWEST_STEPS else 0
+    differences = losses[1] - losses[0]
+    pieces = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
+    return TrainingLoss(
+        first_step=steps[start],
+        last_step=steps[-1],
+        mean=float(differences[start:].mean()),
+        interval=of_steps(differences),
+        is_paired=all(
+            "digest" in a.steps[step] and a.steps[step]["digest"] == b.steps[step].get("digest") for step in steps[start:]
+        ),
+        stretches=[(steps[piece[0]], steps[piece[-1]], *map(float, losses[:, piece].mean(1))) for piece in pieces],
+    )
+
+
+def has_loss(line: Mapping[str, Any]) -> bool:
+    """Return whether the loss of a step is known and finite."""
+    return is_number(line.get("loss")) and math.isfinite(line["loss"])
+
+
+def evaluation(a: RunRecord, b: RunRecord) -> Evaluation:
+    """Pair the rows of the last evaluations."""
+    found = Evaluation(steps=(last_evaluation(a), last_evaluation(b)))
+    digests = [mapping(mapping(run.facts.get("data")).get("eval")).get("digest") for run in (a, b)]
+    if None not in digests and digests[0] != digests[1]:
+        found.reason = "the evaluation data differ"
+        return found
+    values: dict[str, list[tuple[float, float]]] = {}
+    for row_a, row_b in zip_longest(*(rows_of_file(run.folder / "predictions.jsonl") for run in (a, b))):
+        if row_a is None or row_b is None:
+            found.reason = "one evaluation has more rows than the other" if found.num_rows else missing_rows(a, b)
+            return found
+        if any(row_a[name] != row_b[name] for name in IDENTITY if name in row_a and name in row_b):
+            found.reason = f"row {found.num_rows} of predictions.jsonl is of another sample"
+            return found
+        found.num_rows += 1
+        one, other = measures_of(row_a), measures_of(row_b)
+        for name in one.keys() & other.keys():
+            values.setdefault(name, []).append((one[name], other[name]))
+    if not found.num_rows:
+        found.reason = missing_rows(a, b)
+    complete = {name: np.array(pairs) for name, pairs in values.items() if len(pairs) == found.num_rows}
+    found.measures = [measure(name, complete[name]) for name in sorted(complete)]
+    return found
+
+
+def missing_rows(a: RunRecord, b: RunRecord) -> str:
+    """Say which run has no predictions."""
+    without = [run.name for run in (a, b) if not (run.folder / "predictions.jsonl").is_file()]
+    return f"{' and '.join(without)} {'have' if len(without) > 1 else 'has'} no predictions.jsonl" if without else "no rows"
+
+
+def measures_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a row of predictions.jsonl says of how good it is: accuracy of classes, numbers such as rouge_l."""
+    found: dict[str, float] = {}
+    if isinstance(row.get("label"), str) and isinstance(row.get("prediction"), str):
+        found["accuracy"] = float(row["label"] == row["prediction"])
+    for name, value in row.items():
+        if name not in NOT_MEASURES and is_number(value) and math.isfinite(value):
+            found[name] = float(value)
+    if "tokens" in row:  # of a language model, whose loss is a sum over them, and its error the mean
+        found.pop("loss", None)
+    elif len(found) > 1:  # the others say more
+        found.pop("error", None)
+    return found
+
+
+def measure(name: str, values_N2: np.ndarray) -> Measure:
+    """Compare a metric of paired rows."""
+    a, b = values_N2.mean(0).tolist()
+    interval = of_independent(values_N2[:, 1] - values_N2[:, 0], FEWEST_ROWS)
+    if name != "accuracy":
+        return Measure(name, a, b, interval)
+    won, lost = (int((values_N2[:, column] > values_N2[:, 1 - column]).sum()) for column in (1, 0))
+    return Measure(name, a, b, interval, won, lost, mcnemar(won, lost))
+
+
+def last_evaluation(run: RunRecord) -> int | None:
+    """Return the step of the last evaluation."""
+    return max((step for key, curve in run.log.curves.items() if key.startswith("eval/") for step in curve.steps), default=None)

@@ -1,0 +1,107 @@
+"""Methods: runs of one recipe with several seeds, and what their metrics differ by over the seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from hftune.reporting.causes import OWN
+from hftune.reporting.elements import plain
+from hftune.reporting.intervals import FEWEST_SEEDS, Interval, of_independent, of_unpaired
+from hftune.reporting.run_record import RunRecord
+
+
+@dataclass
+class Method:
+    """Runs of one recipe with several seeds."""
+
+    name: str
+    """A letter, and the keys that tell it from the others."""
+    runs: list[str]
+    """Their names."""
+    seeds: list[Any]
+    metrics: dict[str, list[float]]
+    """The values of its runs, in their order."""
+
+
+@dataclass(frozen=True)
+class MethodDifference:
+    """A metric of one method less that of the first."""
+
+    method: str
+    metric: str
+    mean: float
+    interval: Interval | None
+    """Over the seeds; None of fewer than 3."""
+    is_paired: bool
+    """Whether both methods had the same seeds, so that runs are compared in pairs."""
+
+
+def methods_of(
+    runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]], changes: Sequence[Sequence[Any]]
+) -> list[Method]:
+    """Group the runs whose recipes differ by their seeds alone; empty if no recipe has several.
+
+    Args:
+        metrics: of each run, and ``changes`` that it made on its way: a run that had several recipes is a method of its own.
+    """
+    recipes = [
+        {key: value for key, value in run.recipe.items() if key not in (*OWN, "seed") and not key.startswith("track.")}
+        | ({"changed on its way": run.name} if changed else {})
+        for run, changed in zip(runs, changes, strict=True)
+    ]
+    groups: dict[str, list[int]] = {}
+    for index, recipe in enumerate(recipes):
+        groups.setdefault(json.dumps(recipe, sort_keys=True, default=str), []).append(index)
+    if len(groups) == len(runs) or not all(recipes):
+        return []
+    firsts = [recipes[members[0]] for members in groups.values()]
+    keys = dict.fromkeys(key for recipe in firsts for key in recipe)
+    telling = [key for key in keys if len({plain(recipe.get(key)) for recipe in firsts}) > 1]
+    return [
+        Method(
+            name=f"{letter_of(place)}: {', '.join(f'{key}={named(recipe[key])}' for key in telling if key in recipe) or 'all'}",
+            runs=[runs[index].name for index in members],
+            seeds=[runs[index].recipe.get("seed") for index in members],
+            metrics={
+                name: [metrics[index][name] for index in members]
+                for name in metrics[members[0]]
+                if all(name in metrics[index] for index in members)
+            },
+        )
+        for place, (members, recipe) in enumerate(zip(groups.values(), firsts, strict=True))
+    ]
+
+
+def letter_of(place: int) -> str:
+    """Return A, B, ... Z, then A26 and so on."""
+    return chr(ord("A") + place) if place < 26 else f"A{place}"
+
+
+def named(value: Any) -> str:
+    """Return a value of a recipe in short: of a path, its end."""
+    return (value.rpartition("/")[2] or value) if isinstance(value, str) else plain(value)
+
+
+def method_differences(methods: Sequence[Method]) -> list[MethodDifference]:
+    """Compare each method with the first, metric by metric, over the seeds."""
+    return [
+        compare_metric(methods[0], method, name)
+        for method in methods[1:]
+        for name in method.metrics
+        if name in methods[0].metrics
+    ]
+
+
+def compare_metric(a: Method, b: Method, name: str) -> MethodDifference:
+    """Compare a metric of two methods, in pairs where each seed was used once by both."""
+    by_seed = [dict(zip(map(plain, method.seeds), method.metrics[name], strict=True)) for method in (a, b)]
+    is_paired = by_seed[0].keys() == by_seed[1].keys() and len(by_seed[0]) == len(a.seeds) and len(by_seed[1]) == len(b.seeds)
+    if is_paired:
+        interval = of_independent([by_seed[1][seed] - value for seed, value in by_seed[0].items()], FEWEST_SEEDS)
+    else:
+        interval = of_unpaired(a.metrics[name], b.metrics[name], FEWEST_SEEDS)
+    return MethodDifference(b.name, name, fmean(b.metrics[name]) - fmean(a.metrics[name]), interval, is_paired)

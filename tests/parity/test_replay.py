@@ -1,0 +1,184 @@
+"""A past step, computed again: equal to the bit on as many processes, and to 1e-6 on any other number.
+
+The tolerance is the engine's: rounding was 2e-7 at most wherever it was measured, of steps near their checkpoints.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftune import cli
+from hftune.replay.engine import TOLERANCE, Replayer, difference
+from hftune.replay.history import Change, History
+from hftune.replay.samples import look_inside
+from tests.support.runs import SMALL, Command, train_on
+
+ADAPTERS = str(Path(__file__).parents[1] / "support" / "adapters.yaml")
+STEPS = (
+    "train.max_steps=5",
+    "train.epochs=2",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+    "eval.every=never",
+    "train.log_every=1",
+)
+REVIEWS = (*SMALL, "task.dataset=tests.support.tasks:few_reviews", "task.max_train_samples=52", *STEPS)
+WORDS = (
+    "recipe=wikitext2_demo",
+    "task.model_config={model_type: transformer_lm, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, dropout: 0.2}",
+    *("task.max_train_samples=69", "task.block_length=12", "train.lr=0.5", "train.micro_batch_size=5", *STEPS),
+)
+FEW = ("task.max_train_samples=20", "train.batch_size=8", *STEPS)
+NORM = ("task.network=tests.support.tasks.NormBlend", "train.micro_batch_size=2", "train.lr=1e-2")
+ALONE = {
+    "reviews": (*REVIEWS, "train.ema_decay=0.9"),
+    "recomputed": (*REVIEWS, "train.gradient_checkpointing=true", "train.packing=off"),
+    "adapters": (f"recipe={ADAPTERS}", "adapter.train_also=[lm_head]", *STEPS),
+    "skipping": (*REVIEWS, "train.skip=[4]"),
+    "at first": (*REVIEWS, "train.max_steps=4", "output_dir={folder}/changed"),
+    "changed": (*REVIEWS, "train.max_steps=7", "train.lr=2e-4", "train.clip_norm=0.5", "output_dir={folder}/changed"),
+    "words": WORDS,
+    "digits": ("recipe=mnist_demo", *FEW, "train.micro_batch_size=3"),
+    "pictures": ("recipe=restoration_demo", *FEW, *NORM),
+    "shapes": ("recipe=image_classification_demo", *FEW, "train.micro_batch_size=4"),
+    "questions": ("recipe=embeddings_demo", *FEW, "train.micro_batch_size=3", "train.micro_batch_tokens=null"),
+    "entities": ("recipe=token_classification_demo", *FEW),
+    "spoken": ("recipe=seq2seq_demo", *FEW),
+    "chats": ("recipe=chats_demo", *FEW),
+    "titles": ("recipe=bigbird_demo", *FEW),
+    "paragraphs": ("recipe=language_modeling_demo", *FEW),
+}
+ON_TWO = {
+    "reviews": REVIEWS,
+    "sharded": REVIEWS,
+    "pipeline": (*WORDS, "parallel.pipeline_stages=2"),
+    "pictures": ("recipe=restoration_demo", *FEW, *NORM),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        (name, size): run.folder
+        for size, jobs in {1: ALONE, 2: ON_TWO}.items()
+        for name, run in train_on(size, placed(jobs, folder), folder, sharded=("sharded",)).items()
+    }
+
+
+def placed(jobs, folder):
+    return {name: tuple(word.replace("{folder}", str(folder)) for word in words) for name, words in jobs.items()}
+
+
+def replayed(folder, first, last, change=None, **options):
+    """The steps from the checkpoint before ``first`` on, and how each compares with the ledger."""
+    history = History.open(folder, trust_code=True, **options)
+    with Replayer(history, first, change or Change()) as replayer:
+        steps = list(replayer.advance(last))
+    return steps, [difference(step, history.ledger.steps[step.step]) for step in steps]
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "at first"}))
+def test_on_one_process_every_task_is_bit_equal(runs, name):
+    folder = runs[name, 1]
+    before = files(folder)
+    steps, found = replayed(folder, 4, 5)
+    assert [step.step for step in steps] in ([3, 4, 5], [4, 5])  # an epoch may have ended with step 3
+    assert all(one.is_bit_equal for one in found), found
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_run_of_two_processes_is_replayed_on_one(runs, name):
+    _, found = replayed(runs[name, 2], 4, 5)
+    assert all(one.same_samples and max(one.loss, one.grad_norm) <= TOLERANCE for one in found), found
+
+
+@pytest.mark.parametrize(("name", "size"), [("reviews", 2), ("pictures", 2), ("reviews", 1)])
+def test_on_two_processes(runs, name, size, tmp_path):
+    words = ("replay", str(runs[name, size]), "--steps", "4:5", "--trust-code", f"--output={tmp_path}")
+    command = Command(2, *words, module="hftune.cli")
+    out, err = command.communicate()
+    assert command.returncode == 0, out + err
+    found = json.loads((tmp_path / "replay.json").read_text())
+    assert found["equal"] and found["bit_equal"] == (size == 2), found
+
+
+def test_steps_on_both_sides_of_a_resume_have_the_recipes_of_their_time(runs, tmp_path):
+    folder = shutil.copytree(runs["changed", 1], tmp_path / "out")
+    shutil.rmtree(folder / "checkpoints" / "step_00000004")  # the replay has to go on where the training once stopped
+    steps, found = replayed(folder, 4, 6)
+    assert [step.step for step in steps] == [3, 4, 5, 6] and all(one.is_bit_equal for one in found), found
+    assert steps[2].lr > 3 * steps[1].lr
+
+
+def test_step_that_was_left_out_is_left_out_again(runs):
+    steps, found = replayed(runs["skipping", 1], 3, 5)
+    assert [step.step for step in steps] == [3, 5] and all(one.is_bit_equal for one in found)
+
+
+def test_change_from_the_first_step_gives_the_run_that_was_changed_so(runs):
+    change = Change(("train.gradient_checkpointing=true", "train.packing=off"), from_step=1)
+    steps, _ = replayed(runs["reviews", 1], 1, 5, change)
+    lines = History.open(runs["recomputed", 1]).ledger.steps
+    assert [(step.loss, step.grad_norm) for step in steps] == [(line["loss"], line["grad_norm"]) for line in lines.values()]
+
+
+@pytest.mark.parametrize("name", ["reviews", "paragraphs"])
+def test_sample_without_weight_stays_in_the_forward_pass_of_the_others(runs, name):
+    history, seen = History.open(runs[name, 1], trust_code=True), []
+    with Replayer(history, 4) as replayer:
+        *_, was = replayer.advance(4, lambda replayer, *step: seen.append(look_inside(replayer, *step, gradients=False)))
+        left_out = seen[-1][0]
+        with Replayer(history, 4, Change(without=frozenset([left_out.sample]), from_step=4), like=replayer) as other:
+            *_, step = other.advance(4)
+    assert (step.items, step.num_samples) == (was.items - left_out.items, was.num_samples)
+    assert step.loss * step.items == pytest.approx(was.loss * was.items - left_out.loss_sum, rel=1e-6)
+    assert step.grad_norm != was.grad_norm
+
+
+def test_rewinding_and_loading_lead_to_the_same_steps(runs):
+    history = History.open(runs["reviews", 1], trust_code=True)
+    lines = history.ledger.steps
+    with Replayer(history, 5) as replayer:
+        for first in (5, 1, 3):
+            replayer.rewind(first)
+            assert all(difference(step, lines[step.step]).is_bit_equal for step in replayer.advance(5))
+        weights = replayer.weights()
+        replayer.load(5)
+        assert all(torch.equal(value, weights[name]) for name, value in replayer.weights().items())
+
+
+def test_checkpoints_that_a_replay_leaves_serve_the_next_one(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+    shutil.rmtree(folder / "checkpoints")
+    assert cli.main(["replay", str(folder), "--step", "5", "--save-every", "2"]) == 0
+    assert "Step 5 of 5, from the first weights: 5 steps on 1 process" in capsys.readouterr().out
+    assert cli.main(["replay", str(folder), "--step", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["from_checkpoint"] == 4 and found["bit_equal"] and not (folder / "checkpoints").exists()
+
+
+def test_change_is_shown_beside_what_happened(runs, tmp_path, capsys):
+    words = [
+        "replay",
+        str(runs["words", 1]),
+        "--steps",
+        "3:5",
+        "--set",
+        "train.lr=0.1",
+        "--skip",
+        "4",
+        f"--output={tmp_path}/new",
+    ]
+    assert cli.main(words) == 0
+    said, rows = capsys.readouterr().out, (tmp_path / "new" / "steps.jsonl").read_text().splitlines()
+    assert "left out" in said and [json.loads(row)["step"] for row in rows] == [3, 5]
+    assert [json.loads(row)["lr"] < json.loads(row)["then"]["lr"] for row in rows] == [True, True]

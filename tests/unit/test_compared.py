@@ -1,0 +1,204 @@
+"""Comparisons from folders: metrics and rows in pairs, seeds, what old folders lack, and what hftune compare prints and refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hftune import cli
+from hftune.reporting.compared import compare
+from hftune.reporting.page import page
+from hftune.reporting.run_record import read_run, run_names
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Return a function that writes the folder of a run as an early hftune left it: without a ledger."""
+
+    def make(name, recipe="", losses=None, rows=(), accuracy=None, **facts):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text(f"recipe: demo\n{recipe}")
+        losses = [1.0 / step for step in range(1, 11)] if losses is None else losses
+        lines = [
+            {
+                "step": step,
+                "epoch": step / 4,
+                "train/loss": loss,
+                "train/loss_step": loss,
+                "train/lr": 1e-3,
+                "train/grad_norm": 1.0,
+            }
+            for step, loss in enumerate(losses, start=1)
+        ]
+        if accuracy is not None:
+            lines.append({"step": len(losses), "epoch": 1.0, "eval/loss": 1 - accuracy, "eval/accuracy": accuracy})
+        write_lines(folder / "metrics.jsonl", lines)
+        write_lines(folder / "predictions.jsonl", rows)
+        (folder / "run.json").write_text(json.dumps(facts))
+        return folder
+
+    return make
+
+
+def compared(*folders):
+    return compare([read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)])
+
+
+def refused(capsys, *folders):
+    assert cli.main(["compare", *map(str, folders)]) == 2
+    return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
+
+
+def predictions(right, num_rows=40):
+    return [
+        {
+            "index": index,
+            "text": f"text {index}",
+            "label": "good",
+            "prediction": "good" if index in right else "bad",
+            "loss": 0.5 + 0.01 * (index in right),
+        }
+        for index in range(num_rows)
+    ]
+
+
+def test_folders_without_ledgers_are_compared_by_their_logs_and_it_is_said(make_run, capsys):
+    versions = {"torch": "2.13.0"}
+    a = make_run("a", "train: {lr: 0.001}\n", versions=versions, processes=1)
+    b = make_run("b", "train: {lr: 0.002}\n", [1.0, 0.5, 0.4, *[0.1] * 7], versions={"torch": "2.14.0"}, processes=1)
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "note: a has no ledger: samples, code and hardware are not compared; losses are the 10 that metrics.jsonl has, up to step 10."
+        in said
+    )
+    assert (
+        "Equal to the bit up to step 2. They part in step 3: loss 0.33333 | 0.4 (1.7e-1; rounding would be below 2e-6)." in said
+    )
+    assert "likely   versions  torch 2.13.0 | 2.14.0" in said
+    assert "no sign  recipe    train.lr: 0.001 | 0.002 (the learning rates are the same)" in said
+    assert "Not recorded: data, code, hardware." in said and "bisect" not in said
+
+
+def test_ledger_of_an_earlier_version_gives_the_samples_and_the_log_the_losses(make_run):
+    folders = [make_run("a"), make_run("b")]
+    for folder, seed in zip(folders, (1, 2), strict=True):
+        start = {"after_step": 0, "world_size": 1, "plan": {"num_samples": 40, "batch_size": 4, "seed": seed}}
+        steps = [
+            {"step": step, "epoch": 0, "step_in_epoch": step - 1, "num_samples": 4, "digest": f"{seed} {step}"}
+            for step in range(1, 11)
+        ]
+        write_lines(folder / "ledger.jsonl", [start, *steps])
+    found = compared(*folders)
+    assert found.pairs[0].parting.step == 1 and found.pairs[0].parting.values == {"digest": ("1 1", "2 1")}
+    assert all("a ledger of an earlier version: code and hardware are not compared" in run.missing[0] for run in found.runs)
+
+
+def test_rows_are_paired_by_sample(make_run):
+    (pair,) = compared(make_run("a", rows=predictions({*range(20)})), make_run("b", rows=predictions({*range(5, 34)}))).pairs
+    accuracy, loss = pair.evaluation.measures
+    assert (accuracy.name, accuracy.a, accuracy.b, accuracy.won, accuracy.lost) == ("accuracy", 0.5, 0.725, 14, 5)
+    assert accuracy.p_value == pytest.approx(0.0636, abs=1e-4) and not accuracy.is_shown
+    assert loss.interval.mean == pytest.approx(0.01 * 9 / 40) and pair.evaluation.num_rows == 40
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (predictions({1}, 39), "one evaluation has more rows than the other"),
+        ([{**row, "text": "another"} for row in predictions({1})], "row 0 of predictions.jsonl is of another sample"),
+        ((), "no rows"),
+    ],
+)
+def test_rows_of_other_samples_are_not_paired(make_run, rows, reason):
+    (pair,) = compared(make_run("a", rows=predictions({1}) if rows else ()), make_run("b", rows=rows)).pairs
+    assert (pair.evaluation.measures, pair.evaluation.reason) == ([], reason)
+
+
+def test_training_loss_gets_an_interval_from_60_steps_on(make_run, capsys):
+    noise = np.random.default_rng(0).normal(0, 0.1, (2, 200))
+    a, b = make_run("a", losses=[*map(float, 2 + noise[0])]), make_run("b", losses=[*map(float, 1.8 + noise[1])])
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    said = capsys.readouterr().out
+    assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these seeds alone" in said
+    assert "): B is lower." in said and "  steps 1 to 25" in said
+
+
+def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
+    scores = {1: (0.70, 0.74), 2: (0.60, 0.65), 3: (0.80, 0.83)}
+    folders = [
+        make_run(f"{lr}-{seed}", f"seed: {seed}\ntrain: {{lr: {lr}}}\n", accuracy=pair[index])
+        for index, lr in enumerate((0.1, 0.2))
+        for seed, pair in scores.items()
+    ]
+    found = compared(*folders)
+    assert [(method.name, method.seeds) for method in found.methods] == [
+        ("A: train.lr=0.1", [1, 2, 3]),
+        ("B: train.lr=0.2", [1, 2, 3]),
+    ]
+    (accuracy,) = [one for one in found.method_differences if one.metric == "accuracy"]
+    assert (
+        accuracy.is_paired
+        and accuracy.mean == pytest.approx(0.04)
+        and accuracy.interval.half_width == pytest.approx(0.0248, abs=1e-4)
+    )
+    assert cli.main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert "B: train.lr=0.2  accuracy  +0.040 +- 0.025  paired by seed: higher" in said
+    (unpaired,) = [
+        one
+        for one in compared(*folders[:5], make_run("x", "seed: 9\ntrain: {lr: 0.2}\n", accuracy=0.83)).method_differences
+        if one.metric == "accuracy"
+    ]
+    assert not unpaired.is_paired and not unpaired.interval.is_shown  # without pairs the same differences drown in the seeds'
+    assert "Over the seeds" in page(folders)
+
+
+def test_two_seeds_are_not_enough(make_run, capsys):
+    folders = [
+        make_run(f"{lr}-{seed}", f"seed: {seed}\ntrain: {{lr: {lr}}}\n", accuracy=0.5) for lr in (0.1, 0.2) for seed in (1, 2)
+    ]
+    assert cli.main(["compare", *map(str, folders)]) == 0
+    assert "An interval over the seeds takes 3 of each: A has 2, B has 2." in capsys.readouterr().out
+
+
+def test_bad_arguments_are_refused(make_run, tmp_path, capsys):
+    run = make_run("a")
+    assert refused(capsys, run) == f"One run is nothing to compare. Name another: hftune compare {run} RUN."
+    assert refused(capsys, run, run) == "The same run is named twice. Name each once."
+    assert (
+        refused(capsys, run, tmp_path / "none")
+        == f"{tmp_path}/none: there is no such folder. Name the output folder of a run, such as outputs/yelp."
+    )
+    assert refused(capsys, run, tmp_path) == f"{tmp_path} holds no run: neither metrics.jsonl nor recipe.yaml is in it."
+
+
+def test_page_survives_a_ledger_that_is_none(make_run):
+    a, b = make_run("a"), make_run("b", "seed: 2\n")
+    start = {
+        "format": 2,
+        "after_step": 0,
+        "world_size": "x",
+        "plan": {"x": 1},
+        "recipe": 3,
+        "code": [],
+        "data": "y",
+        "prev": "0" * 64,
+    }
+    lines = [{"step": step, "epoch": 0, "step_in_epoch": 0, "loss": "high", "lr": {}, "digest": None} for step in (1, 2)]
+    write_lines(a / "ledger.jsonl", [start, *lines])
+    assert "Where the runs part" in page([a, b])
+    (b / "ledger.jsonl").write_text("{}\n[]\nx")
+    assert "has a ledger that cannot be read" in page([a, b])
+
+
+def test_json_has_no_number_that_json_lacks(make_run, capsys):
+    a, b = make_run("a"), make_run("b", losses=[1.0, float("nan"), *[0.5] * 8])
+    assert cli.main(["compare", str(a), str(b), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found["pairs"][0]["parting"]["step"] == 2 and [run["name"] for run in found["runs"]] == ["a", "b"]
