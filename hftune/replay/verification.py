@@ -35,7 +35,7 @@ OF_THE_WAY = 1e-4
 """How far the weights at the end of a segment may lie from its checkpoint, as a share of the way that they went in it. Across
 numbers of processes 4e-6 was met."""
 ROUNDING = 1e-5
-"""The gradient of a weight, relative to that of all weights, below which it may be nothing but rounding, as that of a key's bias
+"""The gradient of a weight, relative to that of all weights, below which it may be only rounding, as that of a key's bias
 in attention is. Adam moves such a weight as far as any other, and no two machines agree where to: 2e-3 of the way was met."""
 OPTIMIZER_KEYS = ("optimizer", "optimizer_args", "betas", "weight_decay", "momentum", "groups", "layer_decay", "clip_norm")
 """Keys of the section train on which the speed limit stands; other than the learning rate, which the ledger has."""

@@ -242,7 +242,7 @@ def test_run_of_two_processes_that_was_resumed_with_another_rate(tmp_path, capsy
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     data = write(tmp_path / "honest.jsonl", reviews())
     words = (*WORDS, f"task.data_files={{train: {data}, eval: {data}}}", f"output_dir={tmp_path}/run")
-    run = train_on(2, {"stopped": words, "resumed": (*words, "train.lr=5e-4")}, tmp_path, stops={"stopped": (5, 0)})["resumed"]
+    run = train_on(2, {"stopped": words, "resumed": (*words, "train.lr=5e-4")}, tmp_path, stops={"stopped": (4, 0)})["resumed"]
     assert cli.main(["receipt", str(run.folder)]) == 0
     code, problems, out = verified(run.folder, capsys, "--all")
     assert (code, problems) == (0, [])
