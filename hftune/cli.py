@@ -25,6 +25,7 @@ from hftune.commands import (
     plan,
     predict,
     push,
+    receipt,
     recipes,
     replay,
     report,
@@ -33,6 +34,7 @@ from hftune.commands import (
     slurm,
     sweep,
     train,
+    verify,
     vocab,
 )
 from hftune.config.shipped_files import recipe_names
@@ -93,6 +95,12 @@ COMMANDS = {
         bisect_step,
         "compute one past step again, for git bisect run. Exit code 0 if its loss is still the same, 1 if not, and 125 if it "
         "cannot be computed: git bisect run hftune bisect-step outputs/yelp --step 137",
+    ),
+    "receipt": (receipt, "write what a finished run was and what came out of it into one file that can be signed"),
+    "verify": (
+        verify,
+        "check a receipt against a run's folder, and compute random parts of the run again. Under a launcher all processes "
+        "share the work, as in training: accelerate launch -m hftune.cli verify receipt.json",
     ),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
