@@ -50,7 +50,7 @@ def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
     }
     if recipe is not None:
         result["code"] |= code_of(recipe.task) | named_code(recipe)
-        result["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()
+        result["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_dict()))) | recipe.environment_digests()
     return result
 
 
