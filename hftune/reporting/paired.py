@@ -17,7 +17,21 @@ from hftune.reporting.traces import Trace
 
 STRETCHES = 8
 """Into which the training losses are cut to be read beside each other."""
-IDENTITY = ("index", "label", "text", "text_pair", "source", "target", "title", "anchor", "positive", "tagged", "score")
+IDENTITY = (
+    "index",
+    "label",
+    "text",
+    "text_pair",
+    "source",
+    "target",
+    "title",
+    "anchor",
+    "positive",
+    "tagged",
+    "score",
+    "prompt",
+    "answer",
+)
 """Fields of predictions.jsonl that say which sample a row is of."""
 NOT_MEASURES = {
     *IDENTITY,
