@@ -157,6 +157,7 @@ def job_of(options: argparse.Namespace) -> Job:
         first if options.from_step is None else options.from_step,
     )
     check_change(history, change, first, last, options.from_step is not None)
+    check_left_out(history, change, first, last)
     check_look(options, change)
     history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
     return Job(
@@ -189,6 +190,13 @@ def check_change(history: History, change: Change, first: int, last: int, names_
         raise ConfigError(f"--skip {outside[0]}: the steps that are replayed and changed are {change.from_step:,} to {last:,}.")
 
 
+def check_left_out(history: History, change: Change, first: int, last: int) -> None:
+    """Refuse steps that the run has left out, all of them, unless something is changed, or raise ConfigError."""
+    if not change and all(history.ledger.steps.get(step, {}).get("skipped") for step in range(first, last + 1)):
+        steps = f"Step {first:,} was" if first == last else f"Steps {first:,} to {last:,} were"
+        raise ConfigError(f"{steps} left out of the run (train.skip). To see what it would have done: --set train.skip=[]")
+
+
 def check_look(options: argparse.Namespace, change: Change) -> None:
     """Refuse to look into steps that are changed, or raise ConfigError."""
     if options.worst is not None and options.worst < 0:
@@ -201,8 +209,11 @@ def check_look(options: argparse.Namespace, change: Change) -> None:
 def numbers_of(option: str, text: str | None) -> Iterator[int]:
     """Read numbers such as 35,17 or 130:140, or raise ConfigError."""
     for part in (text or "").split(",") if text else ():
-        first, last = range_of(option, part) if ":" in part else range_of(option, f"{part}:{part}")
-        yield from range(first, last + 1)
+        if part.strip().isdecimal():
+            yield int(part)
+        else:
+            first, last = range_of(option, part)
+            yield from range(first, last + 1)
 
 
 def range_of(option: str, text: str) -> tuple[int, int]:

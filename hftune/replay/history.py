@@ -135,14 +135,17 @@ class History:
                 recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
             except ConfigError as error:
                 raise ConfigError([text.replace(str(path), str(self.folder)) for text in error.problems]) from error
+        origins = recipe.source.origins
+        origins |= {key: str(self.folder) for key, origin in origins.items() if origin == str(path)}
         try:
             recipe.validate()
         except ConfigError as error:
             if "there is no such f" not in str(error):
                 raise
+            between = "\n  " if len(error.problems) > 1 else " "
             raise ConfigError(
-                f"{error} If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE for "
-                "one file, such as --data train=reviews.csv."
+                f"{error}{between}If the data have moved since the run, say where they are: --data FOLDER, or --data "
+                "SPLIT=FILE for one file, such as --data train=reviews.csv."
             ) from error
         return recipe
 

@@ -182,3 +182,26 @@ def test_change_is_shown_beside_what_happened(runs, tmp_path, capsys):
     said, rows = capsys.readouterr().out, (tmp_path / "new" / "steps.jsonl").read_text().splitlines()
     assert "left out" in said and [json.loads(row)["step"] for row in rows] == [3, 5]
     assert [json.loads(row)["lr"] < json.loads(row)["then"]["lr"] for row in rows] == [True, True]
+
+
+def test_ledger_without_results_is_followed_all_the_same(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    known = ("after_step", "world_size", "micro_batch_size", "micro_batch_tokens", "plan")
+    known += ("step", "epoch", "step_in_epoch", "num_samples", "digest")
+    old = [{key: line[key] for key in known if key in line} for line in lines if "checkpoint" not in line]
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert cli.main(["replay", str(folder), "--step", "4", "--worst", "0"]) == 0
+    assert "Ledger: the same samples (loss" in capsys.readouterr().out
+
+
+def test_row_that_was_changed_is_named(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+    text = (folder / "ledger.jsonl").read_text()
+    line = json.loads(text.splitlines()[0])
+    (folder / "ledger.jsonl").write_text(text.replace(line["data"]["train"]["digest"], "all:other", 1))
+    rows = bytearray((folder / "rows.bin").read_bytes())
+    rows[16 * 5] ^= 1  # of row 5
+    (folder / "rows.bin").write_bytes(rows)
+    assert cli.main(["replay", str(folder), "--steps", "3:4"]) == 0
+    assert "  data      train: row 5 differs; it is first used in step" in capsys.readouterr().out

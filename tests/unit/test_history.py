@@ -1,0 +1,166 @@
+"""What a run's folder says of its past, and what `hftune replay` refuses before anything heavy is imported."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hftune import Recipe, cli
+from hftune.replay.history import Change, History
+from hftune.tracking.ledger import Ledger
+
+RESULTS = {"num_samples": 8, "digest": "x", "loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "items": 8.0}
+
+
+def recorded(folder, *overrides, starts=(0,), last=6, recipe="yelp_demo", **facts):
+    """A run's folder as far as a ledger is concerned: each start has trained to the last step."""
+    folder.mkdir(exist_ok=True)
+    nested = Recipe.load(recipe, *overrides).to_dict()
+    bounds = {"micro_batch_size": None, "micro_batch_tokens": 512, "packed": True}
+    plan = {"num_samples": 40, "batch_size": 8, "seed": 0}
+    ledger = Ledger(folder / "ledger.jsonl")
+    for number, start in enumerate(starts):
+        nested["train"]["lr"] = 0.1 / (number + 1)
+        ledger.begin(start, {"world_size": 1, "precision": "no", **bounds, "plan": plan, "recipe": nested, **facts})
+        for step in range(start + 1, last + 1):
+            ledger.note(step, *divmod(step - 1, 5), **RESULTS)
+    ledger.close()
+    return folder
+
+
+def checkpoint(folder, step, model="m"):
+    path = folder / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps({"files": {"model.safetensors": {"sha256": model}}}))
+
+
+def refused(capsys, *words):
+    assert cli.main(["replay", *map(str, words)]) == 2
+    return capsys.readouterr().err.removeprefix("hftune: ").rstrip("\n")
+
+
+def test_each_step_has_the_recipe_that_was_in_force(tmp_path):
+    history = History.open(recorded(tmp_path / "out", starts=(0, 4)))
+    assert [history.recipe_at(step).train.lr for step in (1, 4, 5, 6)] == [0.1, 0.1, 0.05, 0.05]
+    assert history.recipe_at(5, "train.lr=1").train.lr == 1
+
+
+def test_what_training_settled_is_put_in_and_what_is_only_shown_is_off(tmp_path):
+    words = ("train.mixed_precision=auto", "train.micro_batch_tokens=auto", "track.with=[tensorboard]", "train.profile=[2,3]")
+    history = History.open(recorded(tmp_path / "out", *words, packed=False, precision="bf16"))
+    recipe = history.recipe_at(3)
+    assert (recipe.train.mixed_precision, recipe.train.micro_batch_tokens, recipe.train.packing) == ("bf16", 512, "off")
+    assert recipe.track.with_ == [] and recipe.train.profile is None
+    assert recipe.output_dir == str(tmp_path / "out_replay")
+    assert history.recipe_at(3, "train.micro_batch_size=4", "train.micro_batch_tokens=null").train.max_rows == 4
+
+
+def test_pipeline_is_replayed_without_its_stages_on_another_number_of_processes(tmp_path, monkeypatch):
+    words = ("parallel.pipeline_stages=2", "parallel.schedule=gpipe")
+    history = History.open(recorded(tmp_path / "out", *words, world_size=2, recipe="wikitext2_demo"))
+    assert history.recipe_at(3).parallel.pipeline_stages == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert history.recipe_at(3).parallel.pipeline_stages == 2
+
+
+def test_checkpoint_of_steps_that_were_taken_back_is_not_used(tmp_path):
+    folder = recorded(tmp_path / "out")
+    for step in (2, 4):
+        checkpoint(folder, step)
+    with (folder / "ledger.jsonl").open("a") as file:
+        file.write('{"checkpoint": 4, "model": "another"}\n')
+    history = History.open(folder)
+    assert history.checkpoint_steps() == [2] and [history.nearest(step) for step in (2, 3, 6)] == [0, 2, 2]
+
+
+def test_checkpoint_of_a_replay_belongs_to_the_very_steps_that_it_replayed(tmp_path):
+    folder = recorded(tmp_path / "out")
+    history = History.open(folder)
+    checkpoint(history.aside, 3)
+    about = history.aside / "checkpoints" / "step_00000003" / "progress.json"
+    about.write_text(json.dumps({"replayed": history.line_digest(3)}))
+    assert history.checkpoint_steps() == [3] and history.checkpoint_path(3).is_relative_to(history.aside)
+    (folder / "ledger.jsonl").unlink()
+    assert History.open(recorded(folder, starts=(0, 1))).checkpoint_steps() == []  # the run was started over
+
+
+def test_step_that_never_was(tmp_path, capsys):
+    folder = recorded(tmp_path / "out")
+    assert refused(capsys, folder, "--step", 99) == f"{folder} has no step 99: it has 1 to 6."
+    assert refused(capsys, folder, "--steps", "5:7") == f"{folder} has no step 7: it has 1 to 6."
+    assert refused(capsys, folder, "--steps", "5:3") == "--steps 5:3: the last step comes before the first one."
+    assert refused(capsys, folder, "--steps", "five") == "--steps five: give steps as FIRST:LAST, such as 130:140."
+
+
+def test_folder_without_a_ledger(tmp_path, capsys):
+    assert refused(capsys, tmp_path, "--step", 1) == f"{tmp_path} holds no ledger.jsonl: name the output folder of a run."
+    folder = recorded(tmp_path / "out", last=0)
+    assert refused(capsys, folder, "--step", 1) == f"{folder} has not finished a step yet: there is nothing to replay."
+
+
+def test_step_that_was_left_out(tmp_path, capsys):
+    folder = recorded(tmp_path / "out", last=2)
+    with (folder / "ledger.jsonl").open("a") as file:
+        file.write('{"step": 3, "epoch": 0, "step_in_epoch": 2, "skipped": true}\n')
+    assert refused(capsys, folder, "--step", 3) == (
+        "Step 3 was left out of the run (train.skip). To see what it would have done: --set train.skip=[]"
+    )
+
+
+def test_change_that_would_be_another_run(tmp_path, capsys):
+    folder = recorded(tmp_path / "out")
+    for key in ("seed", "task.max_length", "train.batch_size"):
+        said = refused(capsys, folder, "--step", 3, "--set", f"{key}=4")
+        assert said.startswith(f"--set {key}=4: {key} decides which samples form a step") and "--from 1" in said
+    History.open(folder).check_change(Change(("seed=4",), from_step=1))
+    assert "did you mean 'train.lr'" in refused(capsys, folder, "--step", 3, "--set", "train.lrr=1").lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from", "3"], "--from says from which step on something is changed: give --set, --without or --skip, too."),
+        (["--without", "40"], "--without 40: the training data have rows 0 to 39."),
+        (["--without", "a"], "--without a: give numbers, such as 35,17 or 130:140."),
+        (["--skip", "3"], "--skip 3: the steps that are replayed and changed are 4 to 5."),
+        (["--skip", "4", "--from", "6"], "--from 6 comes after the last step, 5: nothing would be changed."),
+        (["--save-every", "0"], "--save-every 0 must be at least 1."),
+    ],
+)
+def test_change_that_makes_no_sense(tmp_path, capsys, words, said):
+    assert refused(capsys, recorded(tmp_path / "out"), "--steps", "4:5", *words) == said
+
+
+def test_data_that_have_moved(tmp_path, capsys):
+    rows = {name: tmp_path / "old" / f"{name}.jsonl" for name in ("train", "eval")}
+    rows["train"].parent.mkdir()
+    for path in rows.values():
+        path.write_text('{"text": "a", "label": 0}\n')
+    words = [f"task.data_files.{name}={path}" for name, path in rows.items()]
+    folder = recorded(tmp_path / "out", *words, recipe="text_classification")
+    rows["train"].parent.rename(tmp_path / "new")
+    said = refused(capsys, folder, "--step", 3)
+    assert f"task.data_files.train={rows['train']}: there is no such file." in said
+    assert said.endswith(
+        "say where they are: --data FOLDER, or --data SPLIT=FILE for one file, such as --data train=reviews.csv."
+    )
+    assert refused(capsys, folder, "--step", 3, "--data", tmp_path / "none") == (
+        f"--data {tmp_path}/none: there is no {tmp_path}/none."
+    )
+    found = History.open(folder, data=[str(tmp_path / "new")]).recipe_at(3).task.data_files
+    assert found == {name: str(tmp_path / "new" / f"{name}.jsonl") for name in rows}
+    one = History.open(folder, data=[f"train={tmp_path}/new/train.jsonl", f"eval={tmp_path}/new/eval.jsonl"])
+    assert one.recipe_at(3).task.data_files == found
+
+
+def test_code_of_others_is_not_imported_unasked(tmp_path, capsys):
+    folder = recorded(tmp_path / "out", "task.dataset=tests.support.tasks:few_reviews")
+    said = refused(capsys, folder, "--step", 3)
+    assert said.startswith(f"task.dataset=tests.support.tasks:few_reviews ({folder}) is not hftune's own code")
+    History.open(folder, trust_code=True).recipe_at(3)
+
+
+def test_nothing_is_written_by_what_is_refused(tmp_path, capsys):
+    folder = recorded(tmp_path / "out")
+    refused(capsys, folder, "--step", 99)
+    assert [path.name for path in Path(tmp_path).rglob("*")] == ["out", "ledger.jsonl"]
