@@ -145,7 +145,7 @@ class Verification:
                 share, name = limit.largest_share(segment, before, after)
                 largest = max(largest, share)
                 if share > 1:
-                    problems.append(f"steps {segment} moved a weight of {name} {share:.3g} times as far as {kind} can move it")
+                    problems.append(f"{segment.title} moved a weight of {name} {share:.3g} times as far as {kind} can move it")
             before = after
         count = len(self.segments) - 1
         text = f"{count} segments; no weight moved further than {100 * largest:.0f} % of what {kind} can move it"
@@ -172,7 +172,7 @@ class Verification:
         furthest, wrong = self._replay_steps(segment)
         saved = self.replayer.strategy.state()
         if saved is None:
-            return Check(f"steps {segment}")
+            return Check(segment.title)
         found = [*distances(before, saved[0], self._claimed(segment.end))]
         worst = max(found, key=lambda one: one.share)
         is_exact = is_as_noted and not furthest and not worst.off
@@ -189,7 +189,7 @@ class Verification:
             )
         text = f"losses within {furthest:.1e}, weights within {worst.share:.1e} of the way"
         first_weights = "" if is_as_noted else "; drawn on this machine, the first weights have other last bits"
-        return Check(f"steps {segment}", "bit-equal" if is_exact else text + first_weights, problems)
+        return Check(segment.title, "bit-equal" if is_exact else text + first_weights, problems)
 
     def _replay_steps(self, segment: Segment) -> tuple[float, list[str]]:
         """Compute the steps of a segment; return the largest relative difference, and what is wrong in which step."""
@@ -221,7 +221,7 @@ class Verification:
         return {group: {name: value.clone() for name, value in tensors.items()} for group, tensors in groups.items()}
 
     def _begins_as_noted(self, weights: Groups) -> bool:
-        """Say whether the first weights are those of the run, to the bit. Other CPU kernels may draw them with other last bits."""
+        """Say whether the first weights are those of the run, to the bit. Other CPU kernels may draw other last bits."""
         noted = self.receipt.starts[0].get("weights")
         return noted is None or not weights or weights_digest(weights["model"]) == noted
 
