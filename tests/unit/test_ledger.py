@@ -198,9 +198,22 @@ def test_steps_left_out_are_listed_and_their_epochs_are_not_whole(tmp_path, caps
     assert (found.problems, found.skipped, found.steps, found.whole_epochs, found.samples) == ([], [5], 6, 1, 16)
     assert audit_command.run(type("Options", (), {"folder": str(tmp_path)})) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == [
-        "  left out: 1 step, 5",
+        "  left out: 1 step (5)",
         "Every other step used the samples of its plan.",
     ]
+
+
+def test_keys_that_were_changed_on_the_way_are_listed(whole, capsys):
+    recipes = [{"train": {"lr": 0.1, "betas": [0.9, 0.99]}}, {"train": {"lr": 0.2, "betas": None}}]
+    begin(whole, 6, recipe=recipes[0])
+    begin(whole, 6, recipe=recipes[1])
+    assert audit_command.run(type("Options", (), {"folder": str(whole)})) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "  started on 1 process",
+        "  resumed after step 6 on 1 process",
+        "  resumed after step 6 on 1 process, with train.lr=0.2, train.betas=null",
+    ]
+    assert audit_command.some(map(str, range(1, 11))) == "1, 2, 3, 4, 5, 6, 7, 8 and 2 more"
 
 
 def test_what_is_no_ledger_is_refused(tmp_path):
