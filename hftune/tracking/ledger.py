@@ -213,19 +213,24 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
 def whole_lines(path: Path) -> list[bytes]:
     """Read the lines of a ledger, without what a kill, a power failure or a full disk left of one at the end."""
     *texts, _ = path.read_bytes().split(b"\n")
-    while texts and _parse(texts[-1]) is None:
+    while texts and _values(texts[-1]) is None:
         texts.pop()
     return texts
 
 
 def _parse(text: bytes) -> Line | None:
     """Return the values of a line; None if it is none of a ledger."""
+    line = _values(text) or {}
+    kind = next((key for key in KEYS if key in line), None)
+    return line if kind is not None and isinstance(line[kind], int) and line.keys() >= KEYS[kind] else None
+
+
+def _values(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
     except ValueError:
         return None
-    kind = next((key for key in KEYS if isinstance(line, dict) and key in line), None)
-    return line if kind is not None and isinstance(line[kind], int) and line.keys() >= KEYS[kind] else None
+    return line if isinstance(line, dict) else None
 
 
 ENCODER = json.JSONEncoder(allow_nan=False, default=str)

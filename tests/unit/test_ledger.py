@@ -103,6 +103,15 @@ def test_what_a_power_failure_left_of_a_line_is_cut_off(whole, torn):
     assert audit(whole).problems == [] and audit(whole).steps == 7
 
 
+def test_a_whole_line_is_never_cut_off_whatever_it_says(whole):
+    before = (whole / "ledger.jsonl").read_bytes() + b'{"of": "a newer version"}\n'
+    (whole / "ledger.jsonl").write_bytes(before)
+    begin(whole, 6)
+    assert (whole / "ledger.jsonl").read_bytes().startswith(before) and read_ledger(whole).problems() == [
+        "Line 9 cannot be read."
+    ]
+
+
 def test_checkpoint_whose_line_a_kill_prevented_is_known_from_the_start_that_resumed_from_it(whole):
     hashes = {"step": 6, "model": "d" * 64, "optimizer": "e" * 64}
     take(begin(whole, 6, checkpoint=hashes), 7)
