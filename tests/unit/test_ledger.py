@@ -74,6 +74,15 @@ def test_each_line_holds_the_hash_of_the_one_before_and_numbers_are_exact(whole)
     assert record.checkpoints[3]["model"] == "a" * 64 and record.start_of(6) is record.starts[0]
 
 
+def test_lines_are_those_of_json_with_null_for_what_it_does_not_have(tmp_path):
+    ledger = begin(tmp_path)
+    results = {"loss": np.float64(1 / 3), "grad_norm": float("inf"), "lr": 1e-300, "items": 3}
+    ledger.note(**where(1), **used(1), **results)
+    values = {**where(1), **used(1), "loss": 1 / 3, "grad_norm": None, "lr": 1e-300, "items": 3.0}
+    start, step = texts(tmp_path)
+    assert step.decode() == json.dumps({**values, "prev": sha256(start).hexdigest()})
+
+
 def test_a_resume_adds_lines_and_says_which_ones_count(whole):
     before = (whole / "ledger.jsonl").read_bytes()
     hashes = {"step": 3, "model": "a" * 64, "optimizer": "b" * 64}
