@@ -18,7 +18,7 @@ from hftune.commands.arguments import add_trust_code, check_at_least_1, find_mod
 from hftune.errors import ConfigError, TrainingError
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
-from hftune.tracking.console import one_line, short
+from hftune.tracking.console import note, one_line, short
 
 if TYPE_CHECKING:
     from hftune.replay.history import History
@@ -31,6 +31,8 @@ MOST_ALONE = 5
 WIDTH = 100
 """Columns of the changes of a try, and of a line of data."""
 TRAIN_FILE = "task.data_files.train"
+OTHER_SAMPLES = ("seed", "train.batch_size")
+"""Keys that decide which samples form a step."""
 SAME = 1e-6
 """Relative difference between the two ends that may be rounding."""
 
@@ -117,7 +119,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     Raises:
         ConfigError: there is nothing to search among.
     """
-    from hftune.replay.history import BOUNDS, History
+    from hftune.replay.history import BOUNDS, Change, History
 
     if options.command or options.keys:
         raise ConfigError("--try and --set are for versions: name them, --candidates A,B,...")
@@ -136,10 +138,10 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
             f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else "
             "does. Code: git bisect run hftune bisect-step. Libraries, and files of other contents: --candidates."
         )
+    first = options.first
+    good.history.check_change(Change(overrides=tuple(overrides(changes)), from_step=first))
     bounds = [f"train.{name}={json.dumps(recipes[0]['train'][name])}" for name in BOUNDS]  # as they were settled
-    return KeySearch(
-        good, bad, [*bounds, *good.words], changes, options.first, count_steps(good, bad, options), options.tries, say
-    )
+    return KeySearch(good, bad, [*bounds, *good.words], changes, first, count_steps(good, bad, options), options.tries, say)
 
 
 def count_steps(good: End, bad: End, options: argparse.Namespace) -> int:
@@ -180,6 +182,8 @@ class KeySearch:
         self.say(
             f"{count}. A try computes steps {self.first} to {last}: place from good (0) to bad (1), mean loss of each third."
         )
+        if chance := [change.key for change in self.changes if change.key in OTHER_SAMPLES]:
+            self.say(note(f"{' and '.join(chance)} put other samples into each step, so part of the difference is chance."))
         with Trials(self.good.history, self.first, last) as trials:
             return self._search(trials)
 
