@@ -5,7 +5,6 @@ The tolerance is the engine's: rounding was 2e-7 at most wherever it was measure
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
 from tests.support.runs import SMALL, Command, train_on
 
-ADAPTERS = str(Path(__file__).parents[1] / "support" / "adapters.yaml")
 STEPS = (
     "train.max_steps=5",
     "train.epochs=2",
@@ -36,14 +34,14 @@ NORM = ("task.network=tests.support.tasks.NormBlend", "train.micro_batch_size=2"
 ALONE = {
     "reviews": (*REVIEWS, "train.ema_decay=0.9"),
     "recomputed": (*REVIEWS, "train.gradient_checkpointing=true", "train.packing=off"),
-    "adapters": (f"recipe={ADAPTERS}", "adapter.train_also=[lm_head]", *STEPS),
+    "adapters": (*REVIEWS, "adapter.type=lora", "adapter.dropout=0.1"),
     "skipping": (*REVIEWS, "train.skip=[4]"),
     "at first": (*REVIEWS, "train.max_steps=4", "output_dir={folder}/changed"),
     "changed": (*REVIEWS, "train.max_steps=7", "train.lr=2e-4", "train.clip_norm=0.5", "output_dir={folder}/changed"),
     "words": WORDS,
-    "digits": ("recipe=mnist_demo", *FEW, "train.micro_batch_size=3"),
+    "digits": ("recipe=mnist_demo", *FEW, "task.dataset=tests.support.tasks:few_digits", "train.micro_batch_size=3"),
     "pictures": ("recipe=restoration_demo", *FEW, *NORM),
-    "shapes": ("recipe=image_classification_demo", *FEW, "train.micro_batch_size=4"),
+    "shapes": ("recipe=image_classification_demo", *FEW, "task.image_size=24", "train.micro_batch_size=4"),
     "questions": ("recipe=embeddings_demo", *FEW, "train.micro_batch_size=3", "train.micro_batch_tokens=null"),
     "entities": ("recipe=token_classification_demo", *FEW),
     "spoken": ("recipe=seq2seq_demo", *FEW),
