@@ -1,0 +1,100 @@
+"""Samples that do not belong in the data, planted into one late step, are found by replaying it; and so is a bad update.
+
+What can be found: a flipped label once the model knows better, here all 6 of 6 texts (24 of 24 with four seeds) and 5 of 5 digits
+(4 of 5 with another number of samples). Garbage and overlong texts have ordinary losses (places 7 to 29 of 32), and are found
+by their tokens and their length.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hftune import Recipe, train
+from hftune.cli import main
+from tests.support.planted import DIGITS, TEXTS
+
+TINY = (
+    "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64, "
+    "hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, initializer_range: 0.1}",
+    *("task.vocab_size=200", "task.max_length=100", "task.label_column=null", "train.lr=1e-2"),
+)
+OFTEN = ("eval.every=never", "checkpoint.every=10", "checkpoint.keep=20")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    data = ("task.dataset=tests.support.planted:texts", f"train.batch_size={TEXTS.batch_size}", "train.epochs=3")
+    folder = tmp_path_factory.mktemp("texts") / "run"
+    train(Recipe.load("text_classification_demo", *TINY, *data, *OFTEN, f"output_dir={folder}"))
+    return folder
+
+
+def replay(capsys, folder, *words):
+    """What ``hftune replay`` prints after its first line, and the samples that it found."""
+    output = folder.with_name(f"found-{len(list(folder.parent.iterdir()))}")
+    code = main(["replay", str(folder), *words, "--trust-code", f"--output={output}"])
+    printed = capsys.readouterr()
+    assert code == 0, printed
+    samples = output / "samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
+    return printed.out.splitlines(), rows, output
+
+
+def test_flipped_labels_garbage_and_an_overlong_text_are_named(texts, capsys):
+    lines, rows, output = replay(capsys, texts, f"--step={TEXTS.step}", "--worst=6", "--why")
+    assert sorted(row["sample"] for row in rows[:6]) == TEXTS.flipped
+    assert len(rows) == 32 and rows[0]["text"] and rows[0]["label"] != rows[0]["prediction"]
+    assert sum(row["gradient_share"] for row in rows) == pytest.approx(1, abs=1e-4)
+    by_sample = {row["sample"]: row for row in rows}
+    assert [sample for sample, row in by_sample.items() if row["odd"]] in [
+        [TEXTS.garbage, TEXTS.overlong],
+        [TEXTS.overlong, TEXTS.garbage],
+    ]
+    assert by_sample[TEXTS.garbage]["bits_a_token_rank"] == 1 and by_sample[TEXTS.overlong]["tokens_rank"] == 1
+    assert "bit-equal" in lines[1] and " ".join(lines[2].split()) == "loss of it gradient sample label -> said text"
+    assert any(line.startswith("The worst 6 of the 32 samples of step 58 make 9") for line in lines)
+    assert any(line.startswith("The batch makes this loss, no update before it. The steps before it had 0.0") for line in lines)
+    without = ",".join(map(str, TEXTS.flipped))
+    assert f"Try: hftune replay {texts} --steps 58:60 --without {without}" in lines
+    why = json.loads((output / "replay.json").read_text())["why"]
+    assert list(why["losses"]) == ["53", "54", "55", "56", "57"]
+
+
+def test_of_several_steps_the_planted_one_has_the_worst_samples(texts, capsys):
+    lines, rows, _ = replay(capsys, texts, f"--steps={TEXTS.step - 2}:{TEXTS.step + 2}", "--worst=6")
+    assert {row["step"] for row in rows[:6]} == {TEXTS.step} and len(rows) == 5 * 32
+    assert any(line.startswith(f"The batch of step {TEXTS.step} at the weights after step 53 54 55 56 57: ") for line in lines)
+
+
+def test_without_them_the_loss_is_an_ordinary_one(texts, capsys):
+    without = ",".join(map(str, TEXTS.flipped))
+    _, _, output = replay(capsys, texts, f"--step={TEXTS.step}", f"--without={without}")
+    (step,) = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()][-1:]
+    assert step["loss"] < 0.15 * step["then"]["loss"]
+
+
+def test_an_update_that_raised_the_loss_is_named(texts, capsys, tmp_path):
+    words = [
+        "task.dataset=tests.support.planted:texts",
+        "train.batch_size=32",
+        "train.schedule=constant",
+        "train.warmup_ratio=0",
+    ]
+    for steps, lr in ((30, "1e-2"), (34, "0.5")):  # resumed with a learning rate that is far too high
+        last = (f"train.max_steps={steps}", f"train.lr={lr}", f"output_dir={tmp_path / 'run'}")
+        train(Recipe.load("text_classification_demo", *TINY[:-1], *words, *OFTEN, *last))
+    lines, _, _ = replay(capsys, tmp_path / "run", "--step=33", "--worst=0", "--why")
+    said = [line for line in lines if line.startswith("The weights make this loss, not the batch: the update of step 3")]
+    assert len(said) == 1 and not any(line.startswith("Try") for line in lines), lines
+
+
+def test_flipped_digits_are_ranked_first_and_shown_as_pictures_and_noise_is_odd(tmp_path, capsys):
+    data = ("task.dataset=tests.support.planted:digits", f"train.batch_size={DIGITS.batch_size}", "train.epochs=8")
+    train(Recipe.load("mnist_demo", *data, *OFTEN, f"output_dir={tmp_path / 'run'}"))
+    lines, rows, output = replay(capsys, tmp_path / "run", f"--step={DIGITS.step}", "--worst=8")
+    assert len({row["sample"] for row in rows[:8]} & {*DIGITS.flipped}) >= 4
+    assert any(line.startswith(f"Odd samples here: {DIGITS.garbage} (") for line in lines)
+    pictures = [np.asarray(Image.open(output / row["picture"])) for row in rows[:8]]
+    assert all(picture.shape == (28, 28, 3) and picture.std() > 0 for picture in pictures) and "picture" not in rows[8]
