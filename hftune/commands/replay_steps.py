@@ -44,7 +44,8 @@ class Outcome:
     def compared(self) -> list[tuple[ReplayedStep, Difference]]:
         """Return the steps that should be as they were: those before a change."""
         end = self.job.change.from_step if self.job.change else self.job.last + 1
-        return [(step, difference(step, self.lines[step.step])) for step in self.steps if step.step < end]
+        steps = (step for step in self.steps if step.step < end and step.step in self.lines)
+        return [(step, difference(step, self.lines[step.step])) for step in steps]
 
     @property
     def is_equal(self) -> bool:
@@ -156,7 +157,7 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
     return [
         {
             **{name: getattr(step, name) for name in ("step", "epoch", "step_in_epoch", *RESULTS, "items", "num_samples")},
-            "then": {name: outcome.lines[step.step].get(name) for name in RESULTS},
+            "then": {name: outcome.lines.get(step.step, {}).get(name) for name in RESULTS},
             "samples": step.samples.tolist(),
         }
         for step in outcome.steps
@@ -202,7 +203,7 @@ def verdict(outcome: Outcome) -> str:
     """Say in sentences how the steps that should be as they were compare with the ledger."""
     compared = outcome.compared()
     if not compared:
-        return "Every step is changed, so none is compared with the ledger."
+        return "No step is compared with the ledger: all are changed, or the run never finished them."
     steps = f"Ledger, up to step {compared[-1][0].step:,}" if outcome.job.change else "Ledger"
     last, found = compared[-1]
     values = f" (loss {last.loss:.6g}, norm {last.grad_norm:.4g})" if outcome.job.first == outcome.job.last else ""
@@ -229,7 +230,7 @@ def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
     rows = [head]
     computed = {step.step: step for step in steps}
     for number in range(outcome.job.first, outcome.job.last + 1):
-        line, step = outcome.lines[number], computed.get(number)
+        line, step = outcome.lines.get(number, {}), computed.get(number)
         then = [f"{line[name]:.6g}" if name in line else "-" for name in ("loss", "grad_norm")]
         if step is None:
             rows.append((f"{number:,}", "left out", then[0], "", "", then[1], ""))
