@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hftune import cli
+from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.engine import TOLERANCE, Replayer, difference
 from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
@@ -73,11 +74,11 @@ def placed(jobs, folder):
     return {name: tuple(word.replace("{folder}", str(folder)) for word in words) for name, words in jobs.items()}
 
 
-def replayed(folder, first, last, change=None, **options):
+def replayed(folder, first, last, change=None, look=None, **options):
     """The steps from the checkpoint before ``first`` on, and how each compares with the ledger."""
     history = History.open(folder, trust_code=True, **options)
     with Replayer(history, first, change or Change()) as replayer:
-        steps = list(replayer.advance(last))
+        steps = list(replayer.advance(last, look))
     return steps, [difference(step, history.ledger.steps[step.step]) for step in steps]
 
 
@@ -89,10 +90,23 @@ def files(folder):
 def test_on_one_process_every_task_is_bit_equal(runs, name):
     folder = runs[name, 1]
     before = files(folder)
-    steps, found = replayed(folder, 4, 5)
+    looked = {}
+
+    def look(replayer, batch, report):  # into step 4, which must not change step 5
+        if replayer.step == 4:
+            looked["samples"] = look_inside(replayer, batch, report)
+            looked["losses"] = [batch_loss(replayer, found, 4) for found in (batch, replayer.batch_of(4))]
+
+    steps, found = replayed(folder, 4, 5, look=look)
     assert [step.step for step in steps] in ([3, 4, 5], [4, 5])  # an epoch may have ended with step 3
     assert all(one.is_bit_equal for one in found), found
     assert files(folder) == before
+    samples, step = looked["samples"], steps[-2]
+    assert [sample.sample for sample in samples] == step.samples.tolist()
+    assert sum(sample.items for sample in samples) == pytest.approx(step.items)
+    added = sum(sample.loss_sum for sample in samples) / step.items
+    assert [added, *looked["losses"]] == pytest.approx([step.loss] * 3, rel=1e-6)
+    assert sum(sample.gradient_share for sample in samples) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ON_TWO)
@@ -103,12 +117,17 @@ def test_run_of_two_processes_is_replayed_on_one(runs, name):
 
 @pytest.mark.parametrize(("name", "size"), [("reviews", 2), ("pictures", 2), ("reviews", 1)])
 def test_on_two_processes(runs, name, size, tmp_path):
-    words = ("replay", str(runs[name, size]), "--steps", "4:5", "--trust-code", f"--output={tmp_path}")
+    words = ("replay", str(runs[name, size]), "--steps", "4:5", "--worst=3", "--why", "--trust-code", f"--output={tmp_path}")
     command = Command(2, *words, module="hftune.cli")
     out, err = command.communicate()
     assert command.returncode == 0, out + err
     found = json.loads((tmp_path / "replay.json").read_text())
     assert found["equal"] and found["bit_equal"] == (size == 2), found
+    samples = [row for row in map(json.loads, (tmp_path / "samples.jsonl").open()) if row["step"] == 5]
+    (step,) = [row for row in map(json.loads, (tmp_path / "steps.jsonl").open()) if row["step"] == 5]
+    assert sorted(row["sample"] for row in samples) == sorted(step["samples"])
+    assert sum(row["loss"] * row["items"] for row in samples) == pytest.approx(step["loss"] * step["items"], rel=1e-6)
+    assert sum(row["gradient_share"] for row in samples) == pytest.approx(1, abs=1e-4)
 
 
 def test_steps_on_both_sides_of_a_resume_have_the_recipes_of_their_time(runs, tmp_path):
