@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hftune import cli
+from hftune.models import scored_head
 from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.engine import TOLERANCE, Replayer, difference
 from hftune.replay.history import Change, History
@@ -86,27 +87,45 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-@pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "at first"}))
-def test_on_one_process_every_task_is_bit_equal(runs, name):
-    folder = runs[name, 1]
-    before = files(folder)
-    looked = {}
+def look_into_step_4(looked):
+    """A look that must not change step 5."""
 
-    def look(replayer, batch, report):  # into step 4, which must not change step 5
+    def look(replayer, batch, report):
         if replayer.step == 4:
             looked["samples"] = look_inside(replayer, batch, report)
             looked["losses"] = [batch_loss(replayer, found, 4) for found in (batch, replayer.batch_of(4))]
+            looked["in chunks"] = replayer.strategy.scores_head
 
-    steps, found = replayed(folder, 4, 5, look=look)
-    assert [step.step for step in steps] in ([3, 4, 5], [4, 5])  # an epoch may have ended with step 3
-    assert all(one.is_bit_equal for one in found), found
-    assert files(folder) == before
-    samples, step = looked["samples"], steps[-2]
+    return look
+
+
+def check_samples(looked, step):
+    """Losses and gradients of the samples are those of the step."""
+    samples = looked["samples"]
     assert [sample.sample for sample in samples] == step.samples.tolist()
     assert sum(sample.items for sample in samples) == pytest.approx(step.items)
     added = sum(sample.loss_sum for sample in samples) / step.items
     assert [added, *looked["losses"]] == pytest.approx([step.loss] * 3, rel=1e-6)
     assert sum(sample.gradient_share for sample in samples) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "at first"}))
+def test_on_one_process_every_task_is_bit_equal(runs, name):
+    folder, looked = runs[name, 1], {}
+    before = files(folder)
+    steps, found = replayed(folder, 4, 5, look=look_into_step_4(looked))
+    assert [step.step for step in steps] in ([3, 4, 5], [4, 5])  # an epoch may have ended with step 3
+    assert all(one.is_bit_equal for one in found), found
+    assert files(folder) == before
+    check_samples(looked, steps[-2])
+
+
+def test_samples_have_losses_where_the_head_computes_one_in_chunks(runs, monkeypatch):
+    looked = {}
+    monkeypatch.setattr(scored_head, "AT_ONCE", 1000)
+    steps, found = replayed(runs["paragraphs", 1], 4, 5, look=look_into_step_4(looked))
+    assert looked["in chunks"] and all(one.is_equal for one in found), found
+    check_samples(looked, steps[-2])
 
 
 @pytest.mark.parametrize("name", ON_TWO)
