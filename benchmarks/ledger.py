@@ -1,9 +1,12 @@
-"""Measure what ledger.jsonl costs: each step its line, a start the hash of the weights, and an audit the time to read it.
+"""Measure what ledger.jsonl costs (each step its line, a start the hash of the weights) and how fast it is read and replayed.
 
     python benchmarks/ledger.py [--steps 100000] [--trained 200]
 
 "in training" is the median time of a line between the steps of yelp_demo, where other work has taken the processor's caches.
 Goal: less than 0.1 ms. "again and again" writes --steps lines one after the other; these are then read, and audited.
+
+Then the last of --trained steps is replayed in a process that has torch loaded: setting up is to load data and model, and the
+checkpoint; the farther back that lies, the longer it takes to compute the steps from there.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from record import parse_options, print_table, save
 from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.models.weights import weights_digest
+from hftune.replay.engine import Replayer, difference
+from hftune.replay.history import History
 from hftune.tracking.ledger import Ledger, audit, plan_facts, read_ledger
 
 
@@ -29,6 +34,7 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as name:
         in_training = cost_in_training(Path(name) / "run", options.trained)
+        replayed = replay(Path(name) / "run", options.trained)
         again = write(Path(name), options.steps)
         size = (Path(name) / "ledger.jsonl").stat().st_size
         reading, record = timed(lambda: read_ledger(name))
@@ -45,8 +51,8 @@ def main() -> None:
         ("auditing them (s)", f"{auditing:.3g}"),
         (f"hashing {options.megabytes} MiB of first weights (s)", f"{hashing:.3g}"),
     ]
-    table = print_table("ledger.jsonl", ("", "figure"), rows)
-    save(__file__, options, [table], {"the ledger's line of a step, with its hash": f"{1e6 * in_training:.0f} us"})
+    tables = [print_table("ledger.jsonl", ("", "figure"), rows), replayed]
+    save(__file__, options, tables, {"the ledger's line of a step, with its hash": f"{1e6 * in_training:.0f} us"})
 
 
 def parse() -> argparse.Namespace:
@@ -73,10 +79,32 @@ def cost_in_training(folder: Path, steps: int) -> float:
 
     Ledger.note = note
     try:
-        train(Recipe.load("yelp_demo", f"train.max_steps={steps}", "eval.every=never", f"output_dir={folder}"))
+        kept = (f"checkpoint.every={max(1, steps // 4)}", "checkpoint.keep=9")
+        train(Recipe.load("yelp_demo", f"train.max_steps={steps}", "eval.every=never", *kept, f"output_dir={folder}"))
     finally:
         Ledger.note = original
     return median(seconds)
+
+
+def replay(folder: Path, step: int) -> dict[str, Any]:
+    """Replay a step, print how long it takes, and return the table."""
+    began, seconds = time.perf_counter(), []
+    history = History.open(folder)
+    with Replayer(history, step) as replayer:
+        start, ready = replayer.step, time.perf_counter()
+        for taken in replayer.advance(step):
+            seconds.append(taken.seconds)
+        computed = time.perf_counter() - ready
+    found = difference(taken, history.ledger.steps[step])
+    rows = [
+        ("setting up (s)", f"{ready - began:.3g}"),
+        (f"computing {step - start} steps (s)", f"{computed:.3g}"),
+        ("a step (ms)", f"{1e3 * median(seconds):.3g}"),
+        ("relative difference of its loss from the ledger's", f"{found.loss:.1e}"),
+    ]
+    return print_table(
+        f"replaying step {step:,} from checkpoint {start:,}, on one process as in training", ("", "figure"), rows
+    )
 
 
 def write(folder: Path, steps: int) -> float:

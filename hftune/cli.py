@@ -13,6 +13,8 @@ import sys
 from hftune import __version__
 from hftune.commands import (
     audit,
+    bisect_runs,
+    bisect_step,
     compare,
     completion,
     configs,
@@ -23,6 +25,7 @@ from hftune.commands import (
     plan,
     predict,
     push,
+    receipt,
     recipes,
     replay,
     report,
@@ -31,6 +34,7 @@ from hftune.commands import (
     slurm,
     sweep,
     train,
+    verify,
     vocab,
 )
 from hftune.config.shipped_files import recipe_names
@@ -80,6 +84,23 @@ COMMANDS = {
         replay,
         "compute past steps of a run again and compare them with its ledger, or with other keys, or without some rows. Under a "
         "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137",
+    ),
+    "bisect": (
+        bisect_runs,
+        "find what made a run bad: the recipe key, the lines of a data file or the version, by replaying a few steps. For "
+        "example hftune bisect outputs/good outputs/bad, or hftune bisect outputs/yelp --try 'pip install -q transformers=={}' "
+        "--candidates 5.1,5.2,5.3",
+    ),
+    "bisect-step": (
+        bisect_step,
+        "compute one past step again, for git bisect run. Exit code 0 if its loss is still the same, 1 if not, and 125 if it "
+        "cannot be computed: git bisect run hftune bisect-step outputs/yelp --step 137",
+    ),
+    "receipt": (receipt, "write what a finished run was and what came out of it into one file that can be signed"),
+    "verify": (
+        verify,
+        "check a receipt against a run's folder, and compute random parts of the run again. Under a launcher all processes "
+        "share the work, as in training: accelerate launch -m hftune.cli verify receipt.json",
     ),
     "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
     "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),

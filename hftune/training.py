@@ -268,7 +268,7 @@ def ledger_facts(
 ) -> dict[str, Any]:
     """Collect what the ledger says of a start: everything that the steps from here on follow from. Main process only.
 
-    No times, and no folder of the run: two equal runs have equal ledgers.
+    No times, and no folder of the run: nothing in which equal runs would differ.
     """
     roots = {"train": rows_root}
     recipe, provenance, own = run.recipe.to_dict(), run.provenance, fingerprint(run.recipe)

@@ -203,7 +203,8 @@ class OutputDir:
         else:
             remove_samples(self.path / SAMPLE_IMAGES, after=state.step)
         evaluated = ("predictions.jsonl", OUT_OF_FOLD) if self.recipe.eval.is_off else ()
-        for name in ("result.json", "report.html", "model/README.md", *evaluated):  # of a finished run, or of other weights
+        # Of a finished run, or of other weights:
+        for name in ("result.json", "receipt.json", "report.html", "model/README.md", *evaluated):
             (self.path / name).unlink(missing_ok=True)
         note_begun(self.path, self.start.group)
         write_text(self.path / "recipe.yaml", self.recipe.to_yaml())
@@ -226,7 +227,7 @@ def start_folder(path: Path) -> None:
         "tensorboard",  # it would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", *HISTORY):
+    for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

@@ -64,7 +64,7 @@ def pair_blocks(pair: Pair) -> Iterator[str]:
     causes = aligned([[cause.verdict, cause.kind, remark(cause.text, cause.reason)] for cause in pair.parting.causes])
     remarks = [f"  {sentence}" for sentence in kinds_sentences(pair.parting)]
     yield "\n".join([parting_sentences(pair.parting), *causes, *remarks])
-    if pair.training is not None and pair.training.mean != 0:
+    if pair.training is not None and pair.parting.step is not None:
         yield stretches_table(pair.training)
         yield training_sentence(pair.training)
     yield "\n".join([evaluation_sentence(pair.evaluation), *measure_lines(pair)])

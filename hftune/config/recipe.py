@@ -12,6 +12,7 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -359,11 +360,12 @@ def _replaced(raw: DictConfig, origin: str) -> list[str]:
 
 
 def _parse(overrides: Sequence[str]) -> _Layer:
+    raw = OmegaConf.create({})
     for word in overrides:
         if not re.match(r"[A-Za-z_][\w.]*=", word):
             raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.")
         try:
-            OmegaConf.from_dotlist([word])
+            raw.merge_with_dotlist([word])
             odd = _odd_number(word.partition("=")[2])
         except Exception as error:  # as above
             reason = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -372,13 +374,12 @@ def _parse(overrides: Sequence[str]) -> _Layer:
             raise ConfigError(f"{word}: {odd.partition(': ')[2]}")
         if word.startswith("base="):
             raise ConfigError("base=... belongs in a recipe file; here, name the recipe itself: recipe=...")
-    raw = OmegaConf.from_dotlist(list(overrides))
     return _Layer(raw, None, _replaced(raw, ""))
 
 
 def _odd_number(text: str) -> str | None:
     """Find a number that YAML 1.1 reads as a different one: 1:30 as 90, 010 as 8. Return a message about it."""
-    tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    tree = yaml.compose(text, Loader=_LOADER)
     nodes, seen = [tree] if tree is not None else [], set()
     while nodes:
         node = nodes.pop()
@@ -391,7 +392,7 @@ def _odd_number(text: str) -> str | None:
             nodes += node.value
         elif (
             isinstance(node, yaml.ScalarNode)
-            and node.style is None
+            and not node.style  # a plain one: None, or "" from libyaml
             and node.tag.endswith((":int", ":float"))
             and _ODD_NUMBER.fullmatch(node.value)
         ):
@@ -403,6 +404,7 @@ def _odd_number(text: str) -> str | None:
     return None
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML was built with it
 _ODD_NUMBER = re.compile(r"[-+]?(\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|0[\d_]+)")
 
 
@@ -412,7 +414,7 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
         for key in layer.replaced:
             for below in layers[:place]:
                 below.values = _without(below.values, key)
-    schema, source = _Schema(_import_task(layers, trust_code)), Source()
+    schema, source = _Schema.of(_import_task(layers, trust_code)), Source()
     schema.values.top.recipe = default_name
     problems = []
     for layer in layers:
@@ -604,6 +606,13 @@ class _Schema:
             f"{name}.{key}" for name, key in keys if holds(dict, hint := self.hints[name][key]) and get_origin(hint) is not list
         }
 
+    @classmethod
+    def of(cls, task_type: type[Task]) -> _Schema:
+        """Return a schema with all defaults: a copy, as each is read from the dataclasses but once."""
+        schema = copy.copy(_defaults(task_type))
+        schema.values = copy.deepcopy(schema.values)
+        return schema
+
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""
         for key, value in raw.items():
@@ -674,6 +683,11 @@ class _Schema:
         if siblings:
             return f" Keys of {section}: {', '.join(siblings)}."
         return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: recipe, base, replace, seed, output_dir, resume."
+
+
+@cache
+def _defaults(task_type: type[Task]) -> _Schema:
+    return _Schema(task_type)
 
 
 def _structured(type_: type) -> DictConfig:

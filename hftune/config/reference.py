@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
+from functools import cache
 from itertools import pairwise
 
 from hftune import tasks
@@ -50,6 +51,7 @@ def fields(type_: type) -> list[tuple[str, str, str]]:
     return [(key_of(item.name), _default(item), texts.get(item.name, "")) for item in dataclasses.fields(type_)]
 
 
+@cache
 def _docstrings(type_: type) -> dict[str, str]:
     """Return the docstrings below the fields that a class itself declares."""
     (class_,) = ast.parse(textwrap.dedent(inspect.getsource(type_))).body

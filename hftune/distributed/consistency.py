@@ -22,8 +22,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from hftune.config.recipe import Recipe, code_of_sections, flat
 from hftune.config.shipped_files import PACKAGE
 from hftune.data.digest import content_digest
@@ -50,7 +48,8 @@ def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
     }
     if recipe is not None:
         result["code"] |= code_of(recipe.task) | named_code(recipe)
-        result["recipe"] = flat(OmegaConf.to_container(OmegaConf.create(recipe.to_yaml()))) | recipe.environment_digests()
+        plain = json.loads(json.dumps(recipe.to_dict(), default=str))  # as the early comparison sends it
+        result["recipe"] = flat(plain) | recipe.environment_digests()
     return result
 
 

@@ -144,8 +144,8 @@ class History:
                 raise
             between = "\n  " if len(error.problems) > 1 else " "
             raise ConfigError(
-                f"{error}{between}If the data have moved since the run, say where they are: --data FOLDER, or --data SPLIT=FILE "
-                "for one file, such as --data train=reviews.csv."
+                f"{error}{between}If the data have moved since the run, say where they are: --data FOLDER, or --data "
+                "SPLIT=FILE for one file, such as --data train=reviews.csv."
             ) from error
         return recipe
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hftune.reporting.curves import Curve, chart_key, place_of, title_of, unit_of
 from hftune.reporting.run_record import RunRecord
@@ -58,7 +61,24 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
                 found[name].lines.append(make_line(run_index, run, key, is_single))
     if joins_losses:
         found["train/loss"].title = "Loss"
-    return [*found.values()]
+    charts = [*found.values()]
+    if len(runs) == 2 and (difference := loss_difference(*runs)):
+        charts.insert(1, difference)
+    return charts
+
+
+def loss_difference(a: RunRecord, b: RunRecord) -> Chart | None:
+    """Return the chart of what the training losses of two runs differ by, which curves on top of each other hide."""
+    if not all("train/loss" in run.log.curves for run in (a, b)):
+        return None
+    (steps_a, losses_a), (steps_b, losses_b) = (run.log.curves["train/loss"].ordered() for run in (a, b))
+    steps, of_a, of_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
+    differences = losses_b[of_b] - losses_a[of_a]
+    if not differences.any():
+        return None
+    curve = Curve(array("q", steps.tolist()), array("d", differences.tolist()))
+    line = Line(1, f"{b.name} less {a.name}", curve, is_smoothed=True)
+    return Chart("train/loss_difference", "Difference of the training losses", "", GROUPS["train"], [line])
 
 
 def sorted_keys(runs: Sequence[RunRecord]) -> list[str]:

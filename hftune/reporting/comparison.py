@@ -141,7 +141,7 @@ def chance_section(compared: Comparison) -> Section | None:
         [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), measure_reading(one)]
         for one in pair.evaluation.measures
     ]
-    loss = [element("p", training_sentence(pair.training))] if pair.training and pair.training.mean else []
+    loss = [element("p", training_sentence(pair.training))] if pair.training and pair.parting.step is not None else []
     rows_of = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows") if rows else None
     if not loss and rows_of is None:
         return None

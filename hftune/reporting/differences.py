@@ -18,6 +18,7 @@ import numpy as np
 
 from hftune.reporting.causes import CONTENT, KINDS, ONLOOKERS, RATE, ROUNDING, UPDATE, Difference, Effect, find_differences
 from hftune.reporting.curves import is_number
+from hftune.reporting.run_record import mapping
 from hftune.reporting.traces import Segment, Steps, segments
 
 TOLERANCE = 2e-6
@@ -117,7 +118,7 @@ class Firsts:
     order: list[int] = field(default_factory=list)
     """All common steps."""
     heads: list[int] = field(default_factory=list)
-    """First steps of the segments. If the weights before one are equal, the update before it is not to blame."""
+    """First steps of the segments, in which something may have changed."""
     found: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     """Step and size of the first difference above the tolerance of samples, items, lr, loss, grad_norm, and skipped."""
     roundings: list[tuple[int, float]] = field(default_factory=list)
@@ -131,7 +132,7 @@ class Firsts:
 
     def step_of(self, name: str) -> float:
         """Return the first step with another value, infinite if there is none."""
-        return self.found[name][0] if name in self.found else float("inf")
+        return self.found[name][0] if name in self.found else math.inf
 
     def before(self, step: int) -> int:
         """Return the common step before one; 0 if it is the first."""
@@ -146,9 +147,7 @@ def find_firsts(a: Steps, b: Steps, pieces: Sequence[Segment]) -> Firsts:
         weights = [start.get("weights") for start in pieces[0].starts]
         firsts.has_other_weights = None not in weights and weights[0] != weights[1]
     for piece in pieces:
-        is_exact = all(
-            start.get(name) == piece.starts[0].get(name) is not None for start in piece.starts for name in ARITHMETIC
-        )
+        is_exact = arithmetic(piece.starts[0]) == arithmetic(piece.starts[1]) is not None
         firsts.heads.append(piece.steps[0])
         firsts.order += piece.steps
         for step in piece.steps:
@@ -160,7 +159,7 @@ def arithmetic(start: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what decides the last bits of a step; None if a part of it is not known."""
     if any(start.get(name) is None for name in ARITHMETIC):
         return None
-    code = {file: digest for file, digest in start["code"].items() if not file.startswith(ONLOOKERS)}
+    code = {file: digest for file, digest in mapping(start["code"]).items() if not file.startswith(ONLOOKERS)}
     return {**{name: start[name] for name in ARITHMETIC}, "code": code}
 
 
@@ -233,12 +232,11 @@ def signs_of(firsts: Firsts) -> Iterator[Sign]:
     if first < explained:
         step, size = firsts.found[name]
         largest = max((size for _, size in firsts.roundings), default=0.0)
-        if step in firsts.heads:
+        if step == firsts.order[0]:
             yield Sign(Effect.FORWARD if name == "loss" else Effect.BACKWARD, step, size)
-        elif size < JUMP * largest:
-            yield Sign(Effect.ROUNDING, step, size)
         else:
-            yield Sign(Effect.UPDATE, step, size)
+            has_grown = step not in firsts.heads and size < JUMP * largest
+            yield Sign(Effect.ROUNDING if has_grown else Effect.UPDATE, step, size)
 
 
 def judge(differences: Sequence[Difference], parting: Parting, firsts: Firsts) -> list[Cause]:
@@ -248,45 +246,44 @@ def judge(differences: Sequence[Difference], parting: Parting, firsts: Firsts) -
     before code and libraries, of which nobody knows what they change.
     """
     real = [sign for sign in parting.signs if sign.effect is not Effect.ROUNDING or parting.has_drifted] or parting.signs
-    strengths = {
-        index: max((strength(difference, sign, firsts) for sign in real), default=0)
-        for index, difference in enumerate(differences)
-    }
-    likely: set[int] = set()
-    for sign in real:
-        of_sign = {index: strength(difference, sign, firsts) for index, difference in enumerate(differences)}
-        best = max(of_sign.values(), default=0)
-        likely |= {index for index, value in of_sign.items() if value == best > 0}
-    causes = []
-    for index, difference in enumerate(differences):
-        if index in likely:
-            verdict, reason = "likely", ""
-        elif strengths[index] or may_be_hidden(difference, parting, firsts, bool(likely)):
-            verdict, reason = "possible", ""
+    strengths = [[strength(difference, sign, firsts) for sign in real] for difference in differences]
+    best = [max(of_sign) for of_sign in zip(*strengths, strict=True)]
+    likely = [any(own == most > 0 for own, most in zip(row, best, strict=True)) for row in strengths]
+    found = []
+    for difference, own, is_likely in zip(differences, strengths, likely, strict=True):
+        reason = ""
+        if is_likely:
+            verdict = "likely"
+        elif any(own) or may_be_hidden(difference, parting, firsts, any(likely)):
+            verdict = "possible"
+        elif difference.effects == ROUNDING and firsts.roundings:
+            verdict = "rounding only"
         else:
             verdict, reason = "no sign", why_not(difference, parting, firsts)
-        if verdict == "no sign" and difference.effects == ROUNDING and firsts.roundings:
-            verdict, reason = "rounding only", ""
-        causes.append(Cause(difference.kind, difference.text, verdict, reason, difference.key, difference.values))
-    order = sorted(range(len(causes)), key=lambda index: (VERDICTS.index(causes[index].verdict), -strengths[index], index))
-    return [causes[index] for index in order]
+        cause = Cause(difference.kind, difference.text, verdict, reason, difference.key, difference.values)
+        found.append((VERDICTS.index(verdict), -max(own, default=0), cause))
+    return [cause for _, _, cause in sorted(found, key=lambda entry: entry[:2])]
 
 
 def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
     """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all."""
-    if sign.effect not in difference.effects or difference.from_step > max(sign.step, firsts.order[0]):
+    if difference.from_step > max(sign.step, firsts.order[0]):
+        return 0
+    effects = {sign.effect} | ({Effect.FORWARD, Effect.BACKWARD} if sign.effect is Effect.UPDATE else set())
+    possible = effects & difference.effects
+    if not possible:
         return 0
     if not difference.is_specific:
         return 1
-    is_new = firsts.before(sign.step) < shows_in(difference, sign.effect, firsts) <= sign.step
-    if difference.is_exact or sign.effect in (Effect.FORWARD, Effect.BACKWARD):
-        return 3 if is_new else 0
-    if sign.effect is Effect.UPDATE:
-        is_late = (
-            firsts.tolerance > 0 or difference.key == "train.clip_norm"
-        )  # which is at work once a gradient is large enough
-        return 3 if is_new else 2 if is_late and shows_in(difference, sign.effect, firsts) < sign.step else 0
-    return 3 if sign.effect in (Effect.SAMPLES, Effect.LR, Effect.SKIPPED, Effect.WEIGHTS) else 2
+    if sign.effect in (Effect.SAMPLES, Effect.LR, Effect.SKIPPED, Effect.WEIGHTS) and not difference.is_exact:
+        return 3
+    steps = [shows_in(difference, effect, firsts) for effect in possible]
+    if any(firsts.before(sign.step) < step <= sign.step for step in steps):
+        return 3
+    # Without equal bits an update may show later than it acts, and clipping acts once a gradient is large enough.
+    is_late = Effect.UPDATE in possible and (firsts.tolerance > 0 or difference.key == "train.clip_norm")
+    is_vague = sign.effect in (Effect.ITEMS, Effect.ROUNDING) and not difference.is_exact
+    return 2 if is_vague or (is_late and min(steps) < sign.step) else 0
 
 
 def shows_in(difference: Difference, effect: Effect, firsts: Firsts) -> float:
@@ -317,7 +314,7 @@ def why_not(difference: Difference, parting: Parting, firsts: Firsts) -> str:
         return "after the runs have parted"
     if difference.effects == RATE:
         return "the learning rates are the same"
-    if Effect.ROUNDING in difference.effects and difference.effects == ROUNDING:
-        return "less than rounding"
+    if difference.effects == ROUNDING:
+        return "it only makes rounding"
     steps = [shows_in(difference, effect, firsts) for effect in difference.effects - RATE - ROUNDING]
     return f"it would have shown in step {min(steps):,.0f}" if steps and min(steps) < math.inf else ""

@@ -43,7 +43,7 @@ class MethodDifference:
 def methods_of(
     runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]], changes: Sequence[Sequence[Any]]
 ) -> list[Method]:
-    """Group the runs whose recipes differ by their seeds alone; empty if no recipe has several.
+    """Group the runs whose recipes differ by their seeds alone; empty if no recipe has several. A seed counts once.
 
     Args:
         metrics: of each run, and ``changes`` that it made on its way: a run that had several recipes is a method of its own.
@@ -53,12 +53,13 @@ def methods_of(
         | ({"changed on its way": run.name} if changed else {})
         for run, changed in zip(runs, changes, strict=True)
     ]
-    groups: dict[str, list[int]] = {}
-    for index, recipe in enumerate(recipes):
-        groups.setdefault(json.dumps(recipe, sort_keys=True, default=str), []).append(index)
-    if len(groups) == len(runs) or not all(recipes):
+    groups: dict[str, dict[str, int]] = {}
+    for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
+        group = groups.setdefault(json.dumps(recipe, sort_keys=True, default=str), {})
+        group.setdefault(plain(run.recipe.get("seed")), index)
+    if all(len(group) == 1 for group in groups.values()) or not all(recipes):
         return []
-    firsts = [recipes[members[0]] for members in groups.values()]
+    firsts = [recipes[min(group.values())] for group in groups.values()]
     keys = dict.fromkeys(key for recipe in firsts for key in recipe)
     telling = [key for key in keys if len({plain(recipe.get(key)) for recipe in firsts}) > 1]
     return [
@@ -72,7 +73,7 @@ def methods_of(
                 if all(name in metrics[index] for index in members)
             },
         )
-        for place, (members, recipe) in enumerate(zip(groups.values(), firsts, strict=True))
+        for place, (members, recipe) in enumerate(zip(([*group.values()] for group in groups.values()), firsts, strict=True))
     ]
 
 
@@ -97,9 +98,9 @@ def method_differences(methods: Sequence[Method]) -> list[MethodDifference]:
 
 
 def compare_metric(a: Method, b: Method, name: str) -> MethodDifference:
-    """Compare a metric of two methods, in pairs where each seed was used once by both."""
+    """Compare a metric of two methods, in pairs if both have the same seeds."""
     by_seed = [dict(zip(map(plain, method.seeds), method.metrics[name], strict=True)) for method in (a, b)]
-    is_paired = by_seed[0].keys() == by_seed[1].keys() and len(by_seed[0]) == len(a.seeds) and len(by_seed[1]) == len(b.seeds)
+    is_paired = by_seed[0].keys() == by_seed[1].keys()
     if is_paired:
         interval = of_independent([by_seed[1][seed] - value for seed, value in by_seed[0].items()], FEWEST_SEEDS)
     else:

@@ -94,7 +94,7 @@ def training_sentence(training: TrainingLoss) -> str:
     where = f"Training loss, B less A, steps {training.first_step:,} to {training.last_step:,}"
     if training.interval is None:
         return f"{where}: {training.mean:+.4g}. No interval: it takes {FEWEST_STEPS} steps that both runs have."
-    how = "95 %, 8 batch means, of these seeds alone" + ("" if training.is_paired else "; samples differ from step to step")
+    how = "95 %, 8 batch means, of these two runs alone" + ("" if training.is_paired else "; samples differ from step to step")
     return f"{where}: {plus_minus(training.interval)} ({how}): {reading(training.interval.is_shown, training.mean)}."
 
 
@@ -134,10 +134,12 @@ def reading(is_shown: bool, mean: float) -> str:
 
 
 def plus_minus(interval: Interval) -> str:
-    """Format a difference with its interval: "-0.045 +- 0.061"."""
-    digits = max(0, 1 - math.floor(math.log10(interval.half_width))) if interval.half_width > 0 else 4
-    digits = min(digits, 8)
-    return f"{interval.mean:+.{digits}f} +- {interval.half_width:.{digits}f}"
+    """Format a difference with its interval, of two digits: "-0.045 +- 0.061"."""
+    mean, width = interval.mean, interval.half_width
+    if 0 < width < 1e-4:
+        return f"{mean:+.1e} +- {width:.1e}"
+    digits = max(0, 1 - math.floor(math.log10(width))) if width else 4
+    return f"{mean:+.{digits}f} +- {width:.{digits}f}"
 
 
 def mean_and_deviation(values: Sequence[float], form: Callable[[float], str]) -> str:

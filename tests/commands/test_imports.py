@@ -92,6 +92,7 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         ("push", "nope", "me/bert"): "nope: there is no such folder.",
         ("push", f"{finished}/model", "me/bert"): f"{finished}/model is a single model. Name the output folder of its run, ",
         ("push", str(finished), "me/bert"): "HF_HUB_OFFLINE is set, and nothing can be pushed without the Hub. Unset it.",
+        ("compare", "nope", "nope"): "nope: there is no such folder. ",
         ("audit", "nope"): "nope holds no ledger.jsonl: name the output folder of a run.",
         ("vocab", "nope.txt", "--output", "words"): "nope.txt: there is no such file.",
         ("slurm", "recipe=nope", "--nodes", "1", "--gpus", "2"): "recipe=nope: there is no such recipe.",

@@ -9,7 +9,14 @@ from hftune.planning.plan import make_plan
 from tests.support.runs import train_on
 
 JOB = (
-    *("task.max_train_samples=10", "task.max_eval_samples=5", "train.epochs=2", "train.lr=1e-2", "train.log_every=1"),
+    *(
+        "task.dataset=tests.support.tasks:few_pictures",
+        "task.max_train_samples=10",
+        "task.max_eval_samples=5",
+        "train.epochs=2",
+        "train.lr=1e-2",
+        "train.log_every=1",
+    ),
     *("train.micro_batch_size=1", "task.network=tests.support.tasks.NormBlend"),
 )
 CHECKPOINTING = "task.network_args={checkpointing: true}"

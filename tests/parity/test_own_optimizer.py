@@ -30,7 +30,8 @@ WAYS = {
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     plain = {name: words for name, words in WAYS.items() if " " not in name}
-    found = {(name, size): run for size in (1, 4) for name, run in train_on(size, plain, folder, recipe=RECIPE).items()}
+    found = {(name, 1): run for name, run in train_on(1, plain, folder, recipe=RECIPE).items()}
+    found["counted", 4] = train_on(4, {"counted": COUNTED}, folder, recipe=RECIPE)["counted"]
     stopped = {f"{name}, stopped": (*WAYS[name], f"output_dir={folder}/{name} again") for name in ("rmsprop", "counted")}
     resumed = {f"{name}, resumed": words for name, words in zip(("rmsprop", "counted"), stopped.values(), strict=True)}
     jobs, stops = {**WAYS, **stopped, **resumed}, dict.fromkeys(stopped, (3, 1))
@@ -39,7 +40,7 @@ def runs(tmp_path_factory):
     return found | {(name, 2): run for name, run in two.items()}
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in WAYS), *((name, 4) for name in WAYS if " " not in name)])
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in WAYS), ("counted", 4)])
 def test_losses_do_not_depend_on_how_many_processes_step_or_in_which_way(runs, name, size):
     expected, run = runs[name.split()[0], 1], runs[name, size]
     for metric in ("train/loss", "train/grad_norm", "eval/loss"):

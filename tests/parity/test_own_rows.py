@@ -46,12 +46,12 @@ def runs(tmp_path_factory):
     found = {}
     for size in WORLD_SIZES:
         again = {"stopped": mixed, "resumed": (*mixed, f"output_dir={folder / f'stopped-on-{size}'}")} if size == 2 else {}
-        found |= {(name, size): run for name, run in train_on(size, jobs | again, folder, stops={"stopped": (5, 0)}).items()}
+        some = jobs | again if size < 4 else {"mixed": mixed}
+        found |= {(name, size): run for name, run in train_on(size, some, folder, stops={"stopped": (5, 0)}).items()}
     return found
 
 
-@pytest.mark.parametrize("name", ["held_out", "mixed", "never", "blocks"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "size"), [("held_out", 2), ("mixed", 2), ("mixed", 4), ("never", 2), ("blocks", 2)])
 def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     expected = runs[name, 1].logged("train/loss")
     assert len(expected) == {"held_out": 12, "mixed": 10, "never": 7, "blocks": 12}[name]
@@ -60,7 +60,7 @@ def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_the_rows_held_out_are_those_that_are_evaluated(runs, size):
-    for name in ("held_out", "mixed"):
+    for name in ("held_out", "mixed") if size < 4 else ("mixed",):
         run = runs[name, size]
         assert len(run.predictions) == sum(map(sum, run.result["metrics"]["confusion_matrix"])) == 19  # a fifth of each grade
         assert [row["text"] for row in run.predictions] == [row["text"] for row in runs[name, 1].predictions]
@@ -72,7 +72,7 @@ def test_the_ledger_proves_the_use_of_each_data_set(runs, size):
     assert (found.problems, found.whole_epochs) == ([], 2)
     assert [part["weight"] for part in found.mixture] == [0.5, 2.0] and sum(part["rows"] for part in found.mixture) == 81
     assert found.samples == 2 * sum(part["samples"] for part in found.mixture)
-    assert audit(runs["held_out", size].folder).samples == 162
+    assert size == 4 or audit(runs["held_out", size].folder).samples == 162
 
 
 def test_a_mixture_that_was_stopped_ends_bit_equal(runs):

@@ -5,7 +5,6 @@ The tolerance is the engine's: rounding was 2e-7 at most wherever it was measure
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
 from tests.support.runs import SMALL, Command, train_on
 
-ADAPTERS = str(Path(__file__).parents[1] / "support" / "adapters.yaml")
 STEPS = (
     "train.max_steps=5",
     "train.epochs=2",
@@ -38,14 +36,14 @@ NORM = ("task.network=tests.support.tasks.NormBlend", "train.micro_batch_size=2"
 ALONE = {
     "reviews": (*REVIEWS, "train.ema_decay=0.9"),
     "recomputed": (*REVIEWS, "train.gradient_checkpointing=true", "train.packing=off"),
-    "adapters": (f"recipe={ADAPTERS}", "adapter.train_also=[lm_head]", *STEPS),
+    "adapters": (*REVIEWS, "adapter.type=lora", "adapter.dropout=0.1"),
     "skipping": (*REVIEWS, "train.skip=[4]"),
     "at first": (*REVIEWS, "train.max_steps=4", "output_dir={folder}/changed"),
     "changed": (*REVIEWS, "train.max_steps=7", "train.lr=2e-4", "train.clip_norm=0.5", "output_dir={folder}/changed"),
     "words": WORDS,
-    "digits": ("recipe=mnist_demo", *FEW, "train.micro_batch_size=3"),
+    "digits": ("recipe=mnist_demo", *FEW, "task.dataset=tests.support.tasks:few_digits", "train.micro_batch_size=3"),
     "pictures": ("recipe=restoration_demo", *FEW, *NORM),
-    "shapes": ("recipe=image_classification_demo", *FEW, "train.micro_batch_size=4"),
+    "shapes": ("recipe=image_classification_demo", *FEW, "task.image_size=24", "train.micro_batch_size=4"),
     "questions": ("recipe=embeddings_demo", *FEW, "train.micro_batch_size=3", "train.micro_batch_tokens=null"),
     "entities": ("recipe=token_classification_demo", *FEW),
     "spoken": ("recipe=seq2seq_demo", *FEW),
@@ -220,3 +218,26 @@ def test_change_is_shown_beside_what_happened(runs, tmp_path, capsys):
     said, rows = capsys.readouterr().out, (tmp_path / "new" / "steps.jsonl").read_text().splitlines()
     assert "left out" in said and [json.loads(row)["step"] for row in rows] == [3, 5]
     assert [json.loads(row)["lr"] < json.loads(row)["then"]["lr"] for row in rows] == [True, True]
+
+
+def test_ledger_without_results_is_followed_all_the_same(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    known = ("after_step", "world_size", "micro_batch_size", "micro_batch_tokens", "plan")
+    known += ("step", "epoch", "step_in_epoch", "num_samples", "digest")
+    old = [{key: line[key] for key in known if key in line} for line in lines if "checkpoint" not in line]
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert cli.main(["replay", str(folder), "--step", "4", "--worst", "0"]) == 0
+    assert "Ledger: the same samples (loss" in capsys.readouterr().out
+
+
+def test_row_that_was_changed_is_named(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+    text = (folder / "ledger.jsonl").read_text()
+    line = json.loads(text.splitlines()[0])
+    (folder / "ledger.jsonl").write_text(text.replace(line["data"]["train"]["digest"], "all:other", 1))
+    rows = bytearray((folder / "rows.bin").read_bytes())
+    rows[16 * 5] ^= 1  # of row 5
+    (folder / "rows.bin").write_bytes(rows)
+    assert cli.main(["replay", str(folder), "--steps", "3:4"]) == 0
+    assert "  data      train: row 5 differs; it is first used in step" in capsys.readouterr().out

@@ -113,9 +113,10 @@ def check_lctt_titles(cells):
     assert all(0 < score <= 100 for score in cells.column("ROUGE-1"))
 
 
-def check_ledger(cells):
+def check_ledger(cells, replayed):
     assert [row[""] for row in cells.rows][2] == "500 steps (MB)" and all(figure > 0 for figure in cells.column("figure"))
     assert cells.column("figure")[1] < 1000  # a line takes some 20 us, and no machine of ours needs a millisecond
+    assert [row["figure"] for row in replayed.rows][-1] == "0.0e+00" and all(time > 0 for time in replayed.column("figure")[:3])
 
 
 def check_loop_overhead(cells):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -230,6 +231,7 @@ MAPPINGS = {"task.model_config", "task.generation", "task.network_args", "task.d
 FILES = (".py", ".yaml", ".json", ".jsonl", ".csv", ".txt", ".md")
 
 
+@cache
 def known_keys():
     sections = {name: [type_] for name, type_ in reference.SECTIONS.items() if name}
     sections["task"] = [*reference.task_types().values()]

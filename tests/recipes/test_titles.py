@@ -30,9 +30,9 @@ SMALL = (
         "train.batch_size=16",
         "train.micro_batch_tokens=500",
         "train.log_every=1",
-        "train.epochs=4",
+        "train.epochs=3",
         "train.lr=2e-2",
-        "eval.every=epoch",
+        "eval.every=3 epochs",
     ),
 )
 JOBS = {name: (*SMALL, f"task.architecture={name}", "task.generation.num_beams=2") for name in ARCHITECTURES}
@@ -41,14 +41,17 @@ JOBS = {name: (*SMALL, f"task.architecture={name}", "task.generation.num_beams=2
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return {(name, size): run for size in (1, 2, 4) for name, run in train_on(size, JOBS, folder, "bigbird_demo").items()}
+    jobs = {1: JOBS, 2: JOBS, 4: {"encoder_decoder": JOBS["encoder_decoder"]}}
+    return {(name, size): run for size in jobs for name, run in train_on(size, jobs[size], folder, "bigbird_demo").items()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+ON_MORE = [("prefix_lm", 2), ("encoder_decoder", 2), ("encoder_decoder", 4)]
+
+
+@pytest.mark.parametrize(("name", "size"), ON_MORE)
 def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     expected = runs[name, 1].logged("train/loss")
-    assert len(expected) == 16 and expected[-1] < expected[0]
+    assert len(expected) == 12 and expected[-1] < expected[0]
     assert runs[name, size].logged("train/loss") == pytest.approx(
         expected, rel=1e-5
     )  # the learning rate is a thousand times yelp's
@@ -70,8 +73,7 @@ def test_no_micro_batch_has_more_padded_tokens_than_asked_for(name):
     assert task.lengths(data).sum() == read < computed
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "size"), ON_MORE)
 def test_generated_titles_and_their_scores_do_not_depend_on_processes(runs, name, size):
     one, two = runs[name, 1], runs[name, size]
     assert one.predictions == two.predictions and len(one.predictions) == 13

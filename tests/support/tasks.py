@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hftune import DataError, Task
 from hftune.data.demo import reviews
 from hftune.data.demo_digits import digits
+from hftune.data.demo_pictures import pictures
 from hftune.data.demo_questions import questions
 from hftune.tasks import SequenceClassification
 
@@ -43,6 +44,12 @@ def few_questions(part: str) -> list[dict[str, Any]]:
     rows = list(questions(part, {"train": 100, "eval": 37}[part]))
     rows[5] = {**rows[4], "answer": rows[5]["answer"]}
     return [{**row, "negative": rows[index - 1]["answer"], "score": index % 7} for index, row in enumerate(rows)]
+
+
+@functools.cache
+def few_pictures(part: str) -> list[dict[str, Any]]:
+    """16 and 7 of the demo's pictures."""
+    return list(pictures(part, {"train": 16, "eval": 7}[part]))
 
 
 def two_images(part: str) -> list[dict[str, Any]]:

@@ -26,12 +26,13 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hftune import Interrupted, Recipe, loop, run, train
-from hftune.distributed import devices
+from hftune.distributed import consistency, devices
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
-from tests.support.tasks import few_digits, few_reviews
+from tests.support.tasks import few_digits, few_pictures, few_reviews
 from tests.support.warm import Server, be
 
+SUPPORT = Path(__file__).parent
 TIMEOUT_S = 540.0
 IMPORTED = (
     *("hftune.training", "hftune.tasks", "hftune.models.bigbird", "hftune.models.unet", "hftune.metrics.restoration"),
@@ -77,7 +78,10 @@ def main() -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     for part in ("train", "eval"):  # each is made once a process
-        few_reviews(part), few_digits(part)
+        few_reviews(part), few_digits(part), few_pictures(part)
+    consistency.code(), consistency.packages()  # what processes compare before they train
+    for name in ("yelp_demo", "mnist_demo", "bigbird_demo", "restoration_demo", str(SUPPORT / "next_token.yaml")):
+        Recipe.load(name).to_yaml()  # the defaults of their tasks are read once a process
     get_checkpoint_conversion_mapping("bert")  # makes those of all models, which the first export of a process does otherwise
     Image.init()  # imports a module for each format
     dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from hftune import cli
+from hftune.reporting.charts import loss_difference
 from hftune.reporting.compared import compare
 from hftune.reporting.page import page
+from hftune.reporting.paired import measures_of
 from hftune.reporting.run_record import read_run, run_names
 
 
@@ -125,8 +127,37 @@ def test_training_loss_gets_an_interval_from_60_steps_on(make_run, capsys):
     a, b = make_run("a", losses=[*map(float, 2 + noise[0])]), make_run("b", losses=[*map(float, 1.8 + noise[1])])
     assert cli.main(["compare", str(a), str(b)]) == 0
     said = capsys.readouterr().out
-    assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these seeds alone" in said
+    assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these two runs alone" in said
     assert "): B is lower." in said and "  steps 1 to 25" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "measures"),
+    [
+        (
+            {"label": "a", "prediction": "b", "probability": 0.9, "label_probability": 0.1, "loss": 2.3, "error": 0.9},
+            {"accuracy": 0, "loss": 2.3},
+        ),
+        ({"label": ["a"], "prediction": [], "probabilities": {"a": 0.4}, "error": 0.6}, {"error": 0.6}),
+        ({"label": 3.0, "prediction": 2.5, "error": 0.5}, {"error": 0.5}),
+        ({"source": "x", "target": "y", "generated": "z", "rouge_l": 0.5, "error": 0.5}, {"rouge_l": 0.5}),
+        ({"text": "x", "tokens": 35, "loss": 70.0, "perplexity": 7.4, "error": 2.0}, {"error": 2.0}),
+        ({"anchor": "x", "positive": "y", "similarity": 0.5, "rank": 2, "error": 0.5}, {"error": 0.5}),
+        ({"psnr": 20.1, "ssim": None, "error": 0.01}, {"psnr": 20.1}),
+    ],
+)
+def test_each_kind_of_row_says_how_good_it_is(row, measures):
+    assert measures_of({"index": 0, **row}) == measures
+
+
+def test_difference_of_the_losses_is_drawn_at_common_steps(make_run):
+    a, b, same = (
+        read_run(make_run(name, losses=losses))
+        for name, losses in {"a": [1.0, 0.5, 0.4], "b": [1.0, 0.25], "c": [1.0, 0.5]}.items()
+    )
+    (line,) = loss_difference(a, b).lines
+    assert ([*line.curve.steps], [*line.curve.values]) == ([1, 2], [0.0, -0.25])
+    assert loss_difference(a, same) is None
 
 
 def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
@@ -165,6 +196,8 @@ def test_two_seeds_are_not_enough(make_run, capsys):
     ]
     assert cli.main(["compare", *map(str, folders)]) == 0
     assert "An interval over the seeds takes 3 of each: A has 2, B has 2." in capsys.readouterr().out
+    again = make_run("again", "seed: 1\ntrain: {lr: 0.1}\n", accuracy=0.5)
+    assert compared(folders[0], again).methods == [] and compared(*folders, again).methods[0].seeds == [1, 2]
 
 
 def test_bad_arguments_are_refused(make_run, tmp_path, capsys):

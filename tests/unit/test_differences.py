@@ -222,3 +222,27 @@ def test_steps_that_are_known_only_now_and_then_bound_the_parting():
 
 def test_runs_without_a_common_step_are_said_to_have_none():
     assert parting_sentences(part(trace(), Trace())) == "The runs have no step in common."
+
+
+def test_resume_in_between_changes_no_verdict():
+    resumed = [START, {**START, "after_step": 2}]
+    start = changed(START, "recipe", "train", "eps", to=1e-6)
+    found = part(trace(starts=resumed), trace(start, loss=(3, 1e-4)))
+    assert (found.step, found.causes[0].key, found.causes[0].verdict) == (3, "train.eps", "likely")
+
+
+def test_other_code_that_only_looks_at_runs_leaves_bits_comparable():
+    start = changed(START, "code", "hftune/reporting/page.py", to="9f")
+    found = part(trace(), trace(start, loss=(5, 1e-7)))
+    assert (found.step, found.tolerance) == (5, 0.0)
+    assert [(cause.text, cause.verdict) for cause in found.causes] == [
+        ("hftune/reporting/page.py (which does not train)", "no sign")
+    ]
+
+
+def test_clipping_may_show_late_and_other_updates_in_bits_at_once():
+    for key, verdict in (("clip_norm", "likely"), ("eps", "no sign")):
+        found = part(trace(), trace(changed(START, "recipe", "train", key, to=0.5), loss=(12, 0.01)))
+        assert [cause.verdict for cause in found.causes] == [verdict]
+    several = changed(changed(START, "recipe", "train", "eps", to=1e-6), "world_size", to=2)
+    assert part(trace(), trace(several, loss=(12, 0.01))).causes[0].key == "train.eps"

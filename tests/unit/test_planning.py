@@ -226,7 +226,7 @@ def test_bytes_are_those_of_real_tensors():
 
 def test_bf16_and_gradient_checkpointing_take_less_memory():
     wide = "task.model_config={model_type: bert, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 256}"
-    words = (wide, *TINY[1:], *DATA, FEW, "train.micro_batch_size=32", "train.micro_batch_tokens=null")
+    words = (wide, *TINY[1:], *DATA, FEW, "train.batch_size=8", "train.micro_batch_size=8", "train.micro_batch_tokens=null")
     plain, bf16, recomputed = (
         make_plan(Recipe.load("yelp_demo", *words, word)).memory.activations_bytes
         for word in ("seed=1", "train.mixed_precision=bf16", "train.gradient_checkpointing=true")

@@ -1,0 +1,133 @@
+"""``hftune bisect-step``: compute one past step again and say whether its loss is still what it was, for ``git bisect run``.
+
+The exit codes are git's: 0 the loss is as expected; 1 it is not; 125 it cannot be computed with this revision, which is
+skipped; 128 the command cannot be run as given, so the search ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hftune.replay.engine import ReplayedStep
+    from hftune.replay.history import History
+
+GOOD, BAD, SKIPPED, STOP = 0, 1, 125, 128
+"""Exit codes, as ``git bisect run`` reads them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="output folder of a run, such as outputs/yelp")
+    parser.add_argument("--step", type=int, required=True, help="step to compute again, counted from 1")
+    parser.add_argument(
+        "--expect", metavar="LOSS", help="loss of that step, equal if it is rounded to as many digits (default: the ledger's)"
+    )
+    parser.add_argument("--tolerance", type=float, help="relative difference that counts as equal (default: 1e-6)")
+    parser.add_argument(
+        "--steps", type=int, default=1, metavar="K", help="compute at least the K steps up to it (default %(default)s)"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ from the run's", dest="keys"
+    )
+    parser.add_argument("--losses", type=Path, metavar="FILE", help="JSON file for the losses of the K steps")
+    parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
+    add_trust_code(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the step's loss beside the expected one, and return the exit code that git reads."""
+    sys.dont_write_bytecode = True  # which would pass for that of the next revision, if checked out within the same second
+    try:
+        history = check(options)
+    except ConfigError as error:
+        print(f"hftune: {error}", file=sys.stderr)
+        return STOP
+    try:
+        steps = compute(history, options)
+    except Exception as error:  # whatever the code of this revision raises
+        print(f"hftune: {error}" if isinstance(error, (ConfigError, DataError)) else traceback.format_exc(), file=sys.stderr)
+        return STOP if "--trust-code" in str(error) else SKIPPED
+    if options.losses is not None:
+        import json
+
+        options.losses.write_text(json.dumps([step.loss for step in steps]), encoding="utf-8")
+    return judge(history, steps[-1], options)
+
+
+def check(options: argparse.Namespace) -> History:
+    """Return the run, or raise ConfigError for what would be wrong with every revision."""
+    check_at_least_1(options, "step", "steps")
+    if options.tolerance is not None and options.tolerance < 0:
+        raise ConfigError(f"--tolerance {options.tolerance} must be 0 or more.")
+    if options.expect is not None:
+        expected(options.expect)
+    if options.trust_code:
+        find_modules_here()
+    from hftune.replay.history import History
+
+    history = History.open(options.run_folder, trust_code=options.trust_code, data=options.data)
+    history.check_step(options.step)
+    if history.ledger.steps[options.step].get("skipped"):
+        raise ConfigError(f"Step {options.step} was left out of {options.run_folder}, by train.skip: it has no loss.")
+    if options.expect is None and history.ledger.steps[options.step].get("loss") is None:
+        raise ConfigError(f"The ledger of {options.run_folder} has no losses. Say what to expect: --expect LOSS.")
+    return history
+
+
+def compute(history: History, options: argparse.Namespace) -> list[ReplayedStep]:
+    """Replay up to the step, and return the last K of those that were computed."""
+    from hftune.replay.engine import Replayer
+    from hftune.replay.history import Change
+    from hftune.tracking.console import hide_reports
+
+    hide_reports()
+    first = max(1, options.step - options.steps + 1)
+    with Replayer(history, first, Change(overrides=tuple(options.keys), from_step=first)) as replayer:
+        return [step for step in replayer.advance(options.step) if step.step >= first]
+
+
+def expected(text: str) -> tuple[float, float]:
+    """Return a loss that was typed, and by how much another may differ and still be rounded to the same digits.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not number.is_finite():
+        raise ConfigError(f"--expect {text} is not a number, such as 1.5612.")
+    return float(number), 0.5 * 10.0 ** int(number.as_tuple().exponent)
+
+
+def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> int:
+    """Compare a step with what was expected, and print both."""
+    from hftune.replay.engine import TOLERANCE, difference
+
+    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
+    line, remark = history.ledger.steps[options.step], ""
+    if options.expect is not None:
+        source, (value, half_a_digit) = "expected", expected(options.expect)
+        allowed = tolerance * abs(value)
+        is_good = abs(step.loss - value) <= (allowed if options.tolerance is not None else max(allowed, half_a_digit))
+    else:
+        source, value, found = "in its ledger", line["loss"], difference(step, line)
+        is_good = found.same_samples and all(apart is None or apart <= tolerance for apart in (found.loss, found.grad_norm))
+        if not found.same_samples:
+            remark = ", of other samples"
+        elif not is_good and found.loss is not None and found.loss <= tolerance:
+            remark = f", gradient norm {step.grad_norm!r} and {line['grad_norm']!r}"
+    verdict = "good" if is_good else "bad"
+    print(
+        f"{verdict}: step {options.step} of {options.run_folder} has loss {step.loss!r}, {source} {value!r}{remark}", flush=True
+    )
+    return GOOD if is_good else BAD

@@ -1,0 +1,172 @@
+"""receipt.json: what a run was and what came out of it, small enough to be signed and given away before anybody verifies it.
+
+A statement as in-toto defines it: its subjects are the files of the exported models, its predicate is the run. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hftune.atomic import atomic_path
+from hftune.checkpoints.atomic_files import sha256_of
+from hftune.errors import ConfigError
+from hftune.tracking.ledger import FORMAT, LedgerRecord, read_ledger
+
+NAME = "receipt.json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "urn:hftune:receipt:1"
+"""The kind of statement, and its version."""
+MODELS = ("model", "model_last")
+"""The exports of a run that a receipt is about."""
+FOR_PEOPLE = {"README.md"}
+"""Files of an export that may be edited."""
+
+Hashes = dict[str, str]
+"""The SHA-256 of files, by name."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A receipt as it was read."""
+
+    exports: Hashes
+    """Of the files of the exported models, by their paths in the output folder."""
+    num_lines: int
+    """Of the ledger."""
+    end: str
+    """SHA-256 of the ledger's last line, which stands for all of them."""
+    starts: list[dict[str, Any]]
+    """What the ledger says of each time training started: recipe, plan, data, code, packages, hardware."""
+    checkpoints: dict[int, Hashes]
+    """By step: the tensors of the checkpoints that were in the folder."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "_type": STATEMENT,
+            "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in self.exports.items()],
+            "predicateType": PREDICATE,
+            "predicate": {
+                "ledger": {"lines": self.num_lines, "end": self.end},
+                "checkpoints": {str(step): hashes for step, hashes in self.checkpoints.items()},
+                "starts": self.starts,
+            },
+        }
+
+    @classmethod
+    def from_json(cls, statement: Mapping[str, Any]) -> Receipt:
+        """Raises KeyError, TypeError or ValueError if it is no receipt."""
+        if statement["predicateType"] != PREDICATE:
+            raise ValueError(f"its predicateType is {statement['predicateType']!r}, and not {PREDICATE!r}")
+        predicate = statement["predicate"]
+        return cls(
+            {item["name"]: item["digest"]["sha256"] for item in statement["subject"]},
+            int(predicate["ledger"]["lines"]),
+            str(predicate["ledger"]["end"]),
+            [dict(start) for start in predicate["starts"]],
+            {int(step): dict(hashes) for step, hashes in predicate["checkpoints"].items()},
+        )
+
+
+def make_receipt(folder: Path) -> Receipt:
+    """Make the receipt of a finished run.
+
+    Raises:
+        ConfigError: the run has not finished, its ledger is of an older hftune, or its folder contradicts the ledger.
+    """
+    record = read_ledger(folder)
+    if not all(start["format"] >= FORMAT for start in record.starts):
+        raise ConfigError(
+            f"{folder} was trained by an older hftune, whose ledger holds no losses and no hashes: nothing could be verified."
+        )
+    if not (folder / "result.json").is_file():
+        raise ConfigError(f"{folder} has no result.json: the run has not finished. Let it finish, or resume it, first.")
+    if problems := record.problems():
+        raise ConfigError(f"The ledger of {folder} was changed after the run. {' '.join(problems)}")
+    receipt = Receipt(
+        exports=export_hashes(folder),
+        num_lines=len(record.lines),
+        end=record.end,
+        starts=[without_prev(start) for start in record.starts],
+        checkpoints={
+            step: hashes_of(line) for step, line in sorted(record.checkpoints.items()) if path_of(folder, step).is_dir()
+        },
+    )
+    last = max(record.steps, default=0)
+    if last not in receipt.checkpoints:
+        raise ConfigError(f"{folder} holds no checkpoint of its last step, {last:,}, which a receipt pins the weights to.")
+    if changed := [*changed_checkpoints(receipt.checkpoints, folder)]:
+        raise ConfigError(f"{folder} is not as the run left it: {'; '.join(changed)}.")
+    return receipt
+
+
+def write_receipt(receipt: Receipt, path: Path) -> None:
+    """Write it, or raise ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(receipt.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}. Name another: --output FILE.") from error
+
+
+def read_receipt(path: Path) -> Receipt:
+    """Read a receipt, or raise ConfigError."""
+    try:
+        return Receipt.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file. hftune receipt RUN writes one.") from None
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} is not a receipt that this hftune can read: {reason}.") from error
+
+
+def export_hashes(folder: Path) -> Hashes:
+    """Hash the files of a run's exported models.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    files = [path for name in MODELS for path in sorted((folder / name).rglob("*")) if path.is_file()]
+    hashes = {str(path.relative_to(folder).as_posix()): sha256_of(path) for path in files if path.name not in FOR_PEOPLE}
+    if not hashes:
+        raise ConfigError(f"{folder} holds neither model nor model_last: there is no weight that a receipt could be about.")
+    return hashes
+
+
+def changed_checkpoints(expected: Mapping[int, Hashes], folder: Path) -> Iterator[str]:
+    """Say of each file of checkpoints that it is missing, or is another than was noted."""
+    for step, hashes in expected.items():
+        for name, digest in hashes.items():
+            path = path_of(folder, step) / f"{name}.safetensors"
+            if not path.is_file():
+                yield f"checkpoint {step}: {path.name} is missing"
+            elif sha256_of(path) != digest:
+                yield f"checkpoint {step}: {path.name} is not the one that was noted when it was written"
+
+
+def hashes_of(line: Mapping[str, Any]) -> Hashes:
+    """Return the hashes of tensor files in a ledger's line about a checkpoint."""
+    return {name: value for name, value in line.items() if isinstance(value, str) and name != "prev"}
+
+
+def without_prev(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "prev"}
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint; hftune.checkpoints.checkpointer has the same and imports torch."""
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
+def check_ledger(receipt: Receipt, record: LedgerRecord, folder: Path) -> None:
+    """Refuse a ledger that holds no hashes, or no step of the receipt's last checkpoint, or raise ConfigError."""
+    if not all(start["format"] >= FORMAT for start in record.starts):
+        raise ConfigError(
+            f"The ledger of {folder} was written by an older hftune and holds no hashes: the receipt is of another run."
+        )
+    if missing := [step for step in receipt.checkpoints if step not in record.steps]:
+        raise ConfigError(f"{folder} has no step {missing[0]:,}: the receipt is of another run.")

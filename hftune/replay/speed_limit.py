@@ -1,0 +1,123 @@
+"""How far an optimizer can move a weight from one checkpoint to the next: a check of all segments without replaying any.
+
+An update of AdamW is at most a known multiple of the learning rate, whatever the gradient is. Weights that were moved by hand,
+or taken from another training, are further away. Most forgeries stay below the limit; those that do not are found at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hftune.optim.lion import Lion
+from hftune.replay.segments import Segment
+
+KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
+"""The optimizers whose updates have a bound that is written here."""
+
+
+def adam_bound(step: np.ndarray, betas: tuple[float, float]) -> np.ndarray:
+    """Return the most by which Adam can move a weight in an update, as a multiple of the learning rate.
+
+    That is the maximum of |m| / sqrt(v) over all gradients there can have been. m and v are sums of the same gradients and of
+    their squares, so the Cauchy-Schwarz inequality gives it: 1 in the first update; 7.27 after many, with betas of 0.9 and
+    0.999, if gradients grow by 11 % each step. (1 - beta1) / sqrt(1 - beta2) = 3.16, in the paper, is for a single gradient.
+
+    Args:
+        step: numbers of updates, from 1.
+    """
+    beta1, beta2 = betas
+    if beta2 == 0:  # v forgets at once what m still has
+        return np.where(step == 1, 1.0, np.inf)
+    ratio, step = beta1**2 / beta2, step.astype(float)
+    with np.errstate(over="ignore"):
+        series = step if np.isclose(ratio, 1) else (1 - ratio**step) / (1 - ratio)
+    return (1 - beta1) / np.sqrt(1 - beta2) * np.sqrt(series) * np.sqrt(1 - beta2**step) / (1 - beta1**step)
+
+
+def largest_updates(
+    kind: type, group: Mapping[str, Any], lines: Mapping[int, Mapping[str, Any]], clip: float | None
+) -> np.ndarray:
+    """Return the most by which each step can have moved a weight of a parameter group, (number of steps + 1,); 0 for step 0.
+
+    Args:
+        kind: one of KNOWN.
+        lines: of the ledger, by step.
+        clip: ``train.clip_norm``.
+    """
+    steps = np.arange(1, max(lines) + 1)
+    lr = np.array([lines.get(int(step), {}).get("lr") or 0.0 for step in steps]) * group["lr_scale"]
+    if kind is Lion:
+        return np.append(0, lr)
+    if kind is not torch.optim.SGD:
+        return np.append(0, lr * adam_bound(steps, group["betas"]))
+    momentum, reach, found = group["momentum"], 0.0, [0.0]
+    for step, rate in zip(steps, lr, strict=True):  # no element of a gradient is larger than its norm
+        norm = lines.get(int(step), {}).get("grad_norm") or 0.0
+        norm = norm if clip is None else min(norm, clip)
+        reach = momentum * reach + norm
+        found.append(rate * (norm + momentum * reach if group["nesterov"] else reach))
+    return np.array(found)
+
+
+class SpeedLimit:
+    """The limit for each parameter of a model.
+
+    Args:
+        optimizer: of the run, with the groups of its recipe.
+        parameters: by the names of checkpoints; frozen ones must not move at all.
+        lines: of the ledger, by step.
+        clip: ``train.clip_norm``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        lines: Mapping[int, Mapping[str, Any]],
+        clip: float | None,
+    ):
+        self.groups = optimizer.param_groups
+        numbers = {parameter: number for number, group in enumerate(self.groups) for parameter in group["params"]}
+        self.group_of = {name: numbers.get(parameter) for name, parameter in parameters.items()}
+        self.reaches = [np.cumsum(largest_updates(type(optimizer), group, lines, clip)) for group in self.groups]
+        lr = np.array([lines.get(step, {}).get("lr") or 0.0 for step in range(max(lines) + 1)])
+        is_decoupled = isinstance(optimizer, (torch.optim.AdamW, Lion))  # AdamW is a subclass of Adam
+        self.decays = [np.cumsum(lr * group["lr_scale"] * group["weight_decay"] * is_decoupled) for group in self.groups]
+
+    @staticmethod
+    def why_not(optimizer: torch.optim.Optimizer) -> str | None:
+        """Say why there is no limit for this optimizer; None if there is one."""
+        kind = type(optimizer)
+        if kind not in KNOWN:
+            return f"{kind.__name__} has no bound on its updates that is known here"
+        if kind is torch.optim.SGD and any(group["weight_decay"] or group["maximize"] for group in optimizer.param_groups):
+            return "SGD with weight decay has no bound on its updates that is known here"
+        return None
+
+    def largest_share(self, segment: Segment, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, str]:
+        """Return the most of its limit that any weight moved in a segment, and the name of its tensor; above 1: too far."""
+        worst, where = 0.0, ""
+        for name, number in self.group_of.items():
+            if name not in before or name not in after:
+                continue
+            share = self._share(
+                segment, number, before[name].double(), after[name].double(), torch.finfo(after[name].dtype).eps
+            )
+            if share > worst:
+                worst, where = share, name
+        return worst, where
+
+    def _share(self, segment: Segment, number: int | None, before: Tensor, after: Tensor, eps: float) -> float:
+        moved = (after - before).abs()
+        if number is None:  # frozen
+            return float("inf") if moved.any() else 0.0
+        reach = self.reaches[number][segment.end] - self.reaches[number][segment.start]
+        decay = self.decays[number][segment.end] - self.decays[number][segment.start]
+        furthest = before.abs() + reach
+        limit = reach + furthest * (decay + eps * len(segment))  # what decay takes off, and what each update rounds
+        return float((moved / limit.clamp(min=1e-300)).max()) if moved.numel() else 0.0

@@ -1,0 +1,317 @@
+"""Verifies a receipt by computing parts of the run again: rows, exported weights, and segments from checkpoint to checkpoint.
+
+Every method is collective: all processes call it alike. What it finds is complete on the main process, and empty elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hftune.batch_plan import BatchPlan
+from hftune.checkpoints.export import export, read_about
+from hftune.data.row_hashes import read_rows, row_hashes
+from hftune.distributed.consistency import fingerprint
+from hftune.models.weights import weights_digest
+from hftune.replay.engine import Replayer, difference
+from hftune.replay.file_checks import Check, exported, first
+from hftune.replay.history import History
+from hftune.replay.receipt import Receipt, path_of
+from hftune.replay.segments import Segment, segments_between
+from hftune.replay.speed_limit import SpeedLimit
+from hftune.tracking.console import hide_progress_bars
+from hftune.tracking.hardware import hardware
+
+OF_THE_WAY = 1e-4
+"""How far the weights at the end of a segment may lie from its checkpoint, as a share of the way that they went in it. Across
+numbers of processes 4e-6 was met."""
+ROUNDING = 1e-5
+"""The gradient of a weight, relative to that of all weights, below which it may be only rounding, as that of a key's bias
+in attention is. Adam moves such a weight as far as any other, and no two machines agree where to: 2e-3 of the way was met."""
+OPTIMIZER_KEYS = ("optimizer", "optimizer_args", "betas", "weight_decay", "momentum", "groups", "layer_decay", "clip_norm")
+"""Keys of the section train on which the speed limit stands; other than the learning rate, which the ledger has."""
+
+Tensors = Mapping[str, Tensor]
+Groups = Mapping[str, Tensors]
+"""As in checkpoints."""
+
+
+class Verification:
+    """A context in which parts of a run are computed again and compared with its receipt.
+
+    Raises:
+        ConfigError: the recipe cannot be run here, or the data have another number of rows than the run's.
+        DataError: the data cannot be trained on.
+    """
+
+    def __init__(self, receipt: Receipt, history: History):
+        self.receipt, self.history = receipt, history
+        self.segments = segments_between(receipt.checkpoints)
+
+    def __enter__(self) -> Verification:
+        hide_progress_bars()  # exports would draw one each
+        with ExitStack() as stack:
+            self.replayer = stack.enter_context(Replayer(self.history, 1))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    @property
+    def is_main(self) -> bool:
+        return self.replayer.strategy.is_main
+
+    def check_data(self) -> Check:
+        """Compare the rows of the training data, as they are here, with the hashes that the run noted."""
+        return self.replayer.strategy.on_main(self._data)
+
+    def _data(self) -> Check:
+        dataset, noted = self.replayer.datasets["train"], read_rows(self.history.folder)
+        found = None if noted is None else row_hashes(dataset)
+        if noted is None or found is None:
+            return Check("data", "rows not compared one by one: " + (self._digest_of_data()), [])
+        if len(noted) != len(found):
+            return Check("data", problems=[f"there are {len(found):,} rows here, the run had {len(noted):,}"])
+        other = np.flatnonzero((noted != found).any(axis=1))
+        problems = [
+            f"row {row} is not the one that the run was trained on; first used in {self._first_use(int(row))}" for row in other
+        ]
+        return Check("data", f"{len(found):,} rows here, each the same as in the run", first(problems))
+
+    def _digest_of_data(self) -> str:
+        return "; ".join(self.replayer.notices) or "their digest is the run's"
+
+    def _first_use(self, row: int) -> str:
+        start = self.receipt.starts[0]
+        plan = BatchPlan(**start["plan"])
+        places = np.flatnonzero(plan.epoch(0).order_N == row)
+        return f"step {places[0] // plan.batch_size + 1}" if len(places) else "a later epoch"
+
+    def check_weights(self) -> Check:
+        """Export the models again from their checkpoints, and compare each tensor."""
+        told, problems = [], []
+        for name in exported(self.receipt):
+            step = self._step_of(name)
+            if step not in self.receipt.checkpoints:
+                problems.append(f"{name} is of step {step}, of which there is no checkpoint")
+                continue
+            problems += self._compare_export(name, step)
+            told.append(f"{name} is checkpoint {step}")
+        return Check("weights", ", ".join(told), problems)
+
+    def _step_of(self, name: str) -> int:
+        """Return the step of an exported model: what it says itself, or the last one."""
+        return int(read_about(self.history.folder / name).get("step", self.history.last))
+
+    def _compare_export(self, name: str, step: int) -> list[str]:
+        self.replayer.load(step)
+        strategy, recipe = self.replayer.strategy, self.replayer.recipe
+        with strategy.averaged():
+            model = strategy.unwrap()
+
+            def compare() -> list[str]:
+                with TemporaryDirectory(prefix="hftune-verify-") as scratch:
+                    again = Path(scratch) / name
+                    export(self.replayer.task, model, again, kind=recipe.adapter.export)
+                    return first(different_files(self.history.folder / name, again, step))
+
+            return strategy.on_main(compare)
+
+    def check_speed(self) -> Check:
+        """Check that no weight moved further between two checkpoints than the optimizer can move it."""
+        return self._speed_check() if self.is_main else Check("speed limit")
+
+    def _speed_check(self) -> Check:
+        strategy, clip = self.replayer.strategy, self.replayer.recipe.train.clip_norm
+        optimizer = strategy.sharding.bare_optimizer
+        if reason := SpeedLimit.why_not(optimizer) or self._changed_optimizer():
+            return Check("speed limit", f"not checked: {reason}")
+        limit = SpeedLimit(optimizer, strategy.sharding.parameters(), self.history.ledger.steps, clip)
+        problems, largest, before, kind = [], 0.0, None, type(optimizer).__name__
+        for segment in self.segments:
+            after = self._claimed(segment.end)["model"]
+            if before is not None:
+                share, name = limit.largest_share(segment, before, after)
+                largest = max(largest, share)
+                if share > 1:
+                    problems.append(f"steps {segment} moved a weight of {name} {share:.3g} times as far as {kind} can move it")
+            before = after
+        count = len(self.segments) - 1
+        text = f"{count} segments; no weight moved further than {100 * largest:.0f} % of what {kind} can move it"
+        return Check("speed limit", text if count else "not checked: there is one segment only", problems)
+
+    def _changed_optimizer(self) -> str | None:
+        """Say if the run changed its optimizer on the way, so that no single limit holds for all segments."""
+        found = []
+        for start in self.receipt.starts:
+            train = start["recipe"].get("train", {})
+            found.append([train.get(key) for key in OPTIMIZER_KEYS] + [train.get("lr") if train.get("groups") else None])
+        return "the optimizer was changed on the way" if any(values != found[0] for values in found) else None
+
+    def _claimed(self, step: int) -> dict[str, dict[str, Tensor]]:
+        """Read the tensors of a checkpoint, whether it is what the receipt says or not."""
+        folder = path_of(self.history.folder, step)
+        return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+    def check_segment(self, segment: Segment) -> Check:
+        """Compute a segment again: each step must be as the ledger says, and its end as the next checkpoint."""
+        self.replayer.load(segment.start)
+        problems = self._first_weights() if segment.start == 0 else []
+        before = self._copied_weights()
+        furthest, wrong = self._replay_steps(segment)
+        saved = self.replayer.strategy.state()
+        if saved is None:
+            return Check(f"steps {segment}")
+        if wrong:
+            more = f"; so do {len(wrong) - 1} more of this segment" if len(wrong) > 1 else ""
+            problems.append(wrong[0] + more)
+        way, where = off_the_way(before, saved[0], self._claimed(segment.end))
+        if way > OF_THE_WAY or (way and not furthest and self._computes_the_same(segment)):
+            problems.append(
+                f"they do not lead to checkpoint {segment.end}: it lies {way:.2g} of the way off, most of it in {where}"
+            )
+        text = "bit-equal" if not furthest and not way else f"losses within {furthest:.1e}, weights within {way:.1e} of the way"
+        return Check(f"steps {segment}", text, problems)
+
+    def _replay_steps(self, segment: Segment) -> tuple[float, list[str]]:
+        """Compute the steps of a segment; return the largest relative difference, and what is wrong in which step."""
+        lines, furthest, wrong = self.history.ledger.steps, 0.0, []
+        expected = [step for step in range(segment.start + 1, segment.end + 1) if not lines[step].get("skipped")]
+        found = {replayed.step: replayed for replayed in self.replayer.advance(segment.end)}
+        for step in sorted(found.keys() ^ set(expected)):
+            by = "ledger, not by the recipe" if step in found else "recipe, not by the ledger"
+            wrong.append(f"step {step} was left out by the {by}")
+        for step in found.keys() & set(expected):
+            replayed, line = found[step], lines[step]
+            differs = difference(replayed, line)
+            furthest = max(furthest, differs.loss or 0.0, differs.grad_norm or 0.0)
+            if not differs.same_samples:
+                wrong.append(f"step {step} was computed from other samples than the ledger says")
+            elif not differs.is_equal or replayed.items != line["items"]:
+                wrong.append(
+                    f"step {step} gives loss {shown(replayed.loss)} and gradient norm {shown(replayed.grad_norm)}, and not "
+                    f"{shown(line['loss'])} and {shown(line['grad_norm'])} as in the ledger"
+                )
+        return furthest, wrong
+
+    def _copied_weights(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the present weights, and of their moving averages, on the main process; nothing elsewhere."""
+        saved = self.replayer.strategy.state()
+        if saved is None:
+            return {}
+        groups = {group: tensors for group, tensors in saved[0].items() if group != "optimizer"}
+        return {group: {name: value.clone() for name, value in tensors.items()} for group, tensors in groups.items()}
+
+    def _first_weights(self) -> list[str]:
+        """Check that the first weights made here are those that the run says it began with."""
+        noted, state = self.receipt.starts[0].get("weights"), self.replayer.weights()
+        if noted is None or state is None or weights_digest(state) == noted:
+            return []
+        return [
+            "the first weights are not those that the ledger says; the model, or the library that initialises it, is another"
+        ]
+
+    def _computes_the_same(self, segment: Segment) -> bool:
+        """Say whether this machine has to compute the same bits as the run: equal processes, CPUs, code and packages."""
+        strategy, start = self.replayer.strategy, self.history.ledger.start_of(segment.end)
+        own = fingerprint(self.replayer.recipe)
+        return (
+            strategy.device.type == "cpu"
+            and start["world_size"] == strategy.num_processes
+            and start["strategy"] == type(strategy).__name__
+            and start["hardware"] == json.loads(json.dumps(hardware(strategy.device)))
+            and (start["code"], start["packages"]) == (own["code"], own["packages"])
+        )
+
+
+def off_the_way(before: Groups, now: Groups, claimed: Groups) -> tuple[float, str]:
+    """Return how far what was computed lies from what a checkpoint claims, and the tensor that is furthest away.
+
+    Of weights, relative to the way they went from ``before``, without those whose gradient may be rounding; of the optimizer's
+    moments, which decide the steps that follow, relative to their own norm. The largest of these shares counts.
+    """
+    worst, where, rounded = 0.0, "", of_rounding(now.get("optimizer", {}))
+    for group in sorted(now.keys() | claimed.keys()):
+        ours, theirs = now.get(group, {}), claimed.get(group, {})
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            return float("inf"), f"{odd[0]}, which only one of them has"
+        for part in kinds(group, ours):
+            names = [name for name in ours if not part or name.endswith(f"/{part}")]
+            share, name = share_off(names, ours, theirs, before.get(group, {}), rounded)
+            if share > worst:
+                worst, where = share, name
+    return worst, where
+
+
+def of_rounding(moments: Tensors) -> dict[str, Tensor]:
+    """Say of each weight whether its gradients may have been nothing but rounding, for optimizers that step as far for them.
+
+    Args:
+        moments: of the optimizer, by parameter and kind. Adam's second moment tells the size of a gradient; of Lion, the first.
+    """
+    firsts, seconds = (
+        {name.removesuffix(f"/{kind}"): value for name, value in moments.items() if name.endswith(f"/{kind}")}
+        for kind in ("exp_avg", "exp_avg_sq")
+    )
+    sizes = {name: value.abs() for name, value in firsts.items()} | {name: value.sqrt() for name, value in seconds.items()}
+    count = sum(value.numel() for value in sizes.values())
+    typical = (sum(float(value.double().square().sum()) for value in sizes.values()) / max(1, count)) ** 0.5
+    return {name: (value > 0) & (value < ROUNDING * typical) for name, value in sizes.items()}
+
+
+def kinds(group: str, tensors: Tensors) -> list[str]:
+    """Return the parts of a group that are compared as one: each kind of moment, or all weights."""
+    return sorted({name.rpartition("/")[2] for name in tensors}) if group == "optimizer" else [""]
+
+
+def share_off(names: list[str], now: Tensors, then: Tensors, start: Tensors, rounded: Tensors) -> tuple[float, str]:
+    """Return the distance of two sets of tensors, relative to the way from ``start``, and the name of the most distant one.
+
+    Args:
+        start: empty: the way is from zero.
+        rounded: by name, which elements do not count.
+    """
+    off, way, worst, where = 0.0, 0.0, 0.0, ""
+    for name in names:
+        if now[name].shape != then[name].shape:
+            return float("inf"), name
+        begin = start[name].double() if name in start else torch.zeros((), dtype=torch.float64)
+        apart = now[name].double() - then[name].double()
+        distance = float((apart.masked_fill(rounded[name], 0) if name in rounded else apart).square().sum())
+        off, way = off + distance, way + float((then[name].double() - begin).square().sum())
+        if distance > worst:
+            worst, where = distance, name
+    return (0.0 if off == 0 else (off / way) ** 0.5 if way else float("inf")), where
+
+
+def shown(value: float | None) -> str:
+    """Format a loss, or a norm that the ledger may lack because it was not finite."""
+    return "none" if value is None else f"{value:.8g}"
+
+
+def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
+    """Say which tensors of an export are not those of its checkpoint, exported again.
+
+    Other files, such as a tokenizer's, may differ with the versions of libraries; the receipt pins them.
+    """
+    names = {path.relative_to(root) for root in (folder, again) for path in root.rglob("*.safetensors")}
+    for name in sorted(names):
+        if not (folder / name).is_file() or not (again / name).is_file():
+            yield f"{folder.name}/{name} is {'missing' if (again / name).is_file() else 'not an export of this run'}"
+            continue
+        then, now = load_file(folder / name), load_file(again / name)
+        for key in sorted(then.keys() | now.keys()):
+            if key not in then or key not in now:
+                yield f"{folder.name}: {key} is {'missing' if key in now else 'not a tensor of this model'}"
+            elif then[key].dtype != now[key].dtype or not torch.equal(then[key], now[key]):
+                yield f"{folder.name}: {key} is not that of checkpoint {step}"
