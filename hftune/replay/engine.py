@@ -189,7 +189,9 @@ class Replayer:
                 self._group = Collectives(self._session.join(), self._session.progress)
             else:
                 self._group = self._like._group
-            self._compare_data()
+            recipe.task = self._task
+            self._session.recipe = recipe  # whose data are compared
+            self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
             stack.callback(torch.set_num_threads, self._num_threads)
             stack.callback(self._end_workers)
             self.rewind(self._first)
@@ -201,7 +203,7 @@ class Replayer:
 
     def rewind(self, step: int) -> None:
         """Go to the newest intact checkpoint before a step; to the first weights if there is none."""
-        self._go_to(lambda: self.history.checkpoint_before(step))
+        self._go_to(lambda: self.history.checkpoint_before(step, self.notices))
 
     def load(self, checkpoint_step: int) -> None:
         """Go to exactly this checkpoint; 0: the first weights.
@@ -229,6 +231,11 @@ class Replayer:
             terms = self._terms_of(self.step + 1)
             if terms != self._terms:
                 self._set_up(terms, self.strategy.state(), self.step)
+            if self.step >= self.parts.num_steps:
+                raise ConfigError(
+                    f"With this change the run ends after step {self.parts.num_steps:,}: there is no step {self.step + 1:,}. "
+                    "Leave train.max_steps and train.epochs as they are, or ask for earlier steps."
+                )
             epoch, place = divmod(self.step, self.plan.num_steps)
             if self._skips(self.step + 1):
                 self.step += 1
@@ -286,10 +293,6 @@ class Replayer:
                 f"The training data have {now:,} rows, and had {then:,} when {self.history.folder} was trained: they are "
                 "others. Restore them, or say where they are: --data FOLDER."
             )
-
-    def _compare_data(self) -> None:
-        """Make sure that all processes have the same code, recipe and data. Collective."""
-        self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
 
     @property
     def _changes_data(self) -> bool:

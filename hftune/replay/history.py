@@ -196,22 +196,28 @@ class History:
         """Return the step of the checkpoint from which to replay this step; 0: from the start. It is not verified."""
         return max((number for number in self.checkpoint_steps() if number < step), default=0)
 
-    def checkpoint_before(self, step: int) -> tuple[int, Checkpoint | None]:
-        """Read the newest intact checkpoint of an earlier step; (0, None): replay from the start."""
+    def checkpoint_before(self, step: int, skipped: list[str] | None = None) -> tuple[int, Checkpoint | None]:
+        """Read the newest intact checkpoint of an earlier step; (0, None): replay from the start.
+
+        Args:
+            skipped: gets a sentence for each newer one that is not intact.
+        """
         for number in reversed(self.checkpoint_steps()):
-            if number < step and (checkpoint := self.checkpoint_at(number)) is not None:
+            if number < step and (checkpoint := self.checkpoint_at(number, skipped)) is not None:
                 return number, checkpoint
         return 0, None
 
-    def checkpoint_at(self, step: int) -> Checkpoint | None:
-        """Read the checkpoint of a step; None if it is not intact, or gone by now."""
+    def checkpoint_at(self, step: int, skipped: list[str] | None = None) -> Checkpoint | None:
+        """Read the checkpoint of a step; None if it is not intact, or gone by now. ``skipped``: see ``checkpoint_before``."""
         from hftune.checkpoints.checkpointer import BrokenCheckpoint, open_checkpoint  # imports torch
 
         path = self.checkpoint_path(step)
         try:
             with held(path) as copied:
                 return replace(open_checkpoint(copied), path=path)
-        except (BrokenCheckpoint, FileNotFoundError):
+        except (BrokenCheckpoint, FileNotFoundError) as error:
+            if skipped is not None:
+                skipped.append(f"Skipped {path}: {error if isinstance(error, BrokenCheckpoint) else 'it has been removed'}.")
             return None
 
     def seconds_per_step(self) -> float | None:
