@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from hftune import ConfigError, cli
+from hftune.models import scored_head
+from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.engine import TOLERANCE, Replayer, difference
 from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
@@ -73,11 +75,11 @@ def placed(jobs, folder):
     return {name: tuple(word.replace("{folder}", str(folder)) for word in words) for name, words in jobs.items()}
 
 
-def replayed(folder, first, last, change=None, **options):
+def replayed(folder, first, last, change=None, look=None, **options):
     """The steps from the checkpoint before ``first`` on, and how each compares with the ledger."""
     history = History.open(folder, trust_code=True, **options)
     with Replayer(history, first, change or Change()) as replayer:
-        steps = list(replayer.advance(last))
+        steps = list(replayer.advance(last, look))
     return steps, [difference(step, history.ledger.steps[step.step]) for step in steps]
 
 
@@ -85,14 +87,45 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
+def look_into_step_4(looked):
+    """A look that must not change step 5."""
+
+    def look(replayer, batch, report):
+        if replayer.step == 4:
+            looked["samples"] = look_inside(replayer, batch, report)
+            looked["losses"] = [batch_loss(replayer, found, 4) for found in (batch, replayer.batch_of(4))]
+            looked["in chunks"] = replayer.strategy.scores_head
+
+    return look
+
+
+def check_samples(looked, step):
+    """Losses and gradients of the samples are those of the step."""
+    samples = looked["samples"]
+    assert [sample.sample for sample in samples] == step.samples.tolist()
+    assert sum(sample.items for sample in samples) == pytest.approx(step.items)
+    added = sum(sample.loss_sum for sample in samples) / step.items
+    assert [added, *looked["losses"]] == pytest.approx([step.loss] * 3, rel=1e-6)
+    assert sum(sample.gradient_share for sample in samples) == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "at first"}))
 def test_on_one_process_every_task_is_bit_equal(alone, name):
-    folder = alone[name]
+    folder, looked = alone[name], {}
     before = files(folder)
-    steps, found = replayed(folder, 4, 5)
+    steps, found = replayed(folder, 4, 5, look=look_into_step_4(looked))
     assert [step.step for step in steps] in ([3, 4, 5], [4, 5])  # an epoch may have ended with step 3
     assert all(one.is_bit_equal for one in found), found
     assert files(folder) == before
+    check_samples(looked, steps[-2])
+
+
+def test_samples_have_losses_where_the_head_computes_one_in_chunks(alone, monkeypatch):
+    looked = {}
+    monkeypatch.setattr(scored_head, "AT_ONCE", 1000)
+    steps, found = replayed(alone["paragraphs"], 4, 5, look=look_into_step_4(looked))
+    assert looked["in chunks"] and all(one.is_equal for one in found), found
+    check_samples(looked, steps[-2])
 
 
 @pytest.mark.parametrize("name", ON_TWO)
@@ -112,8 +145,12 @@ def on_two_processes(folder, output, *words, **variables):
 
 
 def test_run_of_one_process_is_replayed_on_two(alone, tmp_path):
-    found, _ = on_two_processes(alone["reviews"], tmp_path)
+    found, rows = on_two_processes(alone["reviews"], tmp_path, "--worst=3", "--why")
     assert found["equal"] and max(found["largest_difference"].values()) <= TOLERANCE
+    samples = [row for row in map(json.loads, (tmp_path / "samples.jsonl").open()) if row["step"] == 5]
+    assert sorted(row["sample"] for row in samples) == sorted(rows[5]["samples"])
+    assert sum(row["loss"] * row["items"] for row in samples) == pytest.approx(rows[5]["loss"] * rows[5]["items"], rel=1e-6)
+    assert sum(row["gradient_share"] for row in samples) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ON_TWO)
