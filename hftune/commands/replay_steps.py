@@ -185,6 +185,10 @@ def report(outcome: Outcome) -> None:
         f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count:,} step{'s' * (count != 1)} on {processes}, "
         f"{duration(outcome.seconds)}. {verdict(outcome)}"
     )
+    if outcome.steps and (last := outcome.steps[-1]).step not in outcome.lines:
+        print(
+            f"The run never finished step {last.step:,}. Here it has loss {last.loss:.6g}, gradient norm {last.grad_norm:.6g}."
+        )
     is_exact = all(found.is_bit_equal for _, found in outcome.compared())
     if named := [pair for pair in outcome.differences if not is_exact or pair[0] == "data"]:
         print("Other than in the run (there | here):")
@@ -203,10 +207,10 @@ def verdict(outcome: Outcome) -> str:
     """Say in sentences how the steps that should be as they were compare with the ledger."""
     compared = outcome.compared()
     if not compared:
-        return "No step is compared with the ledger: all are changed, or the run never finished them."
-    steps = f"Ledger, up to step {compared[-1][0].step:,}" if outcome.job.change else "Ledger"
+        return "No step is compared with the ledger, as none is as it was."
     last, found = compared[-1]
-    values = f" (loss {last.loss:.6g}, norm {last.grad_norm:.4g})" if outcome.job.first == outcome.job.last else ""
+    steps = "Ledger" if last.step == outcome.job.last else f"Ledger, up to step {last.step:,}"
+    values = f" (loss {last.loss:.6g}, norm {last.grad_norm:.4g})" if last.step == outcome.job.first == outcome.job.last else ""
     if all(found.is_bit_equal for _, found in compared):
         return f"{steps}: bit-equal{values}."
     if outcome.is_equal:
