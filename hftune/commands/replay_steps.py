@@ -77,7 +77,7 @@ def replay(job: Job) -> bool:
             outcome.steps.append(step)
             if is_to_be_saved(outcome, step.step):
                 replayer.save(folder_of_checkpoints(job))
-        outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
+        outcome.notices, outcome.seconds = [*job.change.remarks(), *replayer.notices], time.monotonic() - began
         if replayer.strategy.is_main:
             outcome.findings = None if inspection is None else inspection.findings(replayer)
             outcome.differences = [(found.kind, found.text) for found in circumstances(replayer)]

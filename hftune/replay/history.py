@@ -30,6 +30,16 @@ from hftune.tracking.ledger import LedgerRecord, read_ledger
 if TYPE_CHECKING:
     from hftune.checkpoints.checkpointer import Checkpoint
 
+SAID = {
+    ("train.epochs", "train.max_steps"): "changes the learning rate of all steps, as schedules end with the run",
+    (
+        "train.micro_batch_size",
+        "train.micro_batch_tokens",
+        "train.packing",
+        "train.parts",
+    ): "cuts steps into other micro-batches, which draw other dropout",
+}
+"""What other keys do that one might not expect."""
 BOUNDS = ("micro_batch_size", "micro_batch_tokens")
 """Keys of the section train, and of a start line, that say how a step is cut into micro-batches."""
 
@@ -48,6 +58,11 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.overrides or self.without or self.skip)
+
+    def remarks(self) -> list[str]:
+        """Return what a user may not expect of these overrides, one sentence each."""
+        keys = {word.partition("=")[0] for word in self.overrides}
+        return [f"{key} {effect}." for said, effect in SAID.items() for key in said if key in keys]
 
     def overrides_at(self, step: int) -> tuple[str, ...]:
         """Return the overrides that are in force at a step."""
@@ -277,12 +292,20 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Seq
         train["mixed_precision"] = start["precision"]
     if train.get("packing") == "auto" and start.get("packed") is False:
         train["packing"] = "off"  # as training found out then
+    adapter = nested.get("adapter") or {}
+    if adapter.get("base_dtype") == "auto" and train.get("mixed_precision") == "bf16" and on_gpu(start):
+        adapter["base_dtype"] = "bf16"
     world_size = ProcessInfo.from_environment().world_size
     if world_size != start["world_size"]:
         nested.pop("parallel", None)  # a pipeline is replayed as one process, or some, that have the whole model
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true", "yes", "y", "on", "t"):
         train["fsdp_gather"] = "float32"
     return nested
+
+
+def on_gpu(start: Mapping[str, Any]) -> bool:
+    """Say whether training started on GPUs."""
+    return start.get("hardware", {}).get("device", "cpu") != "cpu"
 
 
 def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> list[str]:

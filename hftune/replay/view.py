@@ -170,6 +170,8 @@ class Findings:
         step, worst = self.shown[0]
         count = sum(number == step for number, _ in self.ranked)
         shown = [record for number, record in self.shown if number == step]
+        if broken := sum(number == step and not math.isfinite(record.loss_sum) for number, record in self.ranked):
+            return [f"{broken} of the {count} samples of step {step:,} have a loss that is not finite."]
         if not any(record.sample in self.outstanding for record in shown):
             share = _percent(worst.loss_share)
             return [f"No sample stands out: the worst of the {count} of step {step:,} makes {share} of its loss."]

@@ -56,6 +56,20 @@ def test_what_training_settled_is_put_in_and_what_is_only_shown_is_off(tmp_path)
     assert history.recipe_at(3, "train.micro_batch_size=4", "train.micro_batch_tokens=null").train.max_rows == 4
 
 
+def test_frozen_weights_of_adapters_keep_their_precision_on_another_device(tmp_path):
+    words = ("adapter.type=lora", "adapter.base_dtype=auto", "train.mixed_precision=auto")
+    facts = {"precision": "bf16", "hardware": {"device": "NVIDIA H200"}}
+    assert History.open(recorded(tmp_path / "gpu", *words, **facts)).recipe_at(3).adapter.base_dtype == "bf16"
+    assert History.open(recorded(tmp_path / "cpu", *words)).recipe_at(3).adapter.base_dtype == "auto"
+
+
+def test_what_one_might_not_expect_of_a_change_is_said():
+    assert Change(("train.lr=1", "train.max_steps=9", "train.micro_batch_size=4")).remarks() == [
+        "train.max_steps changes the learning rate of all steps, as schedules end with the run.",
+        "train.micro_batch_size cuts steps into other micro-batches, which draw other dropout.",
+    ]
+
+
 def test_pipeline_is_replayed_without_its_stages_on_another_number_of_processes(tmp_path, monkeypatch):
     words = ("parallel.pipeline_stages=2", "parallel.schedule=gpipe")
     history = History.open(recorded(tmp_path / "out", *words, world_size=2, recipe="wikitext2_demo"))
