@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from hftune.reporting.compared import Comparison, Pair, RunFacts
@@ -22,14 +23,16 @@ from hftune.reporting.sentences import (
 from hftune.tracking.console import note, short, warning
 from hftune.tracking.summary import column_widths, processes
 
+MOST_BISECTED = 100
+"""Steps that a try of hftune bisect takes at most by itself."""
+
 
 def describe(comparison: Comparison) -> str:
     """Describe runs, where they part and why, and what differs beyond chance."""
     blocks = ["\n".join(run_lines(comparison.runs))]
     if len(comparison.pairs) == 1:
         blocks += pair_blocks(comparison.pairs[0])
-        if comparison.pairs[0].parting.step is not None and all(run.can_be_replayed for run in comparison.runs):
-            blocks.append(f"Prove the cause: hftune bisect {' '.join(run.folder for run in comparison.runs)}")
+        blocks += ["\n".join(lines)] if (lines := [*next_commands(comparison)]) else []
     else:
         blocks += [partings_table(comparison), metrics_table(comparison)]
     if comparison.methods:
@@ -84,6 +87,20 @@ def partings_table(comparison: Comparison) -> str:
 
 def remark(text: str, reason: str) -> str:
     return f"{text} ({reason})" if reason else text
+
+
+def next_commands(comparison: Comparison) -> Iterator[str]:
+    """Yield the commands that compute steps again to prove the likeliest cause, if these runs can be computed again."""
+    parting, (a, b) = comparison.pairs[0].parting, (shlex.quote(run.folder) for run in comparison.runs)
+    if parting.step is None or not all(run.can_be_replayed for run in comparison.runs):
+        return
+    likely = {cause.kind for cause in parting.causes if cause.is_likely}
+    if likely & {"recipe", "data"}:
+        late = f" --from {parting.step}" if parting.step > MOST_BISECTED and likely == {"data"} else ""
+        yield f"Prove the cause:   hftune bisect {a} {b}{late}"
+    elif likely & {"code", "versions"}:
+        yield f"Find the commit:   git bisect run hftune bisect-step {a} --step {parting.step}"
+    yield f"Look at the step:  hftune replay {b} --step {parting.step} --worst 5"
 
 
 def stretches_table(training: TrainingLoss) -> str:

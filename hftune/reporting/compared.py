@@ -53,7 +53,7 @@ class Comparison:
     runs: list[RunFacts]
     pairs: list[Pair]
     methods: list[Method]
-    """Empty unless some recipe was trained with several seeds."""
+    """Empty unless there are more than two runs, and some recipe was trained with several seeds."""
     method_differences: list[MethodDifference]
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
         Pair(runs[0].name, run.name, part(traces[0], trace), training_loss(traces[0], trace), evaluation(runs[0], run))
         for run, trace in zip(runs[1:], traces[1:], strict=True)
     ]
-    methods = methods_of(runs, [own.metrics for own in facts], [own.changes for own in facts])
+    methods = methods_of(runs, [own.metrics for own in facts], [own.changes for own in facts]) if len(runs) > 2 else []
     return Comparison(facts, pairs, methods, method_differences(methods))
 
 

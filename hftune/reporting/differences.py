@@ -16,9 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from hftune.reporting.causes import CONTENT, KINDS, ONLOOKERS, RATE, ROUNDING, UPDATE, Difference, Effect, find_differences
+from hftune.reporting.causes import (
+    CONTENT,
+    KINDS,
+    ONLOOKERS,
+    RATE,
+    ROUNDING,
+    SETTLED,
+    UNKNOWN,
+    UPDATE,
+    Difference,
+    Effect,
+    effects_of,
+    find_differences,
+)
 from hftune.reporting.curves import is_number
-from hftune.reporting.run_record import mapping
+from hftune.reporting.run_record import flat, mapping
 from hftune.reporting.traces import Segment, Steps, segments
 
 TOLERANCE = 2e-6
@@ -26,8 +39,8 @@ TOLERANCE = 2e-6
 The largest rounding met from equal weights was 2e-7, the smallest planted cause 1.6e-5. It does not grow with the steps."""
 JUMP = 10.0
 """A difference that exceeds all earlier ones by less than this factor has grown from them, as rounding does."""
-ARITHMETIC = ("world_size", "strategy", "hardware", "code", "packages", "precision")
-"""Where these are the same, equal steps are equal to the bit."""
+ARITHMETIC = ("world_size", "strategy", "hardware", "code", "packages", "recipe")
+"""Where these are the same, as far as they decide the last bits, equal steps are equal to the bit."""
 VERDICTS = ("likely", "possible", "rounding only", "no sign")
 
 
@@ -160,7 +173,9 @@ def arithmetic(start: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(start.get(name) is None for name in ARITHMETIC):
         return None
     code = {file: digest for file, digest in mapping(start["code"]).items() if not file.startswith(ONLOOKERS)}
-    return {**{name: start[name] for name in ARITHMETIC}, "code": code}
+    keys = {key: value for key, value in flat(start["recipe"]).items() if ROUNDING < effects_of(key) < UNKNOWN}
+    layout = {name: start.get(name) for name in SETTLED}
+    return {**{name: start[name] for name in ARITHMETIC if name != "recipe"}, "code": code, "keys": keys, "layout": layout}
 
 
 def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float) -> None:

@@ -17,9 +17,27 @@ from hftune.reporting.traces import Trace
 
 STRETCHES = 8
 """Into which the training losses are cut to be read beside each other."""
-IDENTITY = ("index", "label", "text", "text_pair", "source", "target", "title", "anchor", "positive", "tagged", "score")
+IDENTITY = (
+    "index",
+    "label",
+    "text",
+    "text_pair",
+    "source",
+    "target",
+    "title",
+    "anchor",
+    "positive",
+    "tagged",
+    "score",
+    "prompt",
+    "answer",
+)
 """Fields of predictions.jsonl that say which sample a row is of."""
-NOT_MEASURES = {*IDENTITY, "prediction", "probability", "label_probability", "similarity", "rank", "tokens", "perplexity"}
+NOT_MEASURES = {
+    *IDENTITY,
+    *("prediction", "probability", "label_probability", "similarity", "rank", "tokens", "perplexity"),
+    *("pixels", "pixels_inside", "pixels_outside"),
+}
 """Fields that do not say how good a row is, or say it in a way whose mean means nothing."""
 
 

@@ -104,6 +104,10 @@ def test_command_prints_it_and_its_json_parses(runs, capsys):
     said = capsys.readouterr().out
     assert "Equal to the bit up to step" in said and "likely   data    train: row 30 differs" in said
     assert "no sign  recipe  task.data_files.train" in said and "accuracy" in said
+    folders = f"{runs['base'].folder} {runs['row'].folder}"
+    assert said.endswith(f"hftune bisect {folders}\nLook at the step:  hftune replay {runs['row'].folder} --step 5 --worst 5\n")
+    assert cli.main(["compare", str(runs["own"].folder), str(runs["code"].folder)]) == 0
+    assert f"git bisect run hftune bisect-step {runs['own'].folder} --step 3" in capsys.readouterr().out
     assert cli.main(["compare", *(str(runs[name].folder) for name in ("base", "lr", "seed")), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [pair["parting"]["causes"][0]["key"] for pair in found["pairs"]] == ["train.lr", "seed"]

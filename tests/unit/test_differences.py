@@ -173,6 +173,12 @@ def test_smallest_planted_cause_is_above_and_largest_rounding_below_the_toleranc
     assert part(trace(), trace(loss=(1, 6e-8))).step == 1  # on equal machines every bit counts
 
 
+def test_micro_batches_that_only_round_do_not_part_the_runs():
+    found = part(trace(), trace(changed(START, "recipe", "train", "micro_batch_size", to=4), loss=(1, 6e-8)))
+    assert (found.step, found.rounding_step) == (None, 1)
+    assert [(cause.key, cause.verdict) for cause in found.causes] == [("train.micro_batch_size", "likely")]
+
+
 def test_rounding_that_grows_is_told_from_a_jump():
     start, grown = changed(START, "world_size", to=2), trace(changed(START, "world_size", to=2))
     for step, line in grown.steps.items():
