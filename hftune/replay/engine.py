@@ -287,7 +287,7 @@ class Replayer:
             self._task, self._datasets = recipe.task, load_datasets(recipe)
         self._data_of = what
         self._augmented = augmented(self._datasets["train"], self._task, recipe.seed, 0)
-        then, now = self.history.ledger.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
+        then, now = self.history.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
         if then != now and not self._changes_data:
             raise ConfigError(
                 f"The training data have {now:,} rows, and had {then:,} when {self.history.folder} was trained: they are "
@@ -299,7 +299,7 @@ class Replayer:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        start = self.history.ledger.start_of(min(step, self.history.last))  # of the last step, too, a checkpoint can be loaded
+        start = self.history.start_of(step)
         is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:

@@ -92,9 +92,17 @@ class History:
         folder = self.folder.resolve()
         return folder.with_name(f"{folder.name}_replay")
 
+    def start_of(self, step: int) -> dict[str, Any]:
+        """Return the line that training wrote when it last started before a step; of steps to come, the last one."""
+        return self.ledger.start_of(min(step, self.last))
+
+    def is_next(self, step: int) -> bool:
+        """Say whether a step is the one at which the run stopped, perhaps because its loss was not finite."""
+        return step == self.last + 1 <= self.start_of(step).get("num_steps", 0)
+
     def check_step(self, step: int) -> None:
-        """Refuse a step that the run never took, or raise ConfigError."""
-        if step not in self.ledger.steps:
+        """Refuse a step that the run never took, nor was about to take, or raise ConfigError."""
+        if step not in self.ledger.steps and not self.is_next(step):
             raise ConfigError(f"{self.folder} has no step {step:,}: it has {min(self.ledger.steps):,} to {self.last:,}.")
 
     def check_change(self, change: Change) -> None:
@@ -124,7 +132,7 @@ class History:
         Raises:
             ConfigError: the recipe cannot be read here; a file of the data is not where it was.
         """
-        start = self.ledger.start_of(min(step, self.last))
+        start = self.start_of(step)
         nested = as_replayed(self._recipe_before(step, start), start, overrides)
         nested["output_dir"] = str(self.aside)
         trust = self.trust_code if trust_code is None else trust_code

@@ -65,6 +65,11 @@ def verdict(step: int, losses: Mapping[int, float], usual: Usual | None) -> list
 def _blame(step: int, numbers: Sequence[int], values: Sequence[float], usual: Usual | None) -> str:
     """Name the cause. ``values``: of the batch at the weights after the steps ``numbers``; the last is the loss in question."""
     last, lowest = values[-1], min(values)
+    if not math.isfinite(last):
+        first = next(place for place, value in enumerate(values) if not math.isfinite(value))
+        if first == 0:
+            return "The batch has no finite loss at any of these weights: look at its samples."
+        return f"The weights make this loss, not the batch: since the update of step {numbers[first]:,} it is not finite."
     moves = [later - earlier for earlier, later in pairwise(values)]
     worst = max(range(len(moves)), key=moves.__getitem__)
     is_jumping = min(max(moves), -min(moves)) > JUMP * abs(last)

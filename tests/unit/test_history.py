@@ -1,12 +1,13 @@
 """What a run's folder says of its past, and what `hftune replay` refuses before anything heavy is imported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hftune import Recipe, cli
-from hftune.replay.history import Change, History
+from hftune.replay.history import Change, History, held
 from hftune.tracking.ledger import Ledger
 
 RESULTS = {"num_samples": 8, "digest": "x", "loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "items": 8.0}
@@ -90,6 +91,22 @@ def test_step_that_never_was(tmp_path, capsys):
     assert refused(capsys, folder, "--steps", "5:7") == f"{folder} has no step 7: it has 1 to 6."
     assert refused(capsys, folder, "--steps", "5:3") == "--steps 5:3: the last step comes before the first one."
     assert refused(capsys, folder, "--steps", "five") == "--steps five: give steps as FIRST:LAST, such as 130:140."
+
+
+def test_step_at_which_a_run_stopped_is_the_last_that_can_be_asked_for(tmp_path, capsys):
+    history = History.open(recorded(tmp_path / "out", num_steps=7))
+    history.check_step(7)
+    assert history.recipe_at(7) == history.recipe_at(6)
+    assert refused(capsys, history.folder, "--step", 8) == f"{history.folder} has no step 8: it has 1 to 6."
+
+
+def test_checkpoint_can_be_read_while_training_removes_it(tmp_path):
+    checkpoint(tmp_path / "out", 2)
+    path = tmp_path / "out" / "checkpoints" / "step_00000002"
+    with held(path) as copied:
+        shutil.rmtree(path)
+        assert json.loads((copied / "manifest.json").read_text())["files"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_folder_without_a_ledger(tmp_path, capsys):

@@ -173,3 +173,11 @@ def test_answers_are_named_as_the_task_names_them():
     tags = SimpleNamespace(labels=["O", "B"])
     assert answer_of(tags, {"label": [0, 1, 1], "prediction": [0, 1, 0]}) == "1 of 3 wrong"
     assert text_of(Reviews(), {"words": 3}) == ""
+
+
+def test_loss_that_is_not_finite_is_due_to_the_update_since_which_it_is_not():
+    nan = float("nan")
+    assert verdict(7, {4: 1.5, 5: nan, 6: nan}, None)[1] == (
+        "The weights make this loss, not the batch: since the update of step 5 it is not finite."
+    )
+    assert verdict(7, {5: nan, 6: nan}, None)[1] == "The batch has no finite loss at any of these weights: look at its samples."
