@@ -156,6 +156,8 @@ def test_change_that_would_be_another_run(tmp_path, capsys):
         (["--skip", "3"], "--skip 3: the steps that are replayed and changed are 4 to 5."),
         (["--skip", "4", "--from", "6"], "--from 6 comes after the last step, 5: nothing would be changed."),
         (["--save-every", "0"], "--save-every 0 must be at least 1."),
+        (["--worst", "-1"], "--worst -1: give a number of samples."),
+        (["--why", "--skip", "4"], "--why looks into steps as they were. Leave it out beside --set, --without and --skip."),
     ],
 )
 def test_change_that_makes_no_sense(tmp_path, capsys, words, said):
