@@ -144,7 +144,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options, rest = root.parse_known_args(argv)
     takes_recipe = hasattr(options, "words")
     if unknown := [word for word in rest if word.startswith("-") or not takes_recipe]:
-        root.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_recipe:
         options.words += rest
     return options
@@ -178,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
         # "resolve" lets train have a --help of its own.
         command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, refuse=command.error)
     commands.choices["completion"].set_defaults(commands=commands.choices)  # they are what it prints
     return root
 

@@ -77,6 +77,8 @@ def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
         raise BrokenCheckpoint("manifest.json lists no files or no step: hftune did not write it")
     for name, expected in manifest["files"].items():
         file = path / name
+        if Path(name).name != name:  # two of one stem would pass for each other
+            raise BrokenCheckpoint(f"manifest.json names {name}, which is no file of this folder: hftune did not write it")
         if not file.is_file():
             raise BrokenCheckpoint(f"{name} is missing")
         if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():

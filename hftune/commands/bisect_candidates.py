@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.bisect_runs import SAME, curve_of, line_of
+from hftune.commands.bisect_runs import SAME, check_first, curve_of, line_of
 from hftune.errors import ConfigError
 from hftune.launchers.local import environment
 from hftune.replay.bisection import Judge, Scale, first_bad
@@ -29,7 +29,7 @@ def search_candidates(options: argparse.Namespace, say: Callable[[str], None]) -
     """
     candidates = check(options)
     history = History.open(options.runs[0], trust_code=options.trust_code, data=options.data)
-    history.check_step(options.first)
+    check_first(history, options.first)
     last = options.first + (options.steps or DEFAULT_STEPS) - 1
     last = last if options.steps else min(last, history.last)
     history.check_step(last)
@@ -97,7 +97,9 @@ class Candidates:
         if self.options.command:
             self.current = candidate
             command = self.options.command.replace("{}", candidate)
-            done = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(
+                command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+            )  # which can ask nothing: what it prints is not shown
             if done.returncode:
                 raise ConfigError(f"{command}: exit code {done.returncode}. {last_words(done)}")
         with tempfile.TemporaryDirectory(prefix="hftune-bisect-") as folder:

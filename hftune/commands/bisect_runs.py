@@ -35,6 +35,10 @@ OTHER_SAMPLES = ("seed", "train.batch_size")
 """Keys that decide which samples form a step."""
 SAME = 1e-6
 """Relative difference between the two ends that may be rounding."""
+MAYBE_NOISE = 1e-3
+"""Below this one, the good end is computed twice: GPUs do not always give the same bits, and that adds up over steps."""
+TIMES_NOISE = 3
+"""A difference between the ends has to be so many times that of the good end to itself."""
 NEAR = 0.01
 """Of the way between the ends: what a run may be off its ledger, as rounding adds up in steps on other numbers of processes."""
 
@@ -135,7 +139,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     histories = [History.open(folder, trust_code=options.trust_code, data=options.data) for folder in options.runs]
     good, bad = End("good", histories[0], options.good), End("bad", histories[-1], options.bad)
     for end in (good, bad):
-        end.history.check_step(options.first)
+        check_first(end.history, options.first)
     recipes = [end.history.recipe_at(options.first, *end.words).to_dict() for end in (good, bad)]
     changes = changed_keys(*recipes)
     if not changes:
@@ -147,6 +151,12 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     good.history.check_change(Change(overrides=tuple(overrides(changes)), from_step=first))
     bounds = [f"train.{name}={json.dumps(recipes[0]['train'][name])}" for name in BOUNDS]  # as they were settled
     return KeySearch(good, bad, [*bounds, *good.words], changes, first, count_steps(good, bad, options), options.tries, say)
+
+
+def check_first(history: History, step: int) -> None:
+    """Refuse a first step that a run has not finished, or raise ConfigError."""
+    if step not in history.ledger.steps:
+        raise ConfigError(f"--from {step}: {history.folder} has steps {min(history.ledger.steps):,} to {history.last:,}.")
 
 
 def count_steps(good: End, bad: End, options: argparse.Namespace) -> int:
@@ -209,6 +219,13 @@ class KeySearch:
         if scale.difference <= SAME:
             self.say(self._nothing_to_find())
             return result
+        if scale.difference < MAYBE_NOISE and (noise := Scale(scale.good, losses([])).difference) > 0:
+            self.say(
+                f"Computed again, the good end differs from itself by {noise:.0e}, and the ends by {scale.difference:.0e}."
+            )
+            if scale.difference < TIMES_NOISE * noise:
+                self.say("That may be chance: there is nothing to find in these steps. Compute others: --steps K, --from STEP.")
+                return result
         judge = Judge(losses, scale, lambda made: self.say(line_of(made)))
         found = smallest_bad(self.changes, lambda some: judge.look(some).is_bad is True, self.most_tries)
         self._say_found(found, judge)

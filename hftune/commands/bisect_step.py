@@ -10,8 +10,9 @@ import argparse
 import sys
 import traceback
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
 from hftune.errors import ConfigError, DataError
@@ -40,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", type=Path, metavar="FILE", help="JSON file for the losses of the K steps")
     parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
     add_trust_code(parser)
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+
+
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Exit as argparse does, but for its code: git would read 2 as bad, of every revision."""
+    parser.print_usage(sys.stderr)
+    parser.exit(STOP, f"{parser.prog}: error: {message}\n")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,12 +55,12 @@ def run(options: argparse.Namespace) -> int:
     sys.dont_write_bytecode = True  # which would pass for that of the next revision, if checked out within the same second
     try:
         history = check(options)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"hftune: {error}", file=sys.stderr)
         return STOP
     try:
         steps = compute(history, options)
-    except Exception as error:  # whatever the code of this revision raises
+    except (Exception, SystemExit) as error:  # whatever the code of this revision raises
         print(f"hftune: {error}" if isinstance(error, (ConfigError, DataError)) else traceback.format_exc(), file=sys.stderr)
         return STOP if "--trust-code" in str(error) else SKIPPED
     if options.losses is not None:
@@ -66,7 +74,7 @@ def check(options: argparse.Namespace) -> History:
     """Return the run, or raise ConfigError for what would be wrong with every revision."""
     check_at_least_1(options, "step", "steps")
     check_single("hftune bisect-step")
-    if options.tolerance is not None and options.tolerance < 0:
+    if options.tolerance is not None and not options.tolerance >= 0:
         raise ConfigError(f"--tolerance {options.tolerance} must be 0 or more.")
     if options.expect is not None:
         expected(options.expect)
@@ -76,10 +84,13 @@ def check(options: argparse.Namespace) -> History:
 
     history = History.open(options.run_folder, trust_code=options.trust_code, data=options.data)
     history.check_step(options.step)
-    if history.ledger.steps[options.step].get("skipped"):
+    line = history.ledger.steps.get(options.step, {})  # the step at which the run stopped has none
+    if line.get("skipped"):
         raise ConfigError(f"Step {options.step} was left out of {options.run_folder}, by train.skip: it has no loss.")
-    if options.expect is None and history.ledger.steps[options.step].get("loss") is None:
-        raise ConfigError(f"The ledger of {options.run_folder} has no losses. Say what to expect: --expect LOSS.")
+    if options.expect is None and line.get("loss") is None:
+        raise ConfigError(
+            f"The ledger of {options.run_folder} has no loss of step {options.step}. Say what to expect: --expect LOSS."
+        )
     return history
 
 
@@ -92,7 +103,10 @@ def compute(history: History, options: argparse.Namespace) -> list[ReplayedStep]
     hide_reports()
     first = max(1, options.step - options.steps + 1)
     with Replayer(history, first, Change(overrides=tuple(options.keys), from_step=first)) as replayer:
-        return [step for step in replayer.advance(options.step) if step.step >= first]
+        steps = [step for step in replayer.advance(options.step) if step.step >= first]
+    if not steps or steps[-1].step != options.step:
+        raise ConfigError(f"Step {options.step} is left out with these keys, so it has no loss.")
+    return steps
 
 
 def expected(text: str) -> tuple[float, float]:
@@ -115,7 +129,7 @@ def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> 
     from hftune.replay.engine import TOLERANCE, difference
 
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
-    line, remark = history.ledger.steps[options.step], ""
+    line, remark = history.ledger.steps.get(options.step, {}), ""
     if options.expect is not None:
         source, (value, half_a_digit) = "expected", expected(options.expect)
         allowed = tolerance * abs(value)

@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify. Exit code 1 if something is not as the receipt says. Under a launcher all processes call it."""
+    """Verify. Exit code 1 if something is not as the receipt says. Under a launcher all processes call it, and the main one
+    returns 1."""
     from hftune.run import fail, outlive_readers
 
     outlive_readers()
@@ -52,4 +53,4 @@ def run(options: argparse.Namespace) -> int:
         num_problems = verify(options)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
-    return 0 if not num_problems or ProcessInfo.from_environment().world_size > 1 else 1
+    return 1 if num_problems and ProcessInfo.from_environment().is_main else 0

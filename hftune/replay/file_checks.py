@@ -110,14 +110,14 @@ def wrong_rates(history: History) -> Iterator[str]:
     for step, line in history.ledger.steps.items():
         start = history.ledger.start_of(step)
         if id(start) not in recipes:
-            recipe = recipes[id(start)] = history.recipe_at(step)
+            recipe = recipes[id(start)] = history.recipe_at(step, to_run=False)
             for key, own in (("seed", recipe.seed), ("batch_size", recipe.train.batch_size)):
                 if start["plan"][key] != own:
                     yield f"the plan from step {step} on has {key} {start['plan'][key]}, the recipe {own}"
-        if "lr" in line:
+        if not line.get("skipped"):
             expected = lr_at(step - 1, start["num_steps"], recipes[id(start)].train, start["steps_per_epoch"])
-            if not math.isclose(line["lr"], expected, rel_tol=1e-12):
-                yield f"step {step} has a learning rate of {line['lr']:g}, the recipe's schedule makes it {expected:g}"
+            if not math.isclose(line.get("lr") or 0.0, expected, rel_tol=1e-12):
+                yield f"step {step} has a learning rate of {line.get('lr')}, the recipe's schedule makes it {expected:g}"
 
 
 def check_checkpoints(receipt: Receipt, record: LedgerRecord, folder: Path) -> Check:

@@ -139,10 +139,13 @@ class History:
                         f"step {change.from_step:,}, it would be another run than before. Change it from the start: --from 1."
                     )
 
-    def recipe_at(self, step: int, *overrides: str, trust_code: bool | None = None) -> Recipe:
+    def recipe_at(self, step: int, *overrides: str, trust_code: bool | None = None, to_run: bool = True) -> Recipe:
         """Return the recipe that was in force at a step, with what was settled when training started there put in.
 
         It names a folder of its own for output and no trackers, and the data where they are now.
+
+        Args:
+            to_run: it has to be one that can be run here. False: it is only read, so its data may be gone.
 
         Raises:
             ConfigError: the recipe cannot be read here; a file of the data is not where it was.
@@ -161,7 +164,8 @@ class History:
         origins = recipe.source.origins
         origins |= {key: str(self.folder) for key, origin in origins.items() if origin == str(path)}
         try:
-            recipe.validate()
+            if to_run:
+                recipe.validate()
         except ConfigError as error:
             if "there is no such f" not in str(error):
                 raise

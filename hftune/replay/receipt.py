@@ -62,8 +62,15 @@ class Receipt:
         if statement["predicateType"] != PREDICATE:
             raise ValueError(f"its predicateType is {statement['predicateType']!r}, and not {PREDICATE!r}")
         predicate = statement["predicate"]
+        exports = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
+        if len(exports) < len(statement["subject"]):
+            raise ValueError("it names a file twice")
+        if strange := [name for name in exports if name.partition("/")[0] not in MODELS or ".." in name.split("/")]:
+            raise ValueError(f"its file {strange[0]!r} is in neither of {' and '.join(MODELS)}")
+        if not predicate["starts"]:
+            raise ValueError("it says of no training how it started")
         return cls(
-            {item["name"]: item["digest"]["sha256"] for item in statement["subject"]},
+            exports,
             int(predicate["ledger"]["lines"]),
             str(predicate["ledger"]["end"]),
             [dict(start) for start in predicate["starts"]],
@@ -119,7 +126,7 @@ def read_receipt(path: Path) -> Receipt:
         return Receipt.from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file. hftune receipt RUN writes one.") from None
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} is not a receipt that this hftune can read: {reason}.") from error
 
@@ -128,9 +135,13 @@ def export_hashes(folder: Path) -> Hashes:
     """Hash the files of a run's exported models.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none; or there is a link to a folder, or a pipe, whose content would not be hashed.
     """
-    files = [path for name in MODELS for path in sorted((folder / name).rglob("*")) if path.is_file()]
+    paths = [path for name in MODELS for path in sorted((folder / name).rglob("*"))]
+    for path in paths:
+        if (path.is_symlink() and path.is_dir()) or not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is neither a file nor a folder of its own, so no hash can stand for it: remove it.")
+    files = [path for path in paths if path.is_file()]
     hashes = {str(path.relative_to(folder).as_posix()): sha256_of(path) for path in files if path.name not in FOR_PEOPLE}
     if not hashes:
         raise ConfigError(f"{folder} holds neither model nor model_last: there is no weight that a receipt could be about.")
@@ -138,11 +149,14 @@ def export_hashes(folder: Path) -> Hashes:
 
 
 def changed_checkpoints(expected: Mapping[int, Hashes], folder: Path) -> Iterator[str]:
-    """Say of each file of checkpoints that it is missing, or is another than was noted."""
+    """Say of each file of checkpoints that it is missing, is another than was noted, or was not noted."""
     for step, hashes in expected.items():
+        found = {path.stem for path in path_of(folder, step).glob("*.safetensors")}
+        for name in sorted((found | {"model", "optimizer"}) - hashes.keys()):
+            yield f"checkpoint {step}: no hash of {name}.safetensors was noted"
         for name, digest in hashes.items():
             path = path_of(folder, step) / f"{name}.safetensors"
-            if not path.is_file():
+            if name not in found or not path.is_file():
                 yield f"checkpoint {step}: {path.name} is missing"
             elif sha256_of(path) != digest:
                 yield f"checkpoint {step}: {path.name} is not the one that was noted when it was written"

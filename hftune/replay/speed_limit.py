@@ -107,20 +107,22 @@ class SpeedLimit:
         for name, number in self.group_of.items():
             if name not in before or name not in after:
                 continue
-            share = self._share(
-                segment, number, before[name].double(), after[name].double(), torch.finfo(after[name].dtype).eps
-            )
+            share = float("inf")
+            if (before[name].shape, before[name].dtype) == (after[name].shape, after[name].dtype):
+                eps = torch.finfo(after[name].dtype).eps
+                share = self._share(segment, number, before[name].double(), after[name].double(), eps)
             if share > worst:
                 worst, where = share, name
         return worst, where
 
     def _share(self, segment: Segment, number: int | None, before: Tensor, after: Tensor, eps: float) -> float:
-        moved = (after - before).abs()
+        is_same = (after == before) | (after.isnan() & before.isnan())
+        moved = torch.where(is_same, 0.0, after - before).abs().nan_to_num(nan=torch.inf)
         if number is None:  # frozen
             return float("inf") if moved.any() else 0.0
         reach = self.reaches[number][segment.end] - self.reaches[number][segment.start]
         decay = self.decays[number][segment.end] - self.decays[number][segment.start]
-        furthest = before.abs() + reach
+        furthest = before.nan_to_num(0, 0, 0).abs() + reach
         # Besides what decay takes off, each update rounds, and so does what it is computed from.
         limit = reach * (1 + SLACK) + furthest * (decay + eps * len(segment))
         return float((moved / limit.clamp(min=1e-300)).max()) if moved.numel() else 0.0

@@ -6,9 +6,10 @@ Every method is collective: all processes call it alike. What it finds is comple
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,18 +20,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hftune.batch_plan import BatchPlan
+from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.export import export, read_about
 from hftune.data.row_hashes import read_rows, row_hashes
 from hftune.distributed.consistency import fingerprint
 from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
-from hftune.replay.engine import Replayer, difference
+from hftune.replay.engine import ReplayedStep, Replayer, difference
 from hftune.replay.file_checks import Check, exported, first
 from hftune.replay.history import History
-from hftune.replay.receipt import Receipt, intact_checkpoints, path_of
+from hftune.replay.receipt import Hashes, Receipt, intact_checkpoints, path_of
 from hftune.replay.segments import Segment, segments_between
 from hftune.replay.speed_limit import SpeedLimit
-from hftune.tracking.console import hide_progress_bars
+from hftune.tracking.console import hide_progress_bars, one_line
 from hftune.tracking.hardware import hardware
 
 OF_THE_WAY = 1e-4
@@ -42,9 +44,29 @@ in attention is. Adam moves such a weight as far as any other, and no two machin
 OPTIMIZER_KEYS = ("optimizer", "optimizer_args", "betas", "weight_decay", "momentum", "groups", "layer_decay", "clip_norm")
 """Keys of the section train on which the speed limit stands; other than the learning rate, which the ledger has."""
 
+RUNS_CODE = {".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+"""Files that can run code when a model is loaded."""
+IN_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Keys of an exported config.json that may differ with versions and places, and decide nothing that a model computes."""
+
 Tensors = Mapping[str, Tensor]
 Groups = Mapping[str, Tensors]
 """As in checkpoints."""
+
+
+@dataclass(frozen=True)
+class PinnedHistory(History):
+    """A run of whose checkpoints only those count that a receipt pins, in the run's own folder: no replay's, and no others."""
+
+    pins: Mapping[int, Hashes] = field(default_factory=dict)
+    """By step, as in a receipt."""
+
+    def checkpoint_path(self, step: int) -> Path:
+        return path_of(self.folder, step)
+
+    def checkpoint_at(self, step: int, skipped: list[str] | None = None) -> Checkpoint | None:
+        checkpoint = super().checkpoint_at(step, skipped)
+        return checkpoint if checkpoint is not None and checkpoint.hashes == self.pins.get(step) else None
 
 
 class Verification:
@@ -56,7 +78,8 @@ class Verification:
     """
 
     def __init__(self, receipt: Receipt, history: History):
-        self.receipt, self.history = receipt, history
+        self.receipt = receipt
+        self.history = PinnedHistory(history.folder, history.ledger, history.trust_code, history.data, receipt.checkpoints)
         self.checkpoints = intact_checkpoints(receipt, history.folder)
         self.segments = segments_between(self.checkpoints)
 
@@ -82,7 +105,7 @@ class Verification:
         dataset, noted = self.replayer.datasets["train"], read_rows(self.history.folder)
         found = None if noted is None else row_hashes(dataset)
         if noted is None or found is None:
-            return Check("data", "rows not compared one by one: " + (self._digest_of_data()), [])
+            return self._compare_digest()
         if len(noted) != len(found):
             return Check("data", problems=[f"there are {len(found):,} rows here, the run had {len(noted):,}"])
         other = np.flatnonzero((noted != found).any(axis=1))
@@ -91,8 +114,12 @@ class Verification:
         ]
         return Check("data", f"{len(found):,} rows here, each the same as in the run", first(problems))
 
-    def _digest_of_data(self) -> str:
-        return "; ".join(self.replayer.notices) or "their digest is the run's"
+    def _compare_digest(self) -> Check:
+        """Compare the data as a whole, of which only some rows are looked at."""
+        then, now = self.receipt.starts[0]["data"]["train"]["digest"], self.replayer.digests["train data"]
+        if then != now:
+            return Check("data", problems=["they are not those that the run was trained on: their digest is another"])
+        return Check("data", "rows not compared one by one: their digest, of all lengths and a few rows, is the run's")
 
     def _first_use(self, row: int) -> str:
         start = self.receipt.starts[0]
@@ -108,7 +135,10 @@ class Verification:
             if step not in self.checkpoints:
                 problems.append(f"{name} is of step {step}, of which there is no intact checkpoint")
                 continue
-            problems += self._compare_export(name, step)
+            try:
+                problems += self._compare_export(name, step)
+            except ConfigError as error:  # its tensors are those of the receipt, but not its manifest
+                problems.append(str(error).rstrip("."))
             told.append(f"{name} is checkpoint {step}")
         return Check("weights", ", ".join(told), problems)
 
@@ -178,6 +208,7 @@ class Verification:
         saved = self.replayer.strategy.state()
         if saved is None:
             return Check(segment.title)
+        wrong += self._other_values(segment.end, saved[1])
         found = [*distances(before, saved[0], self._claimed(segment.end))]
         worst = max(found, key=lambda one: one.share)
         is_exact = is_as_noted and not furthest and not worst.off
@@ -210,12 +241,21 @@ class Verification:
             furthest = max(furthest, differs.loss or 0.0, differs.grad_norm or 0.0)
             if not differs.same_samples:
                 wrong.append(f"step {step} was computed from other samples than the ledger says")
-            elif not differs.is_equal or replayed.items != line["items"]:
+            elif not (differs.is_equal and is_stated(replayed, line)) or replayed.items != line.get("items"):
                 wrong.append(
                     f"step {step} gives loss {shown(replayed.loss)} and gradient norm {shown(replayed.grad_norm)}, and not "
-                    f"{shown(line['loss'])} and {shown(line['grad_norm'])} as in the ledger"
+                    f"{shown(line.get('loss'))} and {shown(line.get('grad_norm'))} as in the ledger"
                 )
         return furthest, wrong
+
+    def _other_values(self, step: int, values: Mapping[str, Any]) -> list[str]:
+        """Say which values of a checkpoint that are no tensors, such as changed options of the optimizer, were not computed."""
+        try:
+            claimed = json.loads((path_of(self.history.folder, step) / "progress.json").read_text(encoding="utf-8"))["values"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return [f"progress.json of checkpoint {step} cannot be read"]
+        other = [name for name in sorted(claimed.keys() | values.keys()) if not is_near(claimed.get(name), values.get(name))]
+        return [f"checkpoint {step} states another {name} than its steps lead to" for name in other if name != "scaler"]
 
     def _copied_weights(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the present weights, and of their moving averages, on the main process; nothing elsewhere."""
@@ -232,15 +272,18 @@ class Verification:
 
     def _computes_the_same(self, segment: Segment) -> bool:
         """Say whether this machine has to compute the same bits as the run: equal processes, CPUs, code and packages."""
-        strategy, start = self.replayer.strategy, self.history.ledger.start_of(segment.end)
-        own = fingerprint(self.replayer.recipe)
-        return (
-            strategy.device.type == "cpu"
-            and start["world_size"] == strategy.num_processes
-            and start["strategy"] == type(strategy).__name__
-            and start["hardware"] == json.loads(json.dumps(hardware(strategy.device)))
-            and (start["code"], start["packages"]) == (own["code"], own["packages"])
-        )
+        strategy, ledger, own = self.replayer.strategy, self.history.ledger, fingerprint(self.replayer.recipe)
+        here = {
+            "world_size": strategy.num_processes,
+            "strategy": type(strategy).__name__,
+            "hardware": json.loads(json.dumps(hardware(strategy.device))),
+            "code": own["code"],
+            "packages": own["packages"],
+        }
+        # A run that was resumed may have computed parts of a segment elsewhere.
+        starts = {id(start): start for start in map(ledger.start_of, range(segment.start + 1, segment.end + 1))}
+        equal = all(start.get(key) == value for start in starts.values() for key, value in here.items())
+        return equal and strategy.device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -311,14 +354,18 @@ def distance(names: list[str], now: Tensors, then: Tensors, start: Tensors, roun
     """
     off, way, rounding, worst, where = 0.0, 0.0, 0.0, 0.0, ""
     for name in names:
-        if now[name].shape != then[name].shape:
-            return Distance(float("inf"), 0.0, 0.0, f"{name}, whose shape is another")
+        if (now[name].shape, now[name].dtype) != (then[name].shape, then[name].dtype):
+            return Distance(float("inf"), 0.0, 0.0, f"{name}, whose shape or type is another")
+        ours, theirs = now[name].double(), then[name].double()
         begin = start[name].double() if name in start else torch.zeros((), dtype=torch.float64)
-        apart = now[name].double() - then[name].double()
-        own = squared(apart.masked_fill(rounded[name], 0) if name in rounded else apart)
-        off, way = off + own, way + squared(then[name].double() - begin)
+        apart = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, ours - theirs).nan_to_num(nan=torch.inf)
+        moved, size = (theirs - begin).nan_to_num(0, 0, 0), theirs.nan_to_num(0, 0, 0)
+        if name in rounded:
+            apart, moved, size = (value.masked_fill(rounded[name], 0) for value in (apart, moved, size))
+        own = squared(apart)
+        off, way = off + own, way + squared(moved)
         if then[name].is_floating_point():
-            rounding += squared(then[name].double()) * torch.finfo(then[name].dtype).eps ** 2
+            rounding += squared(size) * torch.finfo(then[name].dtype).eps ** 2
         if own > worst:
             worst, where = own, name
     return Distance(off**0.5, way**0.5, rounding**0.5, where)
@@ -329,16 +376,39 @@ def squared(value: Tensor) -> float:
     return float(value.square().sum())
 
 
+def is_stated(replayed: ReplayedStep, line: Mapping[str, Any]) -> bool:
+    """Say whether a line has the numbers of its step; those that were not finite are null."""
+    return all(
+        line.get(name) is not None or not math.isfinite(getattr(replayed, name))
+        for name in ("loss", "grad_norm", "lr", "items")
+    )
+
+
+def is_near(one: Any, other: Any) -> bool:
+    """Compare nested JSON values, numbers up to what machines differ in."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_near(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_near, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= OF_THE_WAY * abs(other)
+    return bool(one == other)
+
+
 def shown(value: float | None) -> str:
     """Format a loss, or a norm that the ledger may lack because it was not finite."""
     return "none" if value is None else f"{value:.8g}"
 
 
 def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
-    """Say which tensors of an export are not those of its checkpoint, exported again.
+    """Say which tensors of an export are not those of its checkpoint, exported again, and which keys of its config differ.
 
     Other files, such as a tokenizer's, may differ with the versions of libraries; the receipt pins them.
     """
+    yield from different_config(folder, again)
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in RUNS_CODE):
+        if not (again / path.relative_to(folder)).is_file():
+            yield f"{folder.name}/{path.relative_to(folder)} is not an export of this run"
     names = {path.relative_to(root) for root in (folder, again) for path in root.rglob("*.safetensors")}
     for name in sorted(names):
         if not (folder / name).is_file() or not (again / name).is_file():
@@ -350,3 +420,20 @@ def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
                 yield f"{folder.name}: {key} is {'missing' if key in now else 'not a tensor of this model'}"
             elif then[key].dtype != now[key].dtype or not torch.equal(then[key], now[key]):
                 yield f"{folder.name}: {key} is not that of checkpoint {step}"
+
+
+def different_config(folder: Path, again: Path) -> Iterator[str]:
+    """Say which keys of an exported model's config differ, such as the names of its labels, and what code it would load.
+
+    Keys that only one of them has may come from other versions of libraries; but for ``auto_map``, which names code.
+    """
+    for path in sorted(again.rglob("config.json")):
+        name = path.relative_to(again)
+        if not (folder / name).is_file():
+            yield f"{folder.name}/{name} is missing"
+            continue
+        then, now = (json.loads((root / name).read_text(encoding="utf-8")) for root in (folder, again))
+        for key in sorted((then.keys() & now.keys()) - set(IN_CONFIG) | ({"auto_map"} & then.keys())):
+            if then[key] != now.get(key):
+                told, own = (one_line(str(value), 60) for value in (then[key], now.get(key)))
+                yield f"{folder.name}/{name}: {key} is {told}, the run's is {own}"

@@ -240,6 +240,13 @@ def test_recipe(run, capsys):
 
 def test_row_of_the_data(run, trained, capsys):
     forged = str(trained.parent / "forged.jsonl")
+    with ledger(run) as lines:
+        lines[0]["recipe"]["task"]["data_files"] = {"train": "gone.jsonl", "eval": "gone.jsonl"}
+    anew(run)
+    assert verified(run, capsys, "--segments", "0")[1] == []  # this needs no data
+    with ledger(run) as lines:
+        lines[0]["recipe"]["task"]["data_files"] = {name: str(trained.parent / "honest.jsonl") for name in ("train", "eval")}
+    anew(run)
     _, problems, _ = verified(run, capsys, "--segments", "2", "--data", f"train={forged}")
     assert problems[0].startswith(f"data: row {FLIPPED} is not the one that the run was trained on; first used in step ")
     first_use = problems[0].rsplit(" ", 1)[1]
@@ -290,3 +297,133 @@ def test_what_cannot_be_verified_is_refused(run, capsys, tmp_path):
     assert "holds no checkpoint of its last step, 12" in refused("receipt", run)
     (run / "result.json").unlink()
     assert "the run has not finished" in refused("receipt", run)
+
+
+def forged_export(run):
+    """Put other weights into both models; return the tensors of their checkpoint, with the same change."""
+    for name in ("model", "model_last"):
+        path = run / name / "model.safetensors"
+        tensors = load_file(path)
+        shifted(tensors, 1e-3)
+        save_file(tensors, path, metadata={"format": "pt"})
+    claimed = load_file(path_of(run, 12) / "model.safetensors")
+    return {name: tensors.get(name, value) for name, value in claimed.items()}
+
+
+def sign(manifest, folder):
+    manifest.pop("sha256", None)
+    manifest["sha256"] = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_checkpoint_of_which_there_are_two(run, capsys):
+    """The receipt pins the honest one, and the export would be compared with the other."""
+    folder, evil = path_of(run, 12), forged_export(run)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    original = json.loads(json.dumps(manifest))
+
+    # A second file of the same stem, below the first one.
+    (folder / "more").mkdir()
+    save_file(evil, folder / "more" / "model.safetensors")
+    content = (folder / "more" / "model.safetensors").read_bytes()
+    about = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    manifest["files"]["more/model.safetensors"] = about
+    sign(manifest, folder)
+    anew(run)
+    assert verified(run, capsys, "--segments", "2")[1][0].startswith("weights: ")
+
+    # The folder beside the run, in which replays fill gaps.
+    aside = run.with_name("run_replay") / "checkpoints" / folder.name
+    shutil.copytree(folder, aside)
+    shutil.rmtree(aside / "more")
+    save_file(evil, aside / "model.safetensors")
+    manifest["files"].pop("more/model.safetensors")
+    manifest["files"]["model.safetensors"] = about
+    line = read_ledger(run).steps[12]
+    progress = json.loads((aside / "progress.json").read_text())
+    progress["replayed"] = sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+    (aside / "progress.json").write_text(json.dumps(progress))
+    content = (aside / "progress.json").read_bytes()
+    manifest["files"]["progress.json"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    sign(manifest, aside)
+    original["files"]["model.safetensors"]["sha256"] = "0" * 64
+    sign(original, folder)
+    assert verified(run, capsys, "--segments", "2")[1][0].startswith("weights: ")
+
+
+def test_config_and_code_of_the_export(run, capsys):
+    path = run / "model_last" / "config.json"
+    config = json.loads(path.read_text())
+    names = config["id2label"]
+    config["id2label"] = {"0": names["1"], "1": names["0"], "2": names["2"]}
+    config["auto_map"] = {"AutoModel": "evil.Model"}
+    path.write_text(json.dumps(config))
+    (path.parent / "evil.py").write_text("")
+    anew(run)
+    _, problems, _ = verified(run, capsys, "--segments", "2")
+    assert [problem[:35] for problem in problems] == [
+        "weights: model_last/config.json: au",
+        "weights: model_last/config.json: id",
+        "weights: model_last/evil.py is not ",
+    ]
+
+
+def test_numbers_that_compare_as_nothing(run, capsys):
+    with checkpoint(run, 6) as tensors:
+        shifted(tensors, 1e-2)
+        tensors["bert.embeddings.word_embeddings.weight"][-1] = float("nan")
+    with ledger(run) as lines:
+        line_of(lines, "step", 11)["loss"] = None
+        del line_of(lines, "step", 12)["grad_norm"]
+    anew(run)
+    _, problems, _ = verified(run, capsys, "--all")
+    told = [problem for problem in problems if problem.startswith(("speed limit: steps 4-6", "steps 4-6: they do not lead"))]
+    assert len(told) == 2
+    assert any(problem.startswith("steps 10-12: step 11 gives loss ") for problem in problems)
+
+
+def test_state_that_is_no_tensor(run, capsys):
+    folder = path_of(run, 6)
+    progress = json.loads((folder / "progress.json").read_text())
+    progress["values"]["optimizer_options"] = [{"weight_decay": 0.5}, {}]
+    (folder / "progress.json").write_text(json.dumps(progress))
+    assert (
+        "steps 4-6: checkpoint 6 states another optimizer_options than its steps lead to" in verified(run, capsys, "--all")[1]
+    )
+
+
+def test_receipt_that_names_other_files(run, capsys):
+    receipt = json.loads((run / "receipt.json").read_text())
+
+    def refused(change):
+        other = json.loads(json.dumps(receipt))
+        change(other)
+        (run / "receipt.json").write_text(json.dumps(other))
+        code = cli.main(["verify", str(run / "receipt.json")])
+        assert code == 2
+        return capsys.readouterr().err
+
+    digest = receipt["subject"][0]["digest"]
+    for name in ("../x", "/x", "model/../../x", "other/x"):
+        assert "is in neither of model and model_last" in refused(
+            lambda other, name=name: other["subject"].append({"name": name, "digest": digest})
+        )
+    assert "it names a file twice" in refused(lambda other: other["subject"].append(other["subject"][0]))
+    assert "it says of no training how it started" in refused(lambda other: other["predicate"].update(starts=[]))
+    assert "is not a receipt" in refused(lambda other: other["predicate"]["ledger"].update(lines=float("inf")))
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    (run / "model" / "more").symlink_to(run / "model_last")
+    assert cli.main(["verify", str(run / "receipt.json")]) == 2
+    assert "is neither a file nor a folder of its own" in capsys.readouterr().err
+
+
+def test_checkpoint_without_hashes(run, capsys):
+    with ledger(run) as lines:
+        line_of(lines, "checkpoint", 6).pop("model")
+    receipt = read_receipt(run / "receipt.json")
+    del receipt.checkpoints[6]["model"]
+    write_receipt(replace(receipt, end=read_ledger(run).end), run / "receipt.json")
+    _, problems, _ = verified(run, capsys, "--segments", "0")
+    assert problems == ["checkpoints: checkpoint 6: no hash of model.safetensors was noted"]
+    capsys.readouterr()
+    assert cli.main(["receipt", str(run)]) == 2 and "is not as the run left it" in capsys.readouterr().err
