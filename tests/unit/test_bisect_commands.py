@@ -2,14 +2,16 @@
 
 import argparse
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from hftune import ConfigError, cli
-from hftune.commands.bisect_runs import End, remark_on
+from hftune.commands.bisect_runs import End, KeySearch, remark_on
 from hftune.commands.bisect_step import check, expected, judge
 from hftune.replay.bisection import Scale
+from hftune.replay.changes import KeyChange
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,43 @@ def test_search_that_cannot_be_made_is_refused(capsys, tmp_path, monkeypatch, wo
 
 
 @pytest.mark.parametrize(
-    "words", ["none --step 3", "none --step 0", "none --step 3 --expect much", "none --step 3 --tolerance -1"]
+    "words", ["none --step 3", "none --step 0", "none --step 3 --expect much", "none --step 3 --tolerance nan"]
 )
 def test_step_that_could_be_computed_with_no_revision_ends_git_s_search(capsys, monkeypatch, words):
     monkeypatch.setattr("sys.dont_write_bytecode", False)
     assert cli.main(["bisect-step", *words.split()]) == 128  # 1 to 127 would blame or skip this revision
     assert capsys.readouterr().err.startswith("hftune: ")
+
+
+@pytest.mark.parametrize("words", ["none", "none --step three", "none --step 3 --other", "none other --step 3"])
+def test_usage_error_is_no_verdict_on_a_revision(capsys, words):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["bisect-step", *words.split()])
+    assert left.value.code == 128 and "hftune bisect-step: error: " in capsys.readouterr().err
+
+
+def test_code_that_exits_when_it_is_imported_is_skipped(monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    monkeypatch.setattr("hftune.commands.bisect_step.check", lambda options: None)
+    monkeypatch.setattr("hftune.commands.bisect_step.compute", lambda history, options: sys.exit(0))
+    assert cli.main(["bisect-step", "none", "--step", "3"]) == 125
+
+
+@pytest.mark.parametrize(("noise", "found"), [(2e-5, False), (1e-6, True)])
+def test_difference_that_may_be_noise_has_no_cause(noise, found):
+    """On a GPU that gives other bits each time; the key makes a difference of 4e-5."""
+    said, tries = [], []
+
+    def losses(words):
+        tries.append(words)
+        return [2.0 + noise * len(tries) + 8e-5 * ("train.lr=0.1" in words)] * 3
+
+    end = End("good", SimpleNamespace(folder="out", ledger=SimpleNamespace(steps={})), ["seed=1"])
+    changes = [KeyChange("train.lr", 0.0, 0.1), KeyChange("train.eps", 1, 2)]
+    search = KeySearch(end, end, [], changes, 1, 3, 60, said.append)
+    result = search._search(SimpleNamespace(losses=losses, last=3))
+    assert [change["key"] for change in result["found"]] == (["train.lr"] if found else [])
+    assert any("That may be chance" in line for line in said) is not found
 
 
 @pytest.mark.parametrize("command", ["bisect a b", "bisect-step a --step 3"])
@@ -124,7 +157,7 @@ def test_exit_code_says_whether_the_step_is_as_it_was(capsys, changed, expect, t
     ("line", "said"),
     [
         ({"skipped": True}, "Step 3 was left out of out, by train.skip"),
-        ({}, "The ledger of out has no losses. Say what to expect"),
+        ({}, "The ledger of out has no loss of step 3. Say what to expect"),
     ],
 )
 def test_step_without_a_loss_is_refused(monkeypatch, line, said):
