@@ -96,7 +96,7 @@ def main() -> None:
     Image.init()  # imports a module for each format
     dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU
     hasten()
-    if "TESTS_CACHE" in os.environ and "TESTS_WARM_PYTHON" not in os.environ:  # all processes of xdist are forks of this one
+    if "TESTS_DEMOS" in os.environ and "TESTS_WARM_PYTHON" not in os.environ:  # all processes of xdist are forks of this one
         for name, part in product(DEMOS, ("train", "eval")):
             text._from_function(f"hftune.data.{name}", part)
     gc.freeze()  # a collection in a child would copy what all share
