@@ -37,8 +37,11 @@ class RunFacts:
     title: str
     num_steps: int
     processes: Any
+    is_finished: bool
     changes: list[tuple[int, list[str]]]
     """What it changed when it was resumed: from which step on, and what."""
+    has_several_recipes: bool
+    """Whether this includes recipe or data, beyond keys that do not change the training."""
     missing: list[str]
     problems: list[str]
     can_be_replayed: bool
@@ -69,7 +72,9 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
         Pair(runs[0].name, run.name, part(traces[0], trace), training_loss(traces[0], trace), evaluation(runs[0], run))
         for run, trace in zip(runs[1:], traces[1:], strict=True)
     ]
-    methods = methods_of(runs, [own.metrics for own in facts], [own.changes for own in facts]) if len(runs) > 2 else []
+    methods = (
+        methods_of(runs, [own.metrics for own in facts], [own.has_several_recipes for own in facts]) if len(runs) > 2 else []
+    )
     return Comparison(facts, pairs, methods, method_differences(methods))
 
 
@@ -84,7 +89,9 @@ def facts_of(run: RunRecord, trace: Trace) -> RunFacts:
         title=run.title,
         num_steps=max(trace.steps, default=run.log.last_step),
         processes=processes[-1],
-        changes=changes,
+        is_finished=run.is_finished,
+        changes=[(step, [one.text.replace(" | ", " -> ") for one in differences]) for step, differences in changes],
+        has_several_recipes=any(one.kind in ("recipe", "data") and one.effects for _, found in changes for one in found),
         missing=trace.missing,
         problems=trace.problems,
         can_be_replayed=bool(trace.starts) and all(start.get("format") == 2 for start in trace.starts),
