@@ -17,6 +17,7 @@ from hftune.reporting.sentences import (
     measure_reading,
     method_reading,
     parting_sentences,
+    parting_step,
     plus_minus,
     training_sentence,
 )
@@ -82,11 +83,9 @@ def partings_table(comparison: Comparison) -> str:
     cells = [["", "parts in step", "likely cause", "training loss, less 1"]]
     for number, pair in enumerate(comparison.pairs, start=2):
         likely = [f"{cause.kind}: {cause.text}" for cause in pair.parting.causes if cause.is_likely]
-        never = "never" if pair.parting.num_steps else "no common step"
-        step = never if pair.parting.step is None else f"{pair.parting.step:,}"
         interval = pair.training.interval if pair.training else None
         loss = plus_minus(interval) if interval else f"{pair.training.mean:+.4g}" if pair.training else ""
-        cells.append([str(number), step, "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
+        cells.append([str(number), parting_step(pair.parting), "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
     return "\n".join(aligned(cells))
 
 

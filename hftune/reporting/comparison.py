@@ -21,6 +21,7 @@ from hftune.reporting.sentences import (
     measure_reading,
     method_reading,
     parting_sentences,
+    parting_step,
     plus_minus,
     training_sentence,
 )
@@ -92,7 +93,7 @@ def partings_section(compared: Comparison) -> Section | None:
     if len(compared.pairs) > 1:
         head = ["run", "parts in step", "verdict", "kind", "difference"]
         rows = [
-            [pair.b, pair.parting.step, *(verdict(cause) if cause else [None, None, None])]
+            [pair.b, Figure(escape(parting_step(pair.parting))), *(verdict(cause) if cause else [None, None, None])]
             for pair in compared.pairs
             for cause in [cause for cause in pair.parting.causes if cause.is_likely] or [None]
         ]
@@ -141,7 +142,9 @@ def chance_section(compared: Comparison) -> Section | None:
         [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), measure_reading(one)]
         for one in pair.evaluation.measures
     ]
-    loss = [element("p", training_sentence(pair.training))] if pair.training and pair.parting.step is not None else []
+    loss = (
+        [element("p", with_sign(training_sentence(pair.training)))] if pair.training and pair.parting.step is not None else []
+    )
     rows_of = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows") if rows else None
     if not loss and rows_of is None:
         return None
@@ -172,7 +175,11 @@ def seeds_section(compared: Comparison) -> Section | None:
 
 
 def interval_figure(interval: Interval | None) -> Figure | None:
-    return None if interval is None else Figure(escape(plus_minus(interval).replace("+-", "\N{PLUS-MINUS SIGN}")))
+    return None if interval is None else Figure(escape(with_sign(plus_minus(interval))))
+
+
+def with_sign(text: str) -> str:
+    return text.replace("+-", "\N{PLUS-MINUS SIGN}")
 
 
 def mean_figure(values: Sequence[float] | None) -> Figure | None:

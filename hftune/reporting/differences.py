@@ -306,7 +306,10 @@ def judge(differences: Sequence[Difference], parting: Parting, firsts: Firsts) -
 
 
 def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
-    """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all."""
+    """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all.
+
+    Micro-batches and their like may only round, as without dropout, so that they go before nothing.
+    """
     if difference.from_step > max(sign.step, firsts.order[0]):
         return 0
     effects = {sign.effect} | ({Effect.FORWARD, Effect.BACKWARD} if sign.effect is Effect.UPDATE else set())
@@ -319,7 +322,7 @@ def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
         return 3
     steps = [shows_in(difference, effect, firsts) for effect in possible]
     if any(firsts.before(sign.step) < step <= sign.step for step in steps):
-        return 3
+        return 3 if sign.effect is Effect.ROUNDING or Effect.ROUNDING not in difference.effects else 1
     # Without equal bits an update may show later than it acts, and clipping acts once a gradient is large enough.
     is_late = Effect.UPDATE in possible and (firsts.tolerance > 0 or difference.key == "train.clip_norm")
     is_vague = sign.effect in (Effect.ITEMS, Effect.ROUNDING) and not difference.is_exact

@@ -33,6 +33,13 @@ def parting_sentences(parting: Parting) -> str:
     return text
 
 
+def parting_step(parting: Parting) -> str:
+    """Name the step in which two runs part, for a table."""
+    if parting.step is None:
+        return "never" if parting.num_steps else "no common step"
+    return f"{parting.step:,}"
+
+
 def agreement(parting: Parting) -> str:
     """Say how equal the steps are before the runs part."""
     every = f"in all {count(parting.num_losses, 'step')}"

@@ -145,6 +145,15 @@ def test_two_causes_with_signs_of_their_own_are_both_likely_and_a_hidden_one_is_
     }
 
 
+def test_micro_batches_do_not_outdo_a_key_that_may_do_anything():
+    both = changed(changed(START, "recipe", "train", "micro_batch_size", to=4), "recipe", "task", "max_length", to=128)
+    found = part(trace(), trace(both, loss=(1, 0.1)))
+    assert {cause.key: cause.verdict for cause in found.causes} == {
+        "train.micro_batch_size": "likely",
+        "task.max_length": "likely",
+    }
+
+
 def test_more_rows_and_another_order_change_the_samples():
     start = changed(START, "plan", "num_samples", to=NUM_ROWS + 1)
     more = np.vstack([ROWS, ROWS[:1] ^ 7])
