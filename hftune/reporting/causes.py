@@ -192,10 +192,10 @@ def _differences_of(segment: Segment, knows_rows: bool) -> Iterator[tuple[str, D
     for kind, name, effects in PARTS:
         if any(name not in start for start in segment.starts):
             continue
-        values = [flat(mapping(start[name])) for start in segment.starts]
-        parts = dict(_unequal(*values))
+        sides = [flat(mapping(start[name])) for start in segment.starts]
+        parts = dict(_unequal(*sides))
         if not all(map(is_whole, segment.starts)):
-            parts = {part: both for part, both in parts.items() if all(part in one for one in values)}
+            parts = {part: both for part, both in parts.items() if all(part in side for side in sides)}
         onlookers = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(ONLOOKERS)}
         if parts:
             yield name, Difference(kind, _listed(parts, with_values=kind != "code"), effects, first)

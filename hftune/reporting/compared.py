@@ -66,12 +66,12 @@ class Comparison:
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """Compare runs with the first of them."""
-    traces = [read_trace(run) for run in runs]
-    facts = [facts_of(run, trace) for run, trace in zip(runs, traces, strict=True)]
-    pairs = [
-        Pair(runs[0].name, run.name, part(traces[0], trace), training_loss(traces[0], trace), evaluation(runs[0], run))
-        for run, trace in zip(runs[1:], traces[1:], strict=True)
-    ]
+    first = read_trace(runs[0])
+    facts, pairs = [facts_of(runs[0], first)], []
+    for run in runs[1:]:
+        trace = read_trace(run)  # one at a time: of 100,000 steps each takes 150 MB
+        facts.append(facts_of(run, trace))
+        pairs.append(Pair(runs[0].name, run.name, part(first, trace), training_loss(first, trace), evaluation(runs[0], run)))
     methods = (
         methods_of(runs, [own.metrics for own in facts], [own.has_several_recipes for own in facts]) if len(runs) > 2 else []
     )

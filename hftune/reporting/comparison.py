@@ -27,7 +27,8 @@ from hftune.reporting.sentences import (
 )
 
 
-def several_runs(runs: Sequence[RunRecord]) -> Html:
+def several_runs(runs: Sequence[RunRecord], are_selected: bool = False) -> Html:
+    """Return the body of the page. Runs ``are_selected`` if they are the best of more: no means over their seeds then."""
     title = element("div", element("h1", f"Comparison of {len(runs)} runs"), class_="title")
     entries = [
         element(
@@ -46,7 +47,7 @@ def several_runs(runs: Sequence[RunRecord]) -> Html:
         comparison_section(runs),
         partings_section(compared),
         chance_section(compared),
-        seeds_section(compared),
+        None if are_selected else seeds_section(compared),
         curves_section(runs),
         differences_section(
             "Differences of the recipes", runs, [recipe_keys(run) for run in runs], "The recipes are the same."

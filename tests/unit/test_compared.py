@@ -190,6 +190,11 @@ def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
     assert "Over the seeds" in page(folders)
 
 
+def test_best_of_more_runs_have_no_means_over_their_seeds(make_run):
+    folders = [make_run(f"s{seed}", f"seed: {seed}\ntrain: {{lr: 1.0}}\n", accuracy=0.5) for seed in (1, 2, 3)]
+    assert "Over the seeds" in page(folders) and "Over the seeds" not in page(folders, are_selected=True)
+
+
 def test_change_of_hardware_on_the_way_leaves_a_seed_in_its_method(make_run):
     folders = [make_run(f"s{seed}", f"seed: {seed}\ntrain: {{lr: 1.0}}\n", accuracy=0.5) for seed in (1, 2, 3)]
     start = {"format": 2, "world_size": 1, "plan": {}, "prev": "0" * 64}
