@@ -139,8 +139,8 @@ def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
 def weights_digest(tensors: Mapping[str, Tensor], leaves_out: Callable[[Tensor], bool] = lambda value: False) -> str:
     """Return the SHA-256 of names, shapes, types and bytes of tensors, whatever their order and device.
 
-    It takes 6 to 10 seconds of a core for 10 GB. Each core reads a tensor: launchers may leave torch one thread in each process,
-    but the other processes wait meanwhile.
+    It takes 6 to 10 seconds of a core for 10 GB. All cores share it: a launcher may leave torch one thread in each process, but
+    the other processes wait meanwhile.
 
     Args:
         leaves_out: says whether only name, shape and type of a tensor count.
