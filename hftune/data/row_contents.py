@@ -107,7 +107,7 @@ def _array_digests(array: np.ndarray) -> Iterator[bytes]:
     each = max(1, 2**24 // max(width, 1))
     for first in range(0, len(array), each):
         rows = np.ascontiguousarray(array[first : first + each])
-        content = memoryview(rows.reshape(-1).view(np.uint8))  # its slices are views, and cost less than an array's
+        content = rows.reshape(-1).view(np.uint8).data  # its slices are views, and cost less than an array's
         for start in range(0, len(rows) * width, width) if width else [0] * len(rows):
             row = content[start : start + width]
             yield _digest(row if end >= width else bytes(row[:end]) + row[-end:])
@@ -115,8 +115,8 @@ def _array_digests(array: np.ndarray) -> Iterator[bytes]:
 
 def _spans(values: np.ndarray, offsets: np.ndarray) -> Iterator[bytes]:
     """Hash consecutive pieces of an array: the numbers from ``offsets[k]`` up to ``offsets[k + 1]`` for each k."""
-    content = memoryview(np.ascontiguousarray(values).view(np.uint8))  # its slices are views, and cost less than an array's
-    for start, stop in pairwise((offsets * values.itemsize).tolist()):
+    content = np.ascontiguousarray(values).view(np.uint8).data  # its slices are views, and cost less than an array's
+    for start, stop in pairwise((offsets.astype(np.int64) * values.itemsize).tolist()):
         yield _digest(content[start:stop])
 
 
