@@ -32,6 +32,14 @@ def check_at_least_1(options: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1.")
 
 
+def check_single(command: str) -> None:
+    """Raise ConfigError if a launcher has started several processes for a command that works in one."""
+    from hftune.distributed.process_info import ProcessInfo
+
+    if (count := ProcessInfo.from_environment().world_size) > 1:
+        raise ConfigError(f"{command} computes in one process, and {count} were started. Call it without a launcher.")
+
+
 def find_modules_here() -> None:
     """Let the user's own modules be imported from the current folder: last, so that none of them hides an installed one."""
     if "" not in sys.path:

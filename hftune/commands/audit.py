@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hftune.tracking.ledger import Audit
+
+SHOWN = 8
+"""Changed keys, or steps that were left out, to list; of more, their number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,18 +23,21 @@ def run(options: argparse.Namespace) -> int:
     from hftune.tracking.ledger import audit
 
     result = audit(options.folder)
+    before: Mapping[str, Any] = {}
     for start in result.starts:
         began = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
-        print(f"  {began} on {start['world_size']} process{'es' if start['world_size'] > 1 else ''}")
+        changed = changes(before, recipe := start.get("recipe", {}))
+        print(f"  {began} on {start['world_size']} process{'es' if start['world_size'] > 1 else ''}{changed}")
+        before = recipe
     epochs = counted(result.whole_epochs, "complete epoch")
     print(f"{options.folder}: {result.steps:,} steps, {result.samples:,} samples, {epochs}.")
     for index, part in enumerate(result.mixture):
         rows, weight, samples = part["rows"], part["weight"], part["samples"]
         print(f"  task.datasets[{index}]: {rows:,} rows x {weight:g} = {samples:,} samples an epoch")
     if result.repeated:
-        print(f"  {counted(result.repeated, 'step')} taken again after a resume, and not counted twice")
+        print(f"  not counted: {counted(result.repeated, 'step')} that a resume took back")
     if result.skipped:
-        print(f"  left out: {counted(len(result.skipped), 'step')}, {', '.join(map(str, result.skipped))}")
+        print(f"  left out: {counted(len(result.skipped), 'step')} ({some(map(str, result.skipped))})")
     for problem in result.problems:
         print(f"  {problem}")
     if result.problems:
@@ -42,6 +50,25 @@ def run(options: argparse.Namespace) -> int:
     if result.chained:
         print(f"The chain of {counted(result.chained, 'line')} is unbroken and ends in {result.end}.")
     return 0
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say which keys of a recipe have other values than at the start before; nothing if either is not known."""
+    from hftune.config.recipe import flat
+    from hftune.errors import format_value
+
+    if not (before and now):
+        return ""
+    old, new = flat(before), flat(now)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return f", with {some(f'{key}={format_value(new.get(key))}' for key in keys)}" if keys else ""
+
+
+def some(words: Iterable[str]) -> str:
+    """Join words by commas; of many, the first, and how many more there are."""
+    remaining = iter(words)
+    first, rest = [*islice(remaining, SHOWN)], sum(1 for _ in remaining)
+    return f"{', '.join(first)}{f' and {rest} more' if rest else ''}"
 
 
 def how_often(result: Audit) -> str:

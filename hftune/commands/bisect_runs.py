@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
 from hftune.errors import ConfigError, TrainingError
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
-from hftune.tracking.console import one_line, short
+from hftune.tracking.console import note, one_line, short
 
 if TYPE_CHECKING:
     from hftune.replay.history import History
@@ -31,8 +31,12 @@ MOST_ALONE = 5
 WIDTH = 100
 """Columns of the changes of a try, and of a line of data."""
 TRAIN_FILE = "task.data_files.train"
+OTHER_SAMPLES = ("seed", "train.batch_size")
+"""Keys that decide which samples form a step."""
 SAME = 1e-6
 """Relative difference between the two ends that may be rounding."""
+NEAR = 0.01
+"""Of the way between the ends: what a run may be off its ledger, as rounding adds up in steps on other numbers of processes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, and print each try and the result. Exit code 1 if no cause was found."""
-    check_at_least_1(options, "steps", "first", "tries")
+    check_at_least_1(options, "steps", "tries")
+    if options.first < 1:
+        raise ConfigError(f"--from {options.first} must be at least 1.")
+    check_single("hftune bisect")
     if options.trust_code:
         find_modules_here()
     say = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
@@ -117,7 +124,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
     Raises:
         ConfigError: there is nothing to search among.
     """
-    from hftune.replay.history import BOUNDS, History
+    from hftune.replay.history import BOUNDS, Change, History
 
     if options.command or options.keys:
         raise ConfigError("--try and --set are for versions: name them, --candidates A,B,...")
@@ -136,10 +143,10 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
             f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else "
             "does. Code: git bisect run hftune bisect-step. Libraries, and files of other contents: --candidates."
         )
+    first = options.first
+    good.history.check_change(Change(overrides=tuple(overrides(changes)), from_step=first))
     bounds = [f"train.{name}={json.dumps(recipes[0]['train'][name])}" for name in BOUNDS]  # as they were settled
-    return KeySearch(
-        good, bad, [*bounds, *good.words], changes, options.first, count_steps(good, bad, options), options.tries, say
-    )
+    return KeySearch(good, bad, [*bounds, *good.words], changes, first, count_steps(good, bad, options), options.tries, say)
 
 
 def count_steps(good: End, bad: End, options: argparse.Namespace) -> int:
@@ -180,6 +187,8 @@ class KeySearch:
         self.say(
             f"{count}. A try computes steps {self.first} to {last}: place from good (0) to bad (1), mean loss of each third."
         )
+        if chance := [change.key for change in self.changes if change.key in OTHER_SAMPLES]:
+            self.say(note(f"{' and '.join(chance)} put other samples into each step, so part of the difference is chance."))
         with Trials(self.good.history, self.first, last) as trials:
             return self._search(trials)
 
@@ -210,7 +219,7 @@ class KeySearch:
         return result
 
     def _say_end(self, end: End, losses: Sequence[float], scale: Scale) -> None:
-        self.say(f"  {end.name:>6}  {curve_of(scale.curve(losses))}  {end.label}{remark_on(end, losses, self.first)}")
+        self.say(f"  {end.name:>6}  {curve_of(scale.curve(losses))}  {end.label}{remark_on(end, losses, self.first, scale)}")
 
     def _nothing_to_find(self) -> str:
         """Say why the two ends are equal."""
@@ -267,16 +276,22 @@ def share_of(judge: Judge, found: Found[Any], rest: Sequence[Any], what: str) ->
     return f"{subject} {percent(made)} of the difference; {other} {makes} without {'it' if is_one else 'them'}."
 
 
-def remark_on(end: End, losses: Sequence[float], first: int) -> str:
-    """Say whether an end that was a run is computed as it was then."""
+def remark_on(end: End, losses: Sequence[float], first: int, scale: Scale) -> str:
+    """Say whether an end that was a run is computed as it was then, measured by how far the ends are apart."""
     recorded = end.recorded(first)
     if recorded is None:
         return ""
-    for step, (now, then) in enumerate(zip(losses, recorded, strict=False), start=first):
-        if now != then and not abs(now - then) <= SAME * abs(then):
-            why = "" if end.name == "bad" else " Code, libraries, data or hardware are others: see hftune replay."
-            return f"; not as it was: step {step} had loss {short(then)} and has {short(now)} here.{why}"
-    return ", as in its ledger"
+    recorded = recorded[: len(losses)]
+    apart = [abs(now - then) / (abs(then) or 1.0) if now != then else 0.0 for now, then in zip(losses, recorded, strict=True)]
+    if max(apart) <= SAME:
+        return ", as in its ledger"
+    if Scale(recorded, losses).difference < NEAR * scale.difference:
+        return f", as in its ledger to {max(apart):.0e}"
+    index = next(index for index, value in enumerate(apart) if not value <= SAME)
+    then, now = short(recorded[index]), short(losses[index])
+    why = "Code, libraries, data or hardware are others" if end.name == "good" else "The keys do not explain all of it"
+    command = "hftune replay" if end.name == "good" else "hftune compare"
+    return f"; not as it was: step {first + index} had loss {then} and has {now} here. {why}: see {command}."
 
 
 def curve_of(means: Sequence[float]) -> str:

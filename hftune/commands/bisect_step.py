@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
 from hftune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
 def check(options: argparse.Namespace) -> History:
     """Return the run, or raise ConfigError for what would be wrong with every revision."""
     check_at_least_1(options, "step", "steps")
+    check_single("hftune bisect-step")
     if options.tolerance is not None and options.tolerance < 0:
         raise ConfigError(f"--tolerance {options.tolerance} must be 0 or more.")
     if options.expect is not None:

@@ -183,7 +183,7 @@ def check_change(history: History, change: Change, first: int, last: int, names_
     if change.from_step > last:
         raise ConfigError(f"--from {change.from_step:,} comes after the last step, {last:,}: nothing would be changed.")
     history.check_change(change)
-    num_rows = history.ledger.start_of(last)["plan"]["num_samples"]
+    num_rows = history.start_of(last)["plan"]["num_samples"]
     if beyond := sorted(row for row in change.without if row >= num_rows):
         raise ConfigError(f"--without {beyond[0]}: the training data have rows 0 to {num_rows - 1:,}.")
     if outside := sorted(step for step in change.skip if not change.from_step <= step <= last):

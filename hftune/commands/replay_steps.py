@@ -44,7 +44,8 @@ class Outcome:
     def compared(self) -> list[tuple[ReplayedStep, Difference]]:
         """Return the steps that should be as they were: those before a change."""
         end = self.job.change.from_step if self.job.change else self.job.last + 1
-        return [(step, difference(step, self.lines[step.step])) for step in self.steps if step.step < end]
+        steps = (step for step in self.steps if step.step < end and step.step in self.lines)
+        return [(step, difference(step, self.lines[step.step])) for step in steps]
 
     @property
     def is_equal(self) -> bool:
@@ -76,7 +77,7 @@ def replay(job: Job) -> bool:
             outcome.steps.append(step)
             if is_to_be_saved(outcome, step.step):
                 replayer.save(folder_of_checkpoints(job))
-        outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
+        outcome.notices, outcome.seconds = [*job.change.remarks(), *replayer.notices], time.monotonic() - began
         if replayer.strategy.is_main:
             outcome.findings = None if inspection is None else inspection.findings(replayer)
             outcome.differences = [(found.kind, found.text) for found in circumstances(replayer)]
@@ -156,7 +157,7 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
     return [
         {
             **{name: getattr(step, name) for name in ("step", "epoch", "step_in_epoch", *RESULTS, "items", "num_samples")},
-            "then": {name: outcome.lines[step.step].get(name) for name in RESULTS},
+            "then": {name: outcome.lines.get(step.step, {}).get(name) for name in RESULTS},
             "samples": step.samples.tolist(),
         }
         for step in outcome.steps
@@ -184,6 +185,10 @@ def report(outcome: Outcome) -> None:
         f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count:,} step{'s' * (count != 1)} on {processes}, "
         f"{duration(outcome.seconds)}. {verdict(outcome)}"
     )
+    if outcome.steps and (last := outcome.steps[-1]).step not in outcome.lines:
+        print(
+            f"The run never finished step {last.step:,}. Here it has loss {last.loss:.6g}, gradient norm {last.grad_norm:.6g}."
+        )
     is_exact = all(found.is_bit_equal for _, found in outcome.compared())
     if named := [pair for pair in outcome.differences if not is_exact or pair[0] == "data"]:
         print("Other than in the run (there | here):")
@@ -202,10 +207,10 @@ def verdict(outcome: Outcome) -> str:
     """Say in sentences how the steps that should be as they were compare with the ledger."""
     compared = outcome.compared()
     if not compared:
-        return "Every step is changed, so none is compared with the ledger."
-    steps = f"Ledger, up to step {compared[-1][0].step:,}" if outcome.job.change else "Ledger"
+        return "No step is compared with the ledger, as none is as it was."
     last, found = compared[-1]
-    values = f" (loss {last.loss:.6g}, norm {last.grad_norm:.4g})" if outcome.job.first == outcome.job.last else ""
+    steps = "Ledger" if last.step == outcome.job.last else f"Ledger, up to step {last.step:,}"
+    values = f" (loss {last.loss:.6g}, norm {last.grad_norm:.4g})" if last.step == outcome.job.first == outcome.job.last else ""
     if all(found.is_bit_equal for _, found in compared):
         return f"{steps}: bit-equal{values}."
     if outcome.is_equal:
@@ -229,7 +234,7 @@ def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
     rows = [head]
     computed = {step.step: step for step in steps}
     for number in range(outcome.job.first, outcome.job.last + 1):
-        line, step = outcome.lines[number], computed.get(number)
+        line, step = outcome.lines.get(number, {}), computed.get(number)
         then = [f"{line[name]:.6g}" if name in line else "-" for name in ("loss", "grad_norm")]
         if step is None:
             rows.append((f"{number:,}", "left out", then[0], "", "", then[1], ""))

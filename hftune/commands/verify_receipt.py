@@ -10,7 +10,7 @@ from hftune.errors import ConfigError
 from hftune.replay.file_checks import Check, check_files
 from hftune.replay.history import History
 from hftune.replay.receipt import Receipt, check_ledger, read_receipt
-from hftune.replay.segments import Draw, Segment, draw, segments_between
+from hftune.replay.segments import Draw, Segment, draw
 from hftune.tracking.console import duration
 
 NAME_WIDTH = 13
@@ -31,7 +31,9 @@ def verify(options: argparse.Namespace) -> int:
     seen.line(describe(receipt, history))
     for check in check_files(receipt, history):
         seen.show(check)
-    if options.all or options.segments:
+    if (step := first_missing(history)) is not None:
+        seen.line(f"Nothing was computed again: the ledger has no step {step:,}.")
+    elif options.all or options.segments:
         replay(receipt, history, None if options.all else options.segments, options.seed, seen)
     else:
         seen.line("Nothing was computed again: an owner can make every hash anew. --segments 5 replays some of the run.")
@@ -47,11 +49,20 @@ def replay(receipt: Receipt, history: History, count: int | None, seed: str | No
         for check in (verification.check_data, verification.check_weights, verification.check_speed):
             seen.show(check())
         drawn_by = verification.replayer.strategy.broadcast(seed or secrets.token_hex(8))
-        chosen = draw(segments_between(receipt.checkpoints), count, drawn_by)
+        if not verification.segments:
+            seen.line("Nothing was computed again: no checkpoint is intact.")
+            return
+        chosen = draw(verification.segments, count, drawn_by)
         seen.line(announce(chosen, drawn_by, history.seconds_per_step()))
         for segment in chosen.chosen:
             seen.show(verification.check_segment(segment))
         seen.line(odds(chosen))
+
+
+def first_missing(history: History) -> int | None:
+    """Return the first step that the ledger does not have, before which nothing leads to the others; None if it has all."""
+    steps = history.ledger.steps
+    return next((step for step in range(1, history.last + 1) if step not in steps), None)
 
 
 class Printer:

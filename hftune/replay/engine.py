@@ -189,7 +189,9 @@ class Replayer:
                 self._group = Collectives(self._session.join(), self._session.progress)
             else:
                 self._group = self._like._group
-            self._compare_data()
+            recipe.task = self._task
+            self._session.recipe = recipe  # whose data are compared
+            self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
             stack.callback(torch.set_num_threads, self._num_threads)
             stack.callback(self._end_workers)
             self.rewind(self._first)
@@ -201,7 +203,7 @@ class Replayer:
 
     def rewind(self, step: int) -> None:
         """Go to the newest intact checkpoint before a step; to the first weights if there is none."""
-        self._go_to(lambda: self.history.checkpoint_before(step))
+        self._go_to(lambda: self.history.checkpoint_before(step, self.notices))
 
     def load(self, checkpoint_step: int) -> None:
         """Go to exactly this checkpoint; 0: the first weights.
@@ -229,6 +231,11 @@ class Replayer:
             terms = self._terms_of(self.step + 1)
             if terms != self._terms:
                 self._set_up(terms, self.strategy.state(), self.step)
+            if self.step >= self.parts.num_steps:
+                raise ConfigError(
+                    f"With this change the run ends after step {self.parts.num_steps:,}: there is no step {self.step + 1:,}. "
+                    "Leave train.max_steps and train.epochs as they are, or ask for earlier steps."
+                )
             epoch, place = divmod(self.step, self.plan.num_steps)
             if self._skips(self.step + 1):
                 self.step += 1
@@ -280,23 +287,19 @@ class Replayer:
             self._task, self._datasets = recipe.task, load_datasets(recipe)
         self._data_of = what
         self._augmented = augmented(self._datasets["train"], self._task, recipe.seed, 0)
-        then, now = self.history.ledger.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
+        then, now = self.history.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
         if then != now and not self._changes_data:
             raise ConfigError(
                 f"The training data have {now:,} rows, and had {then:,} when {self.history.folder} was trained: they are "
                 "others. Restore them, or say where they are: --data FOLDER."
             )
 
-    def _compare_data(self) -> None:
-        """Make sure that all processes have the same code, recipe and data. Collective."""
-        self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
-
     @property
     def _changes_data(self) -> bool:
         return any("task." in word for word in self.change.overrides)
 
     def _terms_of(self, step: int) -> Terms:
-        start = self.history.ledger.start_of(min(step, self.history.last))  # of the last step, too, a checkpoint can be loaded
+        start = self.history.start_of(step)
         is_changed = bool(self.change.overrides_at(step))
         key = id(start), is_changed
         if key not in self._known:

@@ -30,6 +30,16 @@ from hftune.tracking.ledger import LedgerRecord, read_ledger
 if TYPE_CHECKING:
     from hftune.checkpoints.checkpointer import Checkpoint
 
+SAID = {
+    ("train.epochs", "train.max_steps"): "changes the learning rate of all steps, as schedules end with the run",
+    (
+        "train.micro_batch_size",
+        "train.micro_batch_tokens",
+        "train.packing",
+        "train.parts",
+    ): "cuts steps into other micro-batches, which draw other dropout",
+}
+"""What other keys do that one might not expect."""
 BOUNDS = ("micro_batch_size", "micro_batch_tokens")
 """Keys of the section train, and of a start line, that say how a step is cut into micro-batches."""
 
@@ -48,6 +58,11 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.overrides or self.without or self.skip)
+
+    def remarks(self) -> list[str]:
+        """Return what a user may not expect of these overrides, one sentence each."""
+        keys = {word.partition("=")[0] for word in self.overrides}
+        return [f"{key} {effect}." for said, effect in SAID.items() for key in said if key in keys]
 
     def overrides_at(self, step: int) -> tuple[str, ...]:
         """Return the overrides that are in force at a step."""
@@ -92,9 +107,17 @@ class History:
         folder = self.folder.resolve()
         return folder.with_name(f"{folder.name}_replay")
 
+    def start_of(self, step: int) -> dict[str, Any]:
+        """Return the line that training wrote when it last started before a step; of steps to come, the last one."""
+        return self.ledger.start_of(min(step, self.last))
+
+    def is_next(self, step: int) -> bool:
+        """Say whether a step is the one at which the run stopped, perhaps because its loss was not finite."""
+        return step == self.last + 1 <= self.start_of(step).get("num_steps", 0)
+
     def check_step(self, step: int) -> None:
-        """Refuse a step that the run never took, or raise ConfigError."""
-        if step not in self.ledger.steps:
+        """Refuse a step that the run never took, nor was about to take, or raise ConfigError."""
+        if step not in self.ledger.steps and not self.is_next(step):
             raise ConfigError(f"{self.folder} has no step {step:,}: it has {min(self.ledger.steps):,} to {self.last:,}.")
 
     def check_change(self, change: Change) -> None:
@@ -124,7 +147,7 @@ class History:
         Raises:
             ConfigError: the recipe cannot be read here; a file of the data is not where it was.
         """
-        start = self.ledger.start_of(min(step, self.last))
+        start = self.start_of(step)
         nested = as_replayed(self._recipe_before(step, start), start, overrides)
         nested["output_dir"] = str(self.aside)
         trust = self.trust_code if trust_code is None else trust_code
@@ -196,22 +219,28 @@ class History:
         """Return the step of the checkpoint from which to replay this step; 0: from the start. It is not verified."""
         return max((number for number in self.checkpoint_steps() if number < step), default=0)
 
-    def checkpoint_before(self, step: int) -> tuple[int, Checkpoint | None]:
-        """Read the newest intact checkpoint of an earlier step; (0, None): replay from the start."""
+    def checkpoint_before(self, step: int, skipped: list[str] | None = None) -> tuple[int, Checkpoint | None]:
+        """Read the newest intact checkpoint of an earlier step; (0, None): replay from the start.
+
+        Args:
+            skipped: gets a sentence for each newer one that is not intact.
+        """
         for number in reversed(self.checkpoint_steps()):
-            if number < step and (checkpoint := self.checkpoint_at(number)) is not None:
+            if number < step and (checkpoint := self.checkpoint_at(number, skipped)) is not None:
                 return number, checkpoint
         return 0, None
 
-    def checkpoint_at(self, step: int) -> Checkpoint | None:
-        """Read the checkpoint of a step; None if it is not intact, or gone by now."""
+    def checkpoint_at(self, step: int, skipped: list[str] | None = None) -> Checkpoint | None:
+        """Read the checkpoint of a step; None if it is not intact, or gone by now. ``skipped``: see ``checkpoint_before``."""
         from hftune.checkpoints.checkpointer import BrokenCheckpoint, open_checkpoint  # imports torch
 
         path = self.checkpoint_path(step)
         try:
             with held(path) as copied:
                 return replace(open_checkpoint(copied), path=path)
-        except (BrokenCheckpoint, FileNotFoundError):
+        except (BrokenCheckpoint, FileNotFoundError) as error:
+            if skipped is not None:
+                skipped.append(f"Skipped {path}: {error if isinstance(error, BrokenCheckpoint) else 'it has been removed'}.")
             return None
 
     def seconds_per_step(self) -> float | None:
@@ -263,12 +292,20 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Seq
         train["mixed_precision"] = start["precision"]
     if train.get("packing") == "auto" and start.get("packed") is False:
         train["packing"] = "off"  # as training found out then
+    adapter = nested.get("adapter") or {}
+    if adapter.get("base_dtype") == "auto" and train.get("mixed_precision") == "bf16" and on_gpu(start):
+        adapter["base_dtype"] = "bf16"
     world_size = ProcessInfo.from_environment().world_size
     if world_size != start["world_size"]:
         nested.pop("parallel", None)  # a pipeline is replayed as one process, or some, that have the whole model
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true", "yes", "y", "on", "t"):
         train["fsdp_gather"] = "float32"
     return nested
+
+
+def on_gpu(start: Mapping[str, Any]) -> bool:
+    """Say whether training started on GPUs."""
+    return start.get("hardware", {}).get("device", "cpu") != "cpu"
 
 
 def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> list[str]:

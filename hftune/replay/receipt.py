@@ -148,6 +148,13 @@ def changed_checkpoints(expected: Mapping[int, Hashes], folder: Path) -> Iterato
                 yield f"checkpoint {step}: {path.name} is not the one that was noted when it was written"
 
 
+def intact_checkpoints(receipt: Receipt, folder: Path) -> list[int]:
+    """Return the steps of the checkpoints that are in the folder as the receipt says, ascending."""
+    return [
+        step for step, hashes in sorted(receipt.checkpoints.items()) if not any(changed_checkpoints({step: hashes}, folder))
+    ]
+
+
 def hashes_of(line: Mapping[str, Any]) -> Hashes:
     """Return the hashes of tensor files in a ledger's line about a checkpoint."""
     return {name: value for name, value in line.items() if isinstance(value, str) and name != "prev"}

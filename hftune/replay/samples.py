@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 EXACT = 1e-5
 """Largest difference between a micro-batch's loss and the sum of its samples' losses, in units of that sum: float32 rounds."""
+
+EachLoss = Callable[[int, Any, Any], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _differentiable_losses(replayer: Replayer, batch: StepBatch) -> Any:
+def _differentiable_losses(replayer: Replayer, batch: StepBatch) -> EachLoss:
     """Return the function of index, outputs and target of a micro-batch that gives the losses of its samples, and scalars.
 
     The gradient of each scalar is the sample's part of the step's gradient, before it is divided by the items. Collective.
@@ -253,7 +255,7 @@ def _with_shares(records: Sequence[SampleRecord], pictures: int) -> list[SampleR
             loss_share=record.loss_sum / loss if loss else math.nan,
             picture=record.picture if id(record) in shown else None,
         )
-        for record in records
+        for record in sorted(records, key=lambda record: record.micro_batch)  # several processes had them
     ]
 
 

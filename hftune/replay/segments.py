@@ -22,6 +22,11 @@ class Segment:
     def __str__(self) -> str:
         return f"{self.start + 1}-{self.end}" if self.end > self.start + 1 else str(self.end)
 
+    @property
+    def title(self) -> str:
+        """The segment in words, such as "steps 11-20"."""
+        return f"step{'s' if len(self) > 1 else ''} {self}"
+
     def __len__(self) -> int:
         return self.end - self.start
 

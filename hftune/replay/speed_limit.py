@@ -18,6 +18,8 @@ from hftune.replay.segments import Segment
 
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
 """The optimizers whose updates have a bound that is written here."""
+SLACK = 1e-4
+"""For the rounding of an update. Most weights reach the limit in the first steps, where it is the learning rate itself."""
 
 
 def adam_bound(step: np.ndarray, betas: tuple[float, float]) -> np.ndarray:
@@ -119,5 +121,6 @@ class SpeedLimit:
         reach = self.reaches[number][segment.end] - self.reaches[number][segment.start]
         decay = self.decays[number][segment.end] - self.decays[number][segment.start]
         furthest = before.abs() + reach
-        limit = reach + furthest * (decay + eps * len(segment))  # what decay takes off, and what each update rounds
+        # Besides what decay takes off, each update rounds, and so does what it is computed from.
+        limit = reach * (1 + SLACK) + furthest * (decay + eps * len(segment))
         return float((moved / limit.clamp(min=1e-300)).max()) if moved.numel() else 0.0

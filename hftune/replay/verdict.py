@@ -13,7 +13,10 @@ EARLIER = 4
 BEFORE = 20
 """Steps before it whose losses say what was usual."""
 NOTHING = 0.05
-"""Part of a loss that says nothing: batches differ, and so does dropout."""
+"""Part of a loss that says nothing."""
+JUMP = 0.08
+"""Part of a loss by which updates raise it, and lower it, if they are too large."""
+MOVED, TOO_HIGH = "the updates before it move", "the learning rate may be too high."
 
 
 def losses_of(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
@@ -62,17 +65,24 @@ def verdict(step: int, losses: Mapping[int, float], usual: Usual | None) -> list
 def _blame(step: int, numbers: Sequence[int], values: Sequence[float], usual: Usual | None) -> str:
     """Name the cause. ``values``: of the batch at the weights after the steps ``numbers``; the last is the loss in question."""
     last, lowest = values[-1], min(values)
-    rises = [later - earlier for earlier, later in pairwise(values)]
-    worst = max(range(len(rises)), key=rises.__getitem__)
+    if not math.isfinite(last):
+        first = next(place for place, value in enumerate(values) if not math.isfinite(value))
+        if first == 0:
+            return "The batch has no finite loss at any of these weights: look at its samples."
+        return f"The weights make this loss, not the batch: since the update of step {numbers[first]:,} it is not finite."
+    moves = [later - earlier for earlier, later in pairwise(values)]
+    worst = max(range(len(moves)), key=moves.__getitem__)
+    is_jumping = min(max(moves), -min(moves)) > JUMP * abs(last)
+    before = "" if usual is None else f"the steps before it had {usual.loss:.4g} +- {usual.deviation:.2g}."
+    if usual is not None and last - usual.loss <= 2 * usual.deviation:
+        but = f" But {MOVED} it up and down: {TOO_HIGH}" if is_jumping else ""
+        return f"Step {step:,} is no spike: {before}{but}"
     excess = last - lowest if usual is None else last - usual.loss
     if last - lowest > max(NOTHING * abs(last), 0.5 * excess):
         return (
             f"The weights make this loss, not the batch: the update of step {numbers[worst + 1]:,} raised it by "
-            f"{rises[worst]:.3g}."
+            f"{moves[worst]:.3g}."
         )
-    if rises[worst] > NOTHING * abs(last):
-        return "The updates before it move this loss up and down: the learning rate may be too high."
-    if usual is not None and excess <= 2 * usual.deviation:
-        return f"Step {step:,} is no spike: the steps before it had {usual.loss:.4g} +- {usual.deviation:.2g}."
-    before = "" if usual is None else f" The steps before it had {usual.loss:.4g} +- {usual.deviation:.2g}."
-    return f"The batch makes this loss, no update before it.{before}"
+    if is_jumping:
+        return f"{MOVED.capitalize()} this loss up and down: {TOO_HIGH}"
+    return f"The batch makes this loss, no update before it{f'; {before}' if before else '.'}"

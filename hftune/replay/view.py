@@ -170,6 +170,8 @@ class Findings:
         step, worst = self.shown[0]
         count = sum(number == step for number, _ in self.ranked)
         shown = [record for number, record in self.shown if number == step]
+        if broken := sum(number == step and not math.isfinite(record.loss_sum) for number, record in self.ranked):
+            return [f"{broken} of the {count} samples of step {step:,} have a loss that is not finite."]
         if not any(record.sample in self.outstanding for record in shown):
             share = _percent(worst.loss_share)
             return [f"No sample stands out: the worst of the {count} of step {step:,} makes {share} of its loss."]
@@ -247,15 +249,14 @@ def describe(replayer: Replayer, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def text_of(task: Task, example: Any) -> str:
-    """Return a sample as text: as the task marks it, or its tokens decoded; "" if it is none."""
+    """Return a sample as text: its tokens decoded, what the task marks, or the texts that are in it; "" if it is none."""
+    columns, tokenizer = token_columns(example), None
+    if columns and hasattr(type(task), "text_tokenizer"):
+        tokenizer = ask(task, "text_tokenizer", None)
+    if tokenizer is not None:
+        return " | ".join(tokenizer.decode(np.asarray(example[name]).tolist(), skip_special_tokens=True) for name in columns)
     if type(task).marked is not Task.marked:
         return "".join(piece for piece, _ in ask(task, "marked", [], example))
-    columns, tokenizer = (
-        token_columns(example),
-        ask(task, "text_tokenizer", None) if hasattr(type(task), "text_tokenizer") else None,
-    )
-    if columns and tokenizer is not None:
-        return " | ".join(tokenizer.decode(np.asarray(example[name]).tolist(), skip_special_tokens=True) for name in columns)
     texts = [value for value in example.values() if isinstance(value, str)] if isinstance(example, Mapping) else []
     return " | ".join(texts)
 

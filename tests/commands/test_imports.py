@@ -94,6 +94,8 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         ("push", str(finished), "me/bert"): "HF_HUB_OFFLINE is set, and nothing can be pushed without the Hub. Unset it.",
         ("compare", "nope", "nope"): "nope: there is no such folder. ",
         ("audit", "nope"): "nope holds no ledger.jsonl: name the output folder of a run.",
+        ("receipt", "nope"): "nope holds no ledger.jsonl: name the output folder of a run.",
+        ("verify", "nope.json"): "nope.json: there is no such file. hftune receipt RUN writes one.",
         ("vocab", "nope.txt", "--output", "words"): "nope.txt: there is no such file.",
         ("slurm", "recipe=nope", "--nodes", "1", "--gpus", "2"): "recipe=nope: there is no such recipe.",
         ("configs", "nope"): "nope: there is no such launch configuration.",

@@ -5,18 +5,18 @@ The tolerance is the engine's: rounding was 2e-7 at most wherever it was measure
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-from hftune import cli
+from hftune import ConfigError, cli
+from hftune.models import scored_head
+from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.engine import TOLERANCE, Replayer, difference
 from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
-from tests.support.runs import SMALL, Command, train_on
+from tests.support.runs import FSDP, SMALL, Command, train_on
 
-ADAPTERS = str(Path(__file__).parents[1] / "support" / "adapters.yaml")
 STEPS = (
     "train.max_steps=5",
     "train.epochs=2",
@@ -36,14 +36,14 @@ NORM = ("task.network=tests.support.tasks.NormBlend", "train.micro_batch_size=2"
 ALONE = {
     "reviews": (*REVIEWS, "train.ema_decay=0.9"),
     "recomputed": (*REVIEWS, "train.gradient_checkpointing=true", "train.packing=off"),
-    "adapters": (f"recipe={ADAPTERS}", "adapter.train_also=[lm_head]", *STEPS),
+    "adapters": (*REVIEWS, "adapter.type=lora", "adapter.dropout=0.1"),
     "skipping": (*REVIEWS, "train.skip=[4]"),
     "at first": (*REVIEWS, "train.max_steps=4", "output_dir={folder}/changed"),
     "changed": (*REVIEWS, "train.max_steps=7", "train.lr=2e-4", "train.clip_norm=0.5", "output_dir={folder}/changed"),
     "words": WORDS,
-    "digits": ("recipe=mnist_demo", *FEW, "train.micro_batch_size=3"),
+    "digits": ("recipe=mnist_demo", *FEW, "task.dataset=tests.support.tasks:few_digits", "train.micro_batch_size=3"),
     "pictures": ("recipe=restoration_demo", *FEW, *NORM),
-    "shapes": ("recipe=image_classification_demo", *FEW, "train.micro_batch_size=4"),
+    "shapes": ("recipe=image_classification_demo", *FEW, "task.image_size=24", "train.micro_batch_size=4"),
     "questions": ("recipe=embeddings_demo", *FEW, "train.micro_batch_size=3", "train.micro_batch_tokens=null"),
     "entities": ("recipe=token_classification_demo", *FEW),
     "spoken": ("recipe=seq2seq_demo", *FEW),
@@ -60,24 +60,26 @@ ON_TWO = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    return {
-        (name, size): run.folder
-        for size, jobs in {1: ALONE, 2: ON_TWO}.items()
-        for name, run in train_on(size, placed(jobs, folder), folder, sharded=("sharded",)).items()
-    }
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: run.folder for name, run in train_on(1, placed(ALONE, folder), folder).items()}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    runs = train_on(2, ON_TWO, tmp_path_factory.mktemp("two"), sharded=("sharded",))
+    return {name: run.folder for name, run in runs.items()}
 
 
 def placed(jobs, folder):
     return {name: tuple(word.replace("{folder}", str(folder)) for word in words) for name, words in jobs.items()}
 
 
-def replayed(folder, first, last, change=None, **options):
+def replayed(folder, first, last, change=None, look=None, **options):
     """The steps from the checkpoint before ``first`` on, and how each compares with the ledger."""
     history = History.open(folder, trust_code=True, **options)
     with Replayer(history, first, change or Change()) as replayer:
-        steps = list(replayer.advance(last))
+        steps = list(replayer.advance(last, look))
     return steps, [difference(step, history.ledger.steps[step.step]) for step in steps]
 
 
@@ -85,55 +87,105 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
+def look_into_step_4(looked):
+    """A look that must not change step 5."""
+
+    def look(replayer, batch, report):
+        if replayer.step == 4:
+            looked["samples"] = look_inside(replayer, batch, report)
+            looked["losses"] = [batch_loss(replayer, found, 4) for found in (batch, replayer.batch_of(4))]
+            looked["in chunks"] = replayer.strategy.scores_head
+
+    return look
+
+
+def check_samples(looked, step):
+    """Losses and gradients of the samples are those of the step."""
+    samples = looked["samples"]
+    assert [sample.sample for sample in samples] == step.samples.tolist()
+    assert sum(sample.items for sample in samples) == pytest.approx(step.items)
+    added = sum(sample.loss_sum for sample in samples) / step.items
+    assert [added, *looked["losses"]] == pytest.approx([step.loss] * 3, rel=1e-6)
+    assert sum(sample.gradient_share for sample in samples) == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "at first"}))
-def test_on_one_process_every_task_is_bit_equal(runs, name):
-    folder = runs[name, 1]
+def test_on_one_process_every_task_is_bit_equal(alone, name):
+    folder, looked = alone[name], {}
     before = files(folder)
-    steps, found = replayed(folder, 4, 5)
+    steps, found = replayed(folder, 4, 5, look=look_into_step_4(looked))
     assert [step.step for step in steps] in ([3, 4, 5], [4, 5])  # an epoch may have ended with step 3
     assert all(one.is_bit_equal for one in found), found
     assert files(folder) == before
+    check_samples(looked, steps[-2])
+
+
+def test_samples_have_losses_where_the_head_computes_one_in_chunks(alone, monkeypatch):
+    looked = {}
+    monkeypatch.setattr(scored_head, "AT_ONCE", 1000)
+    steps, found = replayed(alone["paragraphs"], 4, 5, look=look_into_step_4(looked))
+    assert looked["in chunks"] and all(one.is_equal for one in found), found
+    check_samples(looked, steps[-2])
 
 
 @pytest.mark.parametrize("name", ON_TWO)
-def test_run_of_two_processes_is_replayed_on_one(runs, name):
-    _, found = replayed(runs[name, 2], 4, 5)
+def test_run_of_two_processes_is_replayed_on_one(on_two, name):
+    _, found = replayed(on_two[name], 4, 5)
     assert all(one.same_samples and max(one.loss, one.grad_norm) <= TOLERANCE for one in found), found
 
 
-@pytest.mark.parametrize(("name", "size"), [("reviews", 2), ("pictures", 2), ("reviews", 1)])
-def test_on_two_processes(runs, name, size, tmp_path):
-    words = ("replay", str(runs[name, size]), "--steps", "4:5", "--trust-code", f"--output={tmp_path}")
-    command = Command(2, *words, module="hftune.cli")
+def on_two_processes(folder, output, *words, **variables):
+    """What `hftune replay` says of steps 4 and 5, and of each step on the way."""
+    words = ("replay", str(folder), "--steps=4:5", "--trust-code", f"--output={output}", "--worst=0", *words)
+    command = Command(2, *words, module="hftune.cli", **variables)
     out, err = command.communicate()
     assert command.returncode == 0, out + err
-    found = json.loads((tmp_path / "replay.json").read_text())
-    assert found["equal"] and found["bit_equal"] == (size == 2), found
+    rows = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+    return json.loads((output / "replay.json").read_text()), {row["step"]: row for row in rows}
 
 
-def test_steps_on_both_sides_of_a_resume_have_the_recipes_of_their_time(runs, tmp_path):
-    folder = shutil.copytree(runs["changed", 1], tmp_path / "out")
+def test_run_of_one_process_is_replayed_on_two(alone, tmp_path):
+    found, rows = on_two_processes(alone["reviews"], tmp_path, "--worst=3", "--why")
+    assert found["equal"] and max(found["largest_difference"].values()) <= TOLERANCE
+    samples = [row for row in map(json.loads, (tmp_path / "samples.jsonl").open()) if row["step"] == 5]
+    assert sorted(row["sample"] for row in samples) == sorted(rows[5]["samples"])
+    assert sum(row["loss"] * row["items"] for row in samples) == pytest.approx(rows[5]["loss"] * rows[5]["items"], rel=1e-6)
+    assert sum(row["gradient_share"] for row in samples) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_on_two_processes_again_it_is_bit_equal_and_can_be_changed(on_two, name, tmp_path):
+    change = ("--set", "train.lr=2e-6", "train.ema_decay=0.9")  # a new set-up after step 3, with its weights
+    found, rows = on_two_processes(on_two[name], tmp_path, *change, **(FSDP if name == "sharded" else {}))
+    from_step_2 = name != "pictures"  # of which an epoch has ended after step 3
+    assert found["bit_equal"] and found["compared_steps"] == from_step_2 and found["notices"] == [], found
+    was, now = ([row[name] for name in ("loss", "grad_norm")] for row in (rows[4]["then"], rows[4]))
+    assert now == was and rows[5]["loss"] != rows[5]["then"]["loss"]  # the new rate is that of step 4's update
+
+
+def test_steps_on_both_sides_of_a_resume_have_the_recipes_of_their_time(alone, tmp_path):
+    folder = shutil.copytree(alone["changed"], tmp_path / "out")
     shutil.rmtree(folder / "checkpoints" / "step_00000004")  # the replay has to go on where the training once stopped
     steps, found = replayed(folder, 4, 6)
     assert [step.step for step in steps] == [3, 4, 5, 6] and all(one.is_bit_equal for one in found), found
     assert steps[2].lr > 3 * steps[1].lr
 
 
-def test_step_that_was_left_out_is_left_out_again(runs):
-    steps, found = replayed(runs["skipping", 1], 3, 5)
+def test_step_that_was_left_out_is_left_out_again(alone):
+    steps, found = replayed(alone["skipping"], 3, 5)
     assert [step.step for step in steps] == [3, 5] and all(one.is_bit_equal for one in found)
 
 
-def test_change_from_the_first_step_gives_the_run_that_was_changed_so(runs):
+def test_change_from_the_first_step_gives_the_run_that_was_changed_so(alone):
     change = Change(("train.gradient_checkpointing=true", "train.packing=off"), from_step=1)
-    steps, _ = replayed(runs["reviews", 1], 1, 5, change)
-    lines = History.open(runs["recomputed", 1]).ledger.steps
+    steps, _ = replayed(alone["reviews"], 1, 5, change)
+    lines = History.open(alone["recomputed"]).ledger.steps
     assert [(step.loss, step.grad_norm) for step in steps] == [(line["loss"], line["grad_norm"]) for line in lines.values()]
 
 
 @pytest.mark.parametrize("name", ["reviews", "paragraphs"])
-def test_sample_without_weight_stays_in_the_forward_pass_of_the_others(runs, name):
-    history, seen = History.open(runs[name, 1], trust_code=True), []
+def test_sample_without_weight_stays_in_the_forward_pass_of_the_others(alone, name):
+    history, seen = History.open(alone[name], trust_code=True), []
     with Replayer(history, 4) as replayer:
         *_, was = replayer.advance(4, lambda replayer, *step: seen.append(look_inside(replayer, *step, gradients=False)))
         left_out = seen[-1][0]
@@ -144,8 +196,8 @@ def test_sample_without_weight_stays_in_the_forward_pass_of_the_others(runs, nam
     assert step.grad_norm != was.grad_norm
 
 
-def test_rewinding_and_loading_lead_to_the_same_steps(runs):
-    history = History.open(runs["reviews", 1], trust_code=True)
+def test_rewinding_and_loading_lead_to_the_same_steps(alone):
+    history = History.open(alone["reviews"], trust_code=True)
     lines = history.ledger.steps
     with Replayer(history, 5) as replayer:
         for first in (5, 1, 3):
@@ -156,8 +208,8 @@ def test_rewinding_and_loading_lead_to_the_same_steps(runs):
         assert all(torch.equal(value, weights[name]) for name, value in replayer.weights().items())
 
 
-def test_checkpoints_that_a_replay_leaves_serve_the_next_one(runs, tmp_path, capsys):
-    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+def test_checkpoints_that_a_replay_leaves_serve_the_next_one(alone, tmp_path, capsys):
+    folder = shutil.copytree(alone["words"], tmp_path / "out")
     shutil.rmtree(folder / "checkpoints")
     assert cli.main(["replay", str(folder), "--step", "5", "--save-every", "2"]) == 0
     assert "Step 5 of 5, from the first weights: 5 steps on 1 process" in capsys.readouterr().out
@@ -166,10 +218,10 @@ def test_checkpoints_that_a_replay_leaves_serve_the_next_one(runs, tmp_path, cap
     assert found["from_checkpoint"] == 4 and found["bit_equal"] and not (folder / "checkpoints").exists()
 
 
-def test_change_is_shown_beside_what_happened(runs, tmp_path, capsys):
+def test_change_is_shown_beside_what_happened(alone, tmp_path, capsys):
     words = [
         "replay",
-        str(runs["words", 1]),
+        str(alone["words"]),
         "--steps",
         "3:5",
         "--set",
@@ -184,8 +236,26 @@ def test_change_is_shown_beside_what_happened(runs, tmp_path, capsys):
     assert [json.loads(row)["lr"] < json.loads(row)["then"]["lr"] for row in rows] == [True, True]
 
 
-def test_ledger_without_results_is_followed_all_the_same(runs, tmp_path, capsys):
-    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+def test_checkpoint_that_is_broken_is_passed_over_and_named(alone, tmp_path):
+    folder = shutil.copytree(alone["words"], tmp_path / "out")
+    broken = folder / "checkpoints" / "step_00000004"
+    (broken / "optimizer.safetensors").unlink()
+    history = History.open(folder)
+    with Replayer(history, 5) as replayer:
+        assert replayer.step == 2 and replayer.notices == [f"Skipped {broken}: optimizer.safetensors is missing."]
+        assert all(difference(step, history.ledger.steps[step.step]).is_bit_equal for step in replayer.advance(5))
+
+
+def test_change_that_ends_the_run_earlier(alone):
+    with (
+        pytest.raises(ConfigError, match="With this change the run ends after step 4: there is no step 5"),
+        Replayer(History.open(alone["words"]), 5, Change(("train.max_steps=4",), from_step=5)) as replayer,
+    ):
+        list(replayer.advance(5))
+
+
+def test_ledger_without_results_is_followed_all_the_same(alone, tmp_path, capsys):
+    folder = shutil.copytree(alone["words"], tmp_path / "out")
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     known = ("after_step", "world_size", "micro_batch_size", "micro_batch_tokens", "plan")
     known += ("step", "epoch", "step_in_epoch", "num_samples", "digest")
@@ -195,8 +265,8 @@ def test_ledger_without_results_is_followed_all_the_same(runs, tmp_path, capsys)
     assert "Ledger: the same samples (loss" in capsys.readouterr().out
 
 
-def test_row_that_was_changed_is_named(runs, tmp_path, capsys):
-    folder = shutil.copytree(runs["words", 1], tmp_path / "out")
+def test_row_that_was_changed_is_named(alone, tmp_path, capsys):
+    folder = shutil.copytree(alone["words"], tmp_path / "out")
     text = (folder / "ledger.jsonl").read_text()
     line = json.loads(text.splitlines()[0])
     (folder / "ledger.jsonl").write_text(text.replace(line["data"]["train"]["digest"], "all:other", 1))

@@ -55,7 +55,7 @@ def test_flipped_labels_garbage_and_an_overlong_text_are_named(texts, capsys):
     assert by_sample[TEXTS.garbage]["bits_a_token_rank"] == 1 and by_sample[TEXTS.overlong]["tokens_rank"] == 1
     assert "bit-equal" in lines[1] and " ".join(lines[2].split()) == "loss of it gradient sample label -> said text"
     assert any(line.startswith("The worst 6 of the 32 samples of step 58 make 9") for line in lines)
-    assert any(line.startswith("The batch makes this loss, no update before it. The steps before it had 0.0") for line in lines)
+    assert any(line.startswith("The batch makes this loss, no update before it; the steps before it had 0.0") for line in lines)
     without = ",".join(map(str, TEXTS.flipped))
     assert f"Try: hftune replay {texts} --steps 58:60 --without {without}" in lines
     why = json.loads((output / "replay.json").read_text())["why"]

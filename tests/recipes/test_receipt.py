@@ -6,6 +6,7 @@ A forger may do everything here: change a file, and then make every hash anew, u
 import json
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
@@ -16,7 +17,8 @@ from hftune import Recipe, cli
 from hftune.checkpoints.checkpointer import tensor_hashes
 from hftune.commands.verify_receipt import NAME_WIDTH
 from hftune.data.row_hashes import root, row_hashes, write_rows
-from hftune.replay.receipt import make_receipt, path_of, write_receipt
+from hftune.replay.receipt import make_receipt, path_of, read_receipt, write_receipt
+from hftune.tracking.ledger import read_ledger
 from tests.support.runs import SMALL, train_on
 
 WORDS = (
@@ -184,6 +186,32 @@ def test_weights_of_a_checkpoint(run, capsys):
     code, problems, _ = verified(run, capsys, "--segments", "2")
     assert [problem.split(":")[0] for problem in problems] == ["speed limit"] * 2
     assert "steps 4-6 moved a weight of " in problems[0] and " times as far as AdamW can move it" in problems[0]
+
+
+def test_checkpoint_that_was_changed_or_is_gone(run, capsys):
+    (path_of(run, 3) / "optimizer.safetensors").write_bytes(b"")
+    shutil.rmtree(path_of(run, 6))
+    _, problems, out = verified(run, capsys, "--all")
+    assert problems == [
+        "checkpoints: checkpoint 3: optimizer.safetensors is not the one that was noted when it was written",
+        "checkpoints: checkpoint 6: model.safetensors is missing",
+        "checkpoints: checkpoint 6: optimizer.safetensors is missing",
+    ]
+    assert "  ok  steps 1-9      bit-equal\n  ok  steps 10-12    bit-equal\n" in out
+
+
+def test_run_that_is_said_to_have_begun_in_the_middle(run, capsys):
+    with ledger(run) as lines:
+        lines[:] = [line for line in lines if not 0 < line.get("step", line.get("checkpoint", 0)) <= 3]
+    write_receipt(replace(read_receipt(run / "receipt.json"), num_lines=13, end=read_ledger(run).end), run / "receipt.json")
+    capsys.readouterr()
+    assert cli.main(["verify", str(run / "receipt.json")]) == 2
+    assert "has no step 3: the receipt is of another run" in capsys.readouterr().err
+    shutil.rmtree(path_of(run, 3))
+    anew(run)
+    _, problems, out = verified(run, capsys)
+    assert problems == ["plan: Line 1 of the steps is step 4 (epoch 1, step 0 of it); step 1 should follow here"]
+    assert "Nothing was computed again: the ledger has no step 1." in out
 
 
 def test_optimizer_state_of_a_checkpoint(run, capsys):

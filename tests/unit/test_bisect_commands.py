@@ -1,12 +1,15 @@
 """What hftune bisect and bisect-step refuse before they compute anything, and the exit codes that git reads."""
 
 import argparse
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from hftune import ConfigError, cli
+from hftune.commands.bisect_runs import End, remark_on
 from hftune.commands.bisect_step import check, expected, judge
+from hftune.replay.bisection import Scale
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,7 @@ from hftune.commands.bisect_step import check, expected, judge
         ("a b c", "3 run(s) were given. Name the good and the bad one, or what makes one bad: --bad train.lr=0.1"),
         ("a b --try x", "--try and --set are for versions: name them, --candidates A,B,..."),
         ("a b --steps 0", "--steps 0 must be at least 1."),
+        ("a b --from 0", "--from 0 must be at least 1."),
         ("a b", "a holds no ledger.jsonl: name the output folder of a run."),
         ("a b --candidates 1,2 --try {}", "--candidates are tried on one run: name it alone."),
         ("a --candidates 1,1", "--candidates 1,1 must be two names or more, each once: the first good, the last bad."),
@@ -42,6 +46,43 @@ def test_step_that_could_be_computed_with_no_revision_ends_git_s_search(capsys, 
     monkeypatch.setattr("sys.dont_write_bytecode", False)
     assert cli.main(["bisect-step", *words.split()]) == 128  # 1 to 127 would blame or skip this revision
     assert capsys.readouterr().err.startswith("hftune: ")
+
+
+@pytest.mark.parametrize("command", ["bisect a b", "bisect-step a --step 3"])
+def test_search_is_made_in_one_process(capsys, monkeypatch, command):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    assert cli.main(command.split()) in (2, 128)
+    assert capsys.readouterr().err == (
+        f"hftune: hftune {command.split()[0]} computes in one process, and 2 were started. Call it without a launcher.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "losses", "said"),
+    [
+        ("good", [2.0, 1.0], ", as in its ledger"),
+        ("good", [2.0, 1.00001], ", as in its ledger to 1e-05"),
+        (
+            "good",
+            [2.0, 1.5],
+            "; not as it was: step 8 had loss 1.000 and has 1.500 here. Code, libraries, data or hardware are ",
+        ),
+        (
+            "bad",
+            [2.5, 1.5],
+            "; not as it was: step 7 had loss 2.000 and has 2.500 here. The keys do not explain all of it: see ",
+        ),
+        ("bad", [2.0, math.inf], "; not as it was: step 8 had loss 1.000 and has "),
+    ],
+)
+def test_end_says_whether_it_is_what_its_run_was(name, losses, said):
+    steps = {number: {"loss": loss} for number, loss in enumerate([3.0, 2.0, 1.0, 0.5], start=6)}
+    history = SimpleNamespace(folder="out", ledger=SimpleNamespace(steps=steps))
+    found = remark_on(End(name, history, []), losses, 7, Scale([2.0, 1.0], [2.0, 3.0]))
+    assert found == said or (said[0] == ";" and found.startswith(said))
+    assert remark_on(End(name, history, ["train.lr=1"]), losses, 7, Scale([2.0], [3.0])) == ""
 
 
 def test_loss_that_was_typed_is_met_by_what_rounds_to_it():

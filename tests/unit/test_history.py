@@ -1,12 +1,13 @@
 """What a run's folder says of its past, and what `hftune replay` refuses before anything heavy is imported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hftune import Recipe, cli
-from hftune.replay.history import Change, History
+from hftune.replay.history import Change, History, held
 from hftune.tracking.ledger import Ledger
 
 RESULTS = {"num_samples": 8, "digest": "x", "loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "items": 8.0}
@@ -55,6 +56,20 @@ def test_what_training_settled_is_put_in_and_what_is_only_shown_is_off(tmp_path)
     assert history.recipe_at(3, "train.micro_batch_size=4", "train.micro_batch_tokens=null").train.max_rows == 4
 
 
+def test_frozen_weights_of_adapters_keep_their_precision_on_another_device(tmp_path):
+    words = ("adapter.type=lora", "adapter.base_dtype=auto", "train.mixed_precision=auto")
+    facts = {"precision": "bf16", "hardware": {"device": "NVIDIA H200"}}
+    assert History.open(recorded(tmp_path / "gpu", *words, **facts)).recipe_at(3).adapter.base_dtype == "bf16"
+    assert History.open(recorded(tmp_path / "cpu", *words)).recipe_at(3).adapter.base_dtype == "auto"
+
+
+def test_what_one_might_not_expect_of_a_change_is_said():
+    assert Change(("train.lr=1", "train.max_steps=9", "train.micro_batch_size=4")).remarks() == [
+        "train.max_steps changes the learning rate of all steps, as schedules end with the run.",
+        "train.micro_batch_size cuts steps into other micro-batches, which draw other dropout.",
+    ]
+
+
 def test_pipeline_is_replayed_without_its_stages_on_another_number_of_processes(tmp_path, monkeypatch):
     words = ("parallel.pipeline_stages=2", "parallel.schedule=gpipe")
     history = History.open(recorded(tmp_path / "out", *words, world_size=2, recipe="wikitext2_demo"))
@@ -92,6 +107,22 @@ def test_step_that_never_was(tmp_path, capsys):
     assert refused(capsys, folder, "--steps", "five") == "--steps five: give steps as FIRST:LAST, such as 130:140."
 
 
+def test_step_at_which_a_run_stopped_is_the_last_that_can_be_asked_for(tmp_path, capsys):
+    history = History.open(recorded(tmp_path / "out", num_steps=7))
+    history.check_step(7)
+    assert history.recipe_at(7) == history.recipe_at(6)
+    assert refused(capsys, history.folder, "--step", 8) == f"{history.folder} has no step 8: it has 1 to 6."
+
+
+def test_checkpoint_can_be_read_while_training_removes_it(tmp_path):
+    checkpoint(tmp_path / "out", 2)
+    path = tmp_path / "out" / "checkpoints" / "step_00000002"
+    with held(path) as copied:
+        shutil.rmtree(path)
+        assert json.loads((copied / "manifest.json").read_text())["files"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_folder_without_a_ledger(tmp_path, capsys):
     assert refused(capsys, tmp_path, "--step", 1) == f"{tmp_path} holds no ledger.jsonl: name the output folder of a run."
     folder = recorded(tmp_path / "out", last=0)
@@ -125,6 +156,8 @@ def test_change_that_would_be_another_run(tmp_path, capsys):
         (["--skip", "3"], "--skip 3: the steps that are replayed and changed are 4 to 5."),
         (["--skip", "4", "--from", "6"], "--from 6 comes after the last step, 5: nothing would be changed."),
         (["--save-every", "0"], "--save-every 0 must be at least 1."),
+        (["--worst", "-1"], "--worst -1: give a number of samples."),
+        (["--why", "--skip", "4"], "--why looks into steps as they were. Leave it out beside --set, --without and --skip."),
     ],
 )
 def test_change_that_makes_no_sense(tmp_path, capsys, words, said):

@@ -74,6 +74,15 @@ def test_each_line_holds_the_hash_of_the_one_before_and_numbers_are_exact(whole)
     assert record.checkpoints[3]["model"] == "a" * 64 and record.start_of(6) is record.starts[0]
 
 
+def test_lines_are_those_of_json_with_null_for_what_it_does_not_have(tmp_path):
+    ledger = begin(tmp_path)
+    results = {"loss": np.float64(1 / 3), "grad_norm": float("inf"), "lr": 1e-300, "items": 3}
+    ledger.note(**where(1), **used(1), **results)
+    values = {**where(1), **used(1), "loss": 1 / 3, "grad_norm": None, "lr": 1e-300, "items": 3.0}
+    start, step = texts(tmp_path)
+    assert step.decode() == json.dumps({**values, "prev": sha256(start).hexdigest()})
+
+
 def test_a_resume_adds_lines_and_says_which_ones_count(whole):
     before = (whole / "ledger.jsonl").read_bytes()
     hashes = {"step": 3, "model": "a" * 64, "optimizer": "b" * 64}
@@ -101,6 +110,15 @@ def test_what_a_power_failure_left_of_a_line_is_cut_off(whole, torn):
     take(begin(whole, 6), 7)
     assert (whole / "ledger.jsonl").read_bytes().startswith(before + b'{"format": 2, "after_step": 6, ')
     assert audit(whole).problems == [] and audit(whole).steps == 7
+
+
+def test_a_whole_line_is_never_cut_off_whatever_it_says(whole):
+    before = (whole / "ledger.jsonl").read_bytes() + b'{"of": "a newer version"}\n'
+    (whole / "ledger.jsonl").write_bytes(before)
+    begin(whole, 6)
+    assert (whole / "ledger.jsonl").read_bytes().startswith(before) and read_ledger(whole).problems() == [
+        "Line 9 cannot be read."
+    ]
 
 
 def test_checkpoint_whose_line_a_kill_prevented_is_known_from_the_start_that_resumed_from_it(whole):
@@ -198,9 +216,22 @@ def test_steps_left_out_are_listed_and_their_epochs_are_not_whole(tmp_path, caps
     assert (found.problems, found.skipped, found.steps, found.whole_epochs, found.samples) == ([], [5], 6, 1, 16)
     assert audit_command.run(type("Options", (), {"folder": str(tmp_path)})) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == [
-        "  left out: 1 step, 5",
+        "  left out: 1 step (5)",
         "Every other step used the samples of its plan.",
     ]
+
+
+def test_keys_that_were_changed_on_the_way_are_listed(whole, capsys):
+    recipes = [{"train": {"lr": 0.1, "betas": [0.9, 0.99]}}, {"train": {"lr": 0.2, "betas": None}}]
+    begin(whole, 6, recipe=recipes[0])
+    begin(whole, 6, recipe=recipes[1])
+    assert audit_command.run(type("Options", (), {"folder": str(whole)})) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "  started on 1 process",
+        "  resumed after step 6 on 1 process",
+        "  resumed after step 6 on 1 process, with train.lr=0.2, train.betas=null",
+    ]
+    assert audit_command.some(map(str, range(1, 11))) == "1, 2, 3, 4, 5, 6, 7, 8 and 2 more"
 
 
 def test_what_is_no_ledger_is_refused(tmp_path):

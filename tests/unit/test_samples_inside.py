@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hftune.batch_plan import BatchPlan
-from hftune.errors import TrainingError
+from hftune.errors import ConfigError, TrainingError
 from hftune.models.scored_head import ScoredOutput
 from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.samples import look_inside, sample_losses
@@ -198,3 +198,8 @@ def test_a_look_without_gradients_gives_the_same_losses_with_answers_and_the_pic
     assert [record for record in records if record.picture is not None] == [record for record in records if record in worst]
     assert all(record.picture.max() == record.answer["label"] for record in worst)
     assert all(record.answer["label"] == record.sample % 3 for record in records)
+
+
+def test_a_process_that_holds_a_part_of_the_model_cannot_look_inside():
+    with pytest.raises(ConfigError, match="where each process holds the whole model"):
+        look_inside(SimpleNamespace(strategy=None, recipe=SimpleNamespace(task=None)), StepBatch([], [], []), None)

@@ -66,14 +66,17 @@ def test_samples_that_are_neither_texts_nor_images_are_not_judged():
 @pytest.mark.parametrize(
     ("losses", "usual", "said"),
     [
-        ([0.5147, 0.5169, 0.5178, 0.5179, 0.5184], Usual(0.33, 0.05), "The batch makes this loss, no update before it. "
-         "The steps before it had 0.33 +- 0.05."),
-        ([0.31, 0.32, 0.33, 1.9, 2.1], Usual(0.33, 0.05), "The weights make this loss, not the batch: the update of step 9 raised it "
-         "by 1.57."),
-        ([1.794, 1.941, 1.738, 1.958], Usual(1.85, 0.1), "The weights make this loss, not the batch: the update of step 10 raised it "
-         "by 0.22."),
-        ([0.90, 1.2, 0.8, 1.0, 0.81], Usual(0.8, 0.1), "The updates before it move this loss up and down: the learning rate may be "
-         "too high."),
+        ([0.5147, 0.5169, 0.5178, 0.5179, 0.5184], Usual(0.33, 0.05),
+         "The batch makes this loss, no update before it; the steps before it had 0.33 +- 0.05."),
+        ([0.31, 0.32, 0.33, 1.9, 2.1], Usual(0.33, 0.05),
+         "The weights make this loss, not the batch: the update of step 9 raised it by 1.57."),
+        ([1.794, 1.941, 1.738, 1.958], Usual(1.6, 0.1),
+         "The weights make this loss, not the batch: the update of step 10 raised it by 0.22."),
+        ([1.794, 1.941, 1.738, 1.958], Usual(1.85, 0.1),
+         "Step 11 is no spike: the steps before it had 1.85 +- 0.1. But the updates before it move it up and down: the learning "
+         "rate may be too high."),
+        ([0.90, 1.2, 0.8, 1.0, 0.81], Usual(0.6, 0.05),
+         "The updates before it move this loss up and down: the learning rate may be too high."),
         ([0.95, 0.92, 0.88, 0.85, 0.82], Usual(0.8, 0.1), "Step 11 is no spike: the steps before it had 0.8 +- 0.1."),
         ([2.4, 2.3, 2.2], None, "The batch makes this loss, no update before it."),
     ],
@@ -170,3 +173,11 @@ def test_answers_are_named_as_the_task_names_them():
     tags = SimpleNamespace(labels=["O", "B"])
     assert answer_of(tags, {"label": [0, 1, 1], "prediction": [0, 1, 0]}) == "1 of 3 wrong"
     assert text_of(Reviews(), {"words": 3}) == ""
+
+
+def test_loss_that_is_not_finite_is_due_to_the_update_since_which_it_is_not():
+    nan = float("nan")
+    assert verdict(7, {4: 1.5, 5: nan, 6: nan}, None)[1] == (
+        "The weights make this loss, not the batch: since the update of step 5 it is not finite."
+    )
+    assert verdict(7, {5: nan, 6: nan}, None)[1] == "The batch has no finite loss at any of these weights: look at its samples."
