@@ -1,12 +1,16 @@
 """What a run's folder says of its past, and what `hftune replay` refuses before anything heavy is imported."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hftune import Recipe, cli
+from hftune.commands.replay import job_of, reserved
 from hftune.replay.history import Change, History, held
 from hftune.tracking.ledger import Ledger
 
@@ -197,3 +201,36 @@ def test_nothing_is_written_by_what_is_refused(tmp_path, capsys):
     folder = recorded(tmp_path / "out")
     refused(capsys, folder, "--step", 99)
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["out", "ledger.jsonl"]
+
+
+def test_a_replay_writes_neither_into_the_run_nor_over_what_is_there(tmp_path, capsys):
+    folder, other = recorded(tmp_path / "out"), tmp_path / "other"
+    said = refused(capsys, folder, "--step", 3, "--output", folder / "found")
+    assert said == f"--output {folder}/found is in the run's own folder, into which a replay never writes. Name another one."
+    other.mkdir()
+    (other / "replay.json").write_text("{}")
+    said = refused(capsys, folder, "--step", 3, "--output", other)
+    assert said == f"--output {other} is there already. Name a new folder, or leave the option out."
+    assert (other / "replay.json").read_text() == "{}" and not (folder / "found").exists()
+
+
+def test_two_replays_of_one_step_have_folders_of_their_own(tmp_path):
+    options = cli.parser().parse_args(["replay", str(recorded(tmp_path / "out")), "--step", "3"])
+    first = job_of(options)
+    with reserved(first):
+        second = job_of(options)
+        with reserved(second):
+            (second.output / "replay.json").write_text("{}")
+    assert (first.output.name, second.output.name) == ("step_3", "step_3_2")
+    assert [path.name for path in first.history.aside.iterdir()] == ["step_3_2"]  # nothing was written into the other
+
+
+def test_gradient_norm_that_overflowed_in_fp16_is_null_in_the_ledger_and_equals_one_that_does_here():
+    from hftune.replay.engine import ReplayedStep, difference
+
+    line = {**RESULTS, "step": 3, "grad_norm": None}
+    step = ReplayedStep(3, 0, 2, 1.0, math.inf, 0.1, 8.0, 8, "x", np.arange(8), 0.1)
+    assert difference(step, line).is_bit_equal
+    assert not difference(replace(step, grad_norm=2.0), line).is_equal
+    old = difference(step, {"step": 3, "digest": "x"})
+    assert old.is_equal and old.loss is None
