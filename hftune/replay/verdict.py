@@ -88,7 +88,7 @@ def _blame(step: int, numbers: Sequence[int], values: Sequence[float], usual: Us
     if is_jumping:
         return f"{MOVED.capitalize()} this loss up and down: {TOO_HIGH}"
     if usual is None:
-        return f"No update before it raised this loss. The steps before it are too few to say if step {step:,} is a spike."
+        return f"No update before it makes this loss. The steps before it are too few to say if step {step:,} is a spike."
     return f"{BATCH}; {before}"
 
 

@@ -127,6 +127,27 @@ def test_checkpoint_can_be_read_while_training_removes_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_checkpoint_without_hard_links_is_read_where_it_is(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "out", 2)
+    path = tmp_path / "out" / "checkpoints" / "step_00000002"
+
+    def refuse(*words):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with held(path) as found:
+        assert found == path
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_checkpoint_that_is_removed_while_it_is_linked_is_passed_over(tmp_path, monkeypatch):
+    history, skipped = History.open(recorded(tmp_path / "out")), []
+    checkpoint(history.folder, 2)
+    monkeypatch.setattr("os.link", lambda *_: shutil.rmtree(history.folder / "checkpoints"))
+    assert history.checkpoint_before(4, skipped) == (0, None)
+    assert len(skipped) == 1 and "step_00000002" in skipped[0]
+
+
 def test_folder_without_a_ledger(tmp_path, capsys):
     assert refused(capsys, tmp_path, "--step", 1) == f"{tmp_path} holds no ledger.jsonl: name the output folder of a run."
     folder = recorded(tmp_path / "out", last=0)
