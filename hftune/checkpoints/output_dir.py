@@ -198,6 +198,7 @@ class OutputDir:
             start_folder(self.path)
         elif (origin := self._origin()) != self.path.resolve():
             for name in HISTORY:
+                (self.path / name).unlink(missing_ok=True)  # of a run that was killed before its first checkpoint
                 if (origin / name).is_file():
                     shutil.copyfile(origin / name, self.path / name)
         else:

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         rows, weight, samples = part["rows"], part["weight"], part["samples"]
         print(f"  task.datasets[{index}]: {rows:,} rows x {weight:g} = {samples:,} samples an epoch")
     if result.repeated:
-        print(f"  {counted(result.repeated, 'step')} taken again after a resume, and not counted twice")
+        print(f"  not counted: {counted(result.repeated, 'step')} that a resume took back")
     if result.skipped:
         print(f"  left out: {counted(len(result.skipped), 'step')} ({some(map(str, result.skipped))})")
     for problem in result.problems:

@@ -17,6 +17,7 @@ from hftune.reporting.sentences import (
     measure_reading,
     method_reading,
     parting_sentences,
+    parting_step,
     plus_minus,
     training_sentence,
 )
@@ -44,7 +45,11 @@ def run_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     """Yield a line for each run, what it changed on its way, and what is not known of it."""
     names = letters(runs)
     cells = [
-        [name, run.folder, run.title, count(run.num_steps, "step"), processes(run.processes) if run.processes else ""]
+        [
+            *(name, run.folder, run.title, count(run.num_steps, "step")),
+            processes(run.processes) if run.processes else "",
+            "" if run.is_finished else "not finished",
+        ]
         for name, run in zip(names, runs, strict=True)
     ]
     lines = aligned(cells)
@@ -78,10 +83,9 @@ def partings_table(comparison: Comparison) -> str:
     cells = [["", "parts in step", "likely cause", "training loss, less 1"]]
     for number, pair in enumerate(comparison.pairs, start=2):
         likely = [f"{cause.kind}: {cause.text}" for cause in pair.parting.causes if cause.is_likely]
-        step = "never" if pair.parting.step is None else f"{pair.parting.step:,}"
         interval = pair.training.interval if pair.training else None
         loss = plus_minus(interval) if interval else f"{pair.training.mean:+.4g}" if pair.training else ""
-        cells.append([str(number), step, "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
+        cells.append([str(number), parting_step(pair.parting), "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
     return "\n".join(aligned(cells))
 
 
@@ -100,7 +104,8 @@ def next_commands(comparison: Comparison) -> Iterator[str]:
         yield f"Prove the cause:   hftune bisect {a} {b}{late}"
     elif likely & {"code", "versions"}:
         yield f"Find the commit:   git bisect run hftune bisect-step {a} --step {parting.step}"
-    yield f"Look at the step:  hftune replay {b} --step {parting.step} --worst 5"
+    folder = a if parting.values.get("skipped", (False, False))[1] else b  # B has nothing of a step that it left out
+    yield f"Look at the step:  hftune replay {folder} --step {parting.step} --worst 5"
 
 
 def stretches_table(training: TrainingLoss) -> str:

@@ -465,7 +465,7 @@ def show(sweep: Sweep, trials: Sequence[Trial]) -> None:
     from hftune.commands.report import write
     from hftune.reporting.page import page
 
-    write(sweep.folder / "compare.html", page(compared))
+    write(sweep.folder / "compare.html", page(compared, are_selected=len(ranked) > MOST_COMPARED))
     what = f"the best {MOST_COMPARED}" if len(ranked) > MOST_COMPARED else "all"
     print(f"\nbest: {ranked[0].folder}\n{sweep.folder / 'compare.html'} compares {what}; {sweep.folder / SWEEP} lists them.")
 

@@ -104,15 +104,20 @@ def _array_digests(array: np.ndarray) -> Iterator[bytes]:
     """Hash the rows of an array; of an array larger than ARRAY_BYTES, such as pixels on a disk, their beginnings and ends."""
     width = array.nbytes // max(len(array), 1)
     end = width if array.nbytes <= ARRAY_BYTES else ARRAY_BYTES // len(array) // 2
-    for row in array:
-        content = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        yield _digest(content.data if end >= width else content[:end].tobytes() + content[-end:].tobytes())
+    each = max(1, 2**24 // max(width, 1))
+    for first in range(0, len(array), each):
+        rows = np.ascontiguousarray(array[first : first + each])
+        content = rows.reshape(-1).view(np.uint8).data  # its slices are views, and cost less than an array's
+        for start in range(0, len(rows) * width, width) if width else [0] * len(rows):
+            row = content[start : start + width]
+            yield _digest(row if end >= width else bytes(row[:end]) + row[-end:])
 
 
 def _spans(values: np.ndarray, offsets: np.ndarray) -> Iterator[bytes]:
     """Hash consecutive pieces of an array: the numbers from ``offsets[k]`` up to ``offsets[k + 1]`` for each k."""
-    for start, stop in pairwise(offsets.tolist()):
-        yield _digest(np.ascontiguousarray(values[start:stop]).data)
+    content = np.ascontiguousarray(values).view(np.uint8).data  # its slices are views, and cost less than an array's
+    for start, stop in pairwise((offsets.astype(np.int64) * values.itemsize).tolist()):
+        yield _digest(content[start:stop])
 
 
 def _table_digests(rows: datasets.Dataset) -> Iterator[bytes]:

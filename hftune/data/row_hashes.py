@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hftune.atomic import atomic_path
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, DataError
 
 NAME = "rows.bin"
 BYTES = 16
@@ -28,11 +28,22 @@ def row_hashes(dataset: Any) -> np.ndarray | None:
     Returns:
         (N, 16) uint8; None for a large data set of the user's own whose rows are known only by reading all of them. See
         ``contents_by_row``.
+
+    Raises:
+        DataError: a data set of the user's own does not say as much of each row.
     """
     from hftune.data.row_contents import row_digests
 
     digests = row_digests(dataset)
-    return None if digests is None else np.frombuffer(b"".join(digests), np.uint8).reshape(-1, BYTES)
+    if digests is None:
+        return None
+    hashes = np.fromiter(digests, f"S{BYTES}").view(np.uint8).reshape(-1, BYTES)  # without millions of objects at once
+    if len(hashes) != len(dataset):
+        raise DataError(
+            f"contents_by_row() of {type(dataset).__name__} has {len(hashes):,} entries for {len(dataset):,} samples. It must "
+            "have one for each."
+        )
+    return hashes
 
 
 def root(hashes: np.ndarray) -> str:
@@ -49,7 +60,9 @@ def cached_hashes(dataset: Any, digest: str) -> np.ndarray | None:
     Raises:
         ConfigError: see ``cached_arrays``.
     """
-    if len(dataset) < CACHED_ROWS:
+    # What a data set of the user's own says of its rows alone is not in the digest, and may change under it.
+    is_in_digest = not hasattr(dataset, "contents_by_row") or hasattr(dataset, "contents")
+    if len(dataset) < CACHED_ROWS or not is_in_digest:
         return row_hashes(dataset)
     from hftune.data.cache import cached_arrays
 

@@ -6,6 +6,7 @@ Independent of tasks.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -30,6 +31,8 @@ PREFIXES = ("module.", "_orig_mod.")
 """What DDP and torch.compile put before each name."""
 SHOWN = 4
 """Names to list; of more, their number."""
+MOST_THREADS = 16
+"""That hash weights: so many read as fast as memory gives."""
 
 
 def weight_files(path: str, key: str = "task.weights") -> list[Path]:
@@ -136,7 +139,8 @@ def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
 def weights_digest(tensors: Mapping[str, Tensor], leaves_out: Callable[[Tensor], bool] = lambda value: False) -> str:
     """Return the SHA-256 of names, shapes, types and bytes of tensors, whatever their order and device.
 
-    It takes some 6 seconds of a core for 10 GB; tensors are read in parallel.
+    It takes 6 to 10 seconds of a core for 10 GB. All cores share it: a launcher may leave torch one thread in each process, but
+    the other processes wait meanwhile.
 
     Args:
         leaves_out: says whether only name, shape and type of a tensor count.
@@ -149,7 +153,7 @@ def weights_digest(tensors: Mapping[str, Tensor], leaves_out: Callable[[Tensor],
         return sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
 
     digest = sha256()
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         for (name, value), own in zip(named, threads.map(of_bytes, [value for _, value in named]), strict=True):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode() + own)
     return digest.hexdigest()

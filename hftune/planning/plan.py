@@ -691,8 +691,8 @@ def disk(recipe: Recipe, plan: Plan, trained_bytes: int, further_bytes: int, mod
         further_bytes: of a checkpoint, besides: the optimizer's state, and a moving average of the weights.
         model_bytes: of a finished model.
     """
-    written = len({*plan.evaluations, *plan.checkpoints})
-    kept = len(recipe.checkpoint.kept(plan.checkpoints)) + (2 if recipe.checkpoint.keep_every == DOUBLING else 0)  # it varies
-    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(kept + 2, written), 3
+    written = sorted({*plan.evaluations, *plan.checkpoints})  # each evaluation may find the best model so far
+    kept = len(recipe.checkpoint.kept(written)) + (2 if recipe.checkpoint.keep_every == DOUBLING else 0)  # it varies
+    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(kept + 2, len(written)), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

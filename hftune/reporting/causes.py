@@ -16,7 +16,7 @@ import numpy as np
 from hftune.batch_plan import BatchPlan
 from hftune.reporting.elements import cut, plain
 from hftune.reporting.run_record import flat, mapping
-from hftune.reporting.traces import Segment
+from hftune.reporting.traces import Segment, are_unequal, is_whole
 
 KINDS = ("recipe", "data", "code", "versions", "hardware", "processes")
 """Of differences, in the order in which they are worth a look."""
@@ -66,14 +66,20 @@ KEYS: Mapping[frozenset[Effect], str] = {
         "train.groups train.layer_decay"
     ),
     UPDATE | {Effect.BACKWARD}: "train.freeze",
+    frozenset({Effect.FORWARD, Effect.BACKWARD}): "task.label_smoothing task.focal_gamma",
     frozenset({Effect.FORWARD, Effect.BACKWARD, Effect.ROUNDING}): (
         "train.micro_batch_size train.micro_batch_tokens train.packing train.parts train.head_loss train.mixed_precision "
-        "train.fsdp_gather train.batch_norm train.compile train.cudnn_benchmark train.deterministic "
+        "train.fsdp_gather train.tf32 train.batch_norm train.compile train.cudnn_benchmark train.deterministic "
         "train.gradient_checkpointing"
     ),
     MODEL | UPDATE: "adapter",
-    MODEL: "task.type task.model task.model_revision task.model_config task.network task.network_args task.tokenizer",
-    DATA: "task.data_files task.data_dir task.dataset task.datasets task.max_train_samples task.eval_share task.train_split",
+    MODEL: (
+        "task.type task.weights task.model task.model_revision task.model_config task.network task.network_args task.tokenizer"
+    ),
+    DATA: (
+        "task.data_files task.data_dir task.dataset task.dataset_config task.dataset_revision task.datasets task.train_split "
+        "task.max_train_samples task.eval_share task.eval_fold"
+    ),
     ROUNDING: "parallel",
 }
 """What recipe keys can change, they and the keys below them; see UNKNOWN for any other."""
@@ -184,9 +190,12 @@ def _differences_of(segment: Segment, knows_rows: bool) -> Iterator[tuple[str, D
         yield key, Difference("recipe", text, effects, first, key=key, values=values)
     yield from _data_differences(segment, knows_rows)
     for kind, name, effects in PARTS:
-        parts = dict(_unequal(*(flat(mapping(start.get(name))) for start in segment.starts)))
-        if not parts or any(name not in start for start in segment.starts):
+        if any(name not in start for start in segment.starts):
             continue
+        sides = [flat(mapping(start[name])) for start in segment.starts]
+        parts = dict(_unequal(*sides))
+        if not all(map(is_whole, segment.starts)):
+            parts = {part: both for part, both in parts.items() if all(part in side for side in sides)}
         onlookers = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(ONLOOKERS)}
         if parts:
             yield name, Difference(kind, _listed(parts, with_values=kind != "code"), effects, first)
@@ -209,13 +218,10 @@ def _data_differences(segment: Segment, knows_rows: bool) -> Iterator[tuple[str,
         about = [mapping(one.get(split)) for one in splits]
         if not all(about) or (split == "train" and knows_rows):
             continue
-        if differing := [name for name in ("root", "digest", "rows") if about[0].get(name) != about[1].get(name)]:
-            counts = tuple(one.get("rows") for one in about)
-            text = (
-                f"{split}: {counts[0]:,} | {counts[1]:,} rows"
-                if "rows" in differing and all(counts)
-                else f"{split}: other rows"
-            )
+        counts = [one.get("rows") for one in about]
+        has_other_count = None not in counts and counts[0] != counts[1]
+        if has_other_count or any(are_unequal(*(one.get(name) for one in about)) for name in ("root", "digest")):
+            text = f"{split}: {counts[0]:,} | {counts[1]:,} rows" if has_other_count else f"{split}: other rows"
             yield split, Difference("data", text, DATA if split == "train" else NOTHING, segment.steps[0])
 
 
@@ -260,7 +266,7 @@ def first_use(rows: np.ndarray, plan: Mapping[str, Any], last_step: int) -> int 
     return None
 
 
-def changes_on_the_way(starts: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, list[str]]]:
+def changes_on_the_way(starts: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, list[Difference]]]:
     """Return what a run changed when it was resumed: the first step it is in force, and each difference.
 
     Args:
@@ -268,9 +274,8 @@ def changes_on_the_way(starts: Sequence[tuple[int, Mapping[str, Any]]]) -> list[
     """
     found = []
     for (_, before), (step, after) in pairwise(starts):
-        changed = [difference.text for _, difference in _differences_of(Segment([step], (before, after)), knows_rows=False)]
-        if changed:
-            found.append((step, [text.replace(" | ", " -> ") for text in changed]))
+        if changed := [difference for _, difference in _differences_of(Segment([step], (before, after)), knows_rows=False)]:
+            found.append((step, changed))
     return found
 
 
@@ -281,8 +286,10 @@ def numbers(rows: np.ndarray) -> str:
 
 
 def _known_kinds(segment: Segment) -> set[str]:
-    """Return the kinds that both start lines say something about."""
+    """Return the kinds that both start lines say enough about to call them the same."""
     names = dict(zip(KINDS, ("recipe", "data", "code", "packages", "hardware", "world_size"), strict=True))
+    if not all(map(is_whole, segment.starts)):
+        names = {kind: name for kind, name in names.items() if kind not in ("data", "code", "hardware")}
     return {kind for kind, name in names.items() if all(start.get(name) for start in segment.starts)}
 
 

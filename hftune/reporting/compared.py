@@ -37,8 +37,11 @@ class RunFacts:
     title: str
     num_steps: int
     processes: Any
+    is_finished: bool
     changes: list[tuple[int, list[str]]]
     """What it changed when it was resumed: from which step on, and what."""
+    has_several_recipes: bool
+    """Whether this includes recipe or data, beyond keys that do not change the training."""
     missing: list[str]
     problems: list[str]
     can_be_replayed: bool
@@ -63,13 +66,15 @@ class Comparison:
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """Compare runs with the first of them."""
-    traces = [read_trace(run) for run in runs]
-    facts = [facts_of(run, trace) for run, trace in zip(runs, traces, strict=True)]
-    pairs = [
-        Pair(runs[0].name, run.name, part(traces[0], trace), training_loss(traces[0], trace), evaluation(runs[0], run))
-        for run, trace in zip(runs[1:], traces[1:], strict=True)
-    ]
-    methods = methods_of(runs, [own.metrics for own in facts], [own.changes for own in facts]) if len(runs) > 2 else []
+    first = read_trace(runs[0])
+    facts, pairs = [facts_of(runs[0], first)], []
+    for run in runs[1:]:
+        trace = read_trace(run)  # one at a time: of 100,000 steps each takes 150 MB
+        facts.append(facts_of(run, trace))
+        pairs.append(Pair(runs[0].name, run.name, part(first, trace), training_loss(first, trace), evaluation(runs[0], run)))
+    methods = (
+        methods_of(runs, [own.metrics for own in facts], [own.has_several_recipes for own in facts]) if len(runs) > 2 else []
+    )
     return Comparison(facts, pairs, methods, method_differences(methods))
 
 
@@ -84,7 +89,9 @@ def facts_of(run: RunRecord, trace: Trace) -> RunFacts:
         title=run.title,
         num_steps=max(trace.steps, default=run.log.last_step),
         processes=processes[-1],
-        changes=changes,
+        is_finished=run.is_finished,
+        changes=[(step, [one.text.replace(" | ", " -> ") for one in differences]) for step, differences in changes],
+        has_several_recipes=any(one.kind in ("recipe", "data") and one.effects for _, found in changes for one in found),
         missing=trace.missing,
         problems=trace.problems,
         can_be_replayed=bool(trace.starts) and all(start.get("format") == 2 for start in trace.starts),

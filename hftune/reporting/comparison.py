@@ -21,12 +21,14 @@ from hftune.reporting.sentences import (
     measure_reading,
     method_reading,
     parting_sentences,
+    parting_step,
     plus_minus,
     training_sentence,
 )
 
 
-def several_runs(runs: Sequence[RunRecord]) -> Html:
+def several_runs(runs: Sequence[RunRecord], are_selected: bool = False) -> Html:
+    """Return the body of the page. Runs ``are_selected`` if they are the best of more: no means over their seeds then."""
     title = element("div", element("h1", f"Comparison of {len(runs)} runs"), class_="title")
     entries = [
         element(
@@ -45,7 +47,7 @@ def several_runs(runs: Sequence[RunRecord]) -> Html:
         comparison_section(runs),
         partings_section(compared),
         chance_section(compared),
-        seeds_section(compared),
+        None if are_selected else seeds_section(compared),
         curves_section(runs),
         differences_section(
             "Differences of the recipes", runs, [recipe_keys(run) for run in runs], "The recipes are the same."
@@ -92,7 +94,7 @@ def partings_section(compared: Comparison) -> Section | None:
     if len(compared.pairs) > 1:
         head = ["run", "parts in step", "verdict", "kind", "difference"]
         rows = [
-            [pair.b, pair.parting.step, *(verdict(cause) if cause else [None, None, None])]
+            [pair.b, Figure(escape(parting_step(pair.parting))), *(verdict(cause) if cause else [None, None, None])]
             for pair in compared.pairs
             for cause in [cause for cause in pair.parting.causes if cause.is_likely] or [None]
         ]
@@ -141,7 +143,9 @@ def chance_section(compared: Comparison) -> Section | None:
         [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), measure_reading(one)]
         for one in pair.evaluation.measures
     ]
-    loss = [element("p", training_sentence(pair.training))] if pair.training and pair.parting.step is not None else []
+    loss = (
+        [element("p", with_sign(training_sentence(pair.training)))] if pair.training and pair.parting.step is not None else []
+    )
     rows_of = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows") if rows else None
     if not loss and rows_of is None:
         return None
@@ -172,7 +176,11 @@ def seeds_section(compared: Comparison) -> Section | None:
 
 
 def interval_figure(interval: Interval | None) -> Figure | None:
-    return None if interval is None else Figure(escape(plus_minus(interval).replace("+-", "\N{PLUS-MINUS SIGN}")))
+    return None if interval is None else Figure(escape(with_sign(plus_minus(interval))))
+
+
+def with_sign(text: str) -> str:
+    return text.replace("+-", "\N{PLUS-MINUS SIGN}")
 
 
 def mean_figure(values: Sequence[float] | None) -> Figure | None:

@@ -86,8 +86,12 @@ class Parting:
     signs: list[Sign] = field(default_factory=list)
     num_steps: int = 0
     """Steps that were compared."""
+    num_losses: int = 0
+    """Those of which both runs have the loss; of the others, only the samples are known."""
     last_equal: int | None = None
-    """The last step compared before ``step``. It may be many before, if losses are known only where they were logged."""
+    """The last of these before ``step``. It may be many before, if losses are known only where they were logged."""
+    last_before: int | None = None
+    """The last step before ``step`` in which what differs there was recorded."""
     rounding_step: int | None = None
     """The first step with another last bit, if it is before ``step``."""
     rounding: float = 0.0
@@ -142,15 +146,22 @@ class Firsts:
     """Steps that move the weights: those with a learning rate that is not 0."""
     has_other_weights: bool = False
     """Whether the runs began with different weights."""
+    recorded: list[int] = field(default_factory=list)
+    """Steps of which both runs have the loss, or which both left out."""
 
     def step_of(self, name: str) -> float:
         """Return the first step with another value, infinite if there is none."""
         return self.found[name][0] if name in self.found else math.inf
 
     def before(self, step: int) -> int:
-        """Return the common step before one; 0 if it is the first."""
-        index = bisect_left(self.order, step)
-        return self.order[index - 1] if index else 0
+        """Return the step with a loss before one; 0 if there is none."""
+        return step_before(self.recorded, step) or 0
+
+
+def step_before(steps: Sequence[int], step: float) -> int | None:
+    """Return the last of ascending steps that is before ``step``; None if there is none."""
+    index = bisect_left(steps, step)
+    return steps[index - 1] if index else None
 
 
 def find_firsts(a: Steps, b: Steps, pieces: Sequence[Segment]) -> Firsts:
@@ -162,8 +173,10 @@ def find_firsts(a: Steps, b: Steps, pieces: Sequence[Segment]) -> Firsts:
     for piece in pieces:
         is_exact = arithmetic(piece.starts[0]) == arithmetic(piece.starts[1]) is not None
         firsts.heads.append(piece.steps[0])
-        firsts.order += piece.steps
         for step in piece.steps:
+            if firsts.order and step > firsts.order[-1] + 1:
+                firsts.updates.append(firsts.order[-1] + 1)  # not recorded, and hence perhaps one
+            firsts.order.append(step)
             _compare_step(firsts, step, a.steps[step], b.steps[step], 0.0 if is_exact else TOLERANCE)
     return firsts
 
@@ -173,7 +186,7 @@ def arithmetic(start: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(start.get(name) is None for name in ARITHMETIC):
         return None
     code = {file: digest for file, digest in mapping(start["code"]).items() if not file.startswith(ONLOOKERS)}
-    keys = {key: value for key, value in flat(start["recipe"]).items() if ROUNDING < effects_of(key) < UNKNOWN}
+    keys = {key: value for key, value in flat(start["recipe"]).items() if ROUNDING <= effects_of(key) < UNKNOWN}
     layout = {name: start.get(name) for name in SETTLED}
     return {**{name: start[name] for name in ARITHMETIC if name != "recipe"}, "code": code, "keys": keys, "layout": layout}
 
@@ -184,8 +197,12 @@ def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[st
     if a.get("skipped") or b.get("skipped"):
         if a.get("skipped") != b.get("skipped"):
             firsts.found.setdefault("skipped", (step, None))
+        else:
+            firsts.recorded.append(step)
         return
     common = a.keys() & b.keys()
+    if "loss" in common:
+        firsts.recorded.append(step)
     if any(name in common and a[name] != b[name] for name in ("digest", "num_samples")):
         firsts.found.setdefault("samples", (step, None))
     for name in ("items", "lr"):
@@ -216,16 +233,24 @@ def parting_of(firsts: Firsts, a: Steps, b: Steps) -> Parting:
     signs = sorted(signs_of(firsts), key=lambda sign: sign.step)
     within = [sign for sign in signs if sign.effect is Effect.ROUNDING and sign.size <= firsts.tolerance]
     step = next((max(sign.step, firsts.order[0]) for sign in signs if sign not in within), None)
-    found = Parting(step, signs=signs, num_steps=len(firsts.order), tolerance=firsts.tolerance)
-    found.last_equal = (firsts.before(step) or None) if step is not None else (firsts.order or [None])[-1]
+    found = Parting(step, signs=signs, num_steps=len(firsts.order), num_losses=len(firsts.recorded), tolerance=firsts.tolerance)
+    found.last_equal = step_before(firsts.recorded, math.inf if step is None else step)
     if within:
         found.rounding_step, found.rounding = within[0].step, max(size for _, size in firsts.roundings)
     if step is not None:
-        line_a, line_b = a.steps[step], b.steps[step]
-        names = ("skipped", "num_samples", "digest", "items", "lr", "loss", "grad_norm")
-        found.values = {name: (line_a.get(name), line_b.get(name)) for name in names if line_a.get(name) != line_b.get(name)}
+        found.values = unequal_values(a.steps[step], b.steps[step])
+        is_of_loss = not found.values.keys() & {"skipped", "num_samples", "digest"}
+        found.last_before = step_before(firsts.recorded if is_of_loss else firsts.order, step)
         found.has_drifted = any(sign.effect is Effect.ROUNDING and sign.step == step for sign in signs if sign not in within)
     return found
+
+
+def unequal_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs of a step, of what both runs have recorded."""
+    if a.get("skipped") != b.get("skipped"):
+        return {"skipped": (a.get("skipped"), b.get("skipped"))}  # one run has nothing else of it
+    names = [name for name in ("num_samples", "digest", "items", "lr", "loss", "grad_norm") if name in a and name in b]
+    return {name: (a[name], b[name]) for name in names if a[name] != b[name]}
 
 
 def signs_of(firsts: Firsts) -> Iterator[Sign]:
@@ -281,7 +306,10 @@ def judge(differences: Sequence[Difference], parting: Parting, firsts: Firsts) -
 
 
 def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
-    """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all."""
+    """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all.
+
+    Micro-batches and their like may only round, as without dropout, so that they go before nothing.
+    """
     if difference.from_step > max(sign.step, firsts.order[0]):
         return 0
     effects = {sign.effect} | ({Effect.FORWARD, Effect.BACKWARD} if sign.effect is Effect.UPDATE else set())
@@ -294,7 +322,7 @@ def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
         return 3
     steps = [shows_in(difference, effect, firsts) for effect in possible]
     if any(firsts.before(sign.step) < step <= sign.step for step in steps):
-        return 3
+        return 3 if sign.effect is Effect.ROUNDING or Effect.ROUNDING not in difference.effects else 1
     # Without equal bits an update may show later than it acts, and clipping acts once a gradient is large enough.
     is_late = Effect.UPDATE in possible and (firsts.tolerance > 0 or difference.key == "train.clip_norm")
     is_vague = sign.effect in (Effect.ITEMS, Effect.ROUNDING) and not difference.is_exact

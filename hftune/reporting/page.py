@@ -61,10 +61,14 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def page(folders: Sequence[Path]) -> str:
-    """Return the page of one run, or of several side by side, as HTML."""
+def page(folders: Sequence[Path], are_selected: bool = False) -> str:
+    """Return the page of one run, or of several side by side, as HTML.
+
+    Args:
+        are_selected: whether these are the best of more runs: then their means over the seeds would be too good.
+    """
     runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
-    body = one_run(runs[0]) if len(runs) == 1 else several_runs(runs)
+    body = one_run(runs[0]) if len(runs) == 1 else several_runs(runs, are_selected)
     title = runs[0].title if len(runs) == 1 else f"Comparison: {', '.join(run.name for run in runs)}"
     text = document(title, body, chart_data(runs, make_charts(runs)))
     return text.encode("utf-8", "replace").decode("utf-8")  # a text may hold half a surrogate pair, which no file can

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hftune.reporting.curves import is_number
-from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, WARM_UP, Interval, mcnemar, of_independent, of_steps
+from hftune.reporting.intervals import FEWEST_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
 from hftune.reporting.run_record import RunRecord, mapping, rows_of_file
-from hftune.reporting.traces import Trace
+from hftune.reporting.traces import Trace, are_unequal
 
 STRETCHES = 8
 """Into which the training losses are cut to be read beside each other."""
@@ -46,14 +46,16 @@ class TrainingLoss:
     """The losses of the steps that two runs have in common."""
 
     first_step: int
-    """Of those that the interval is of: after the first 20 % of all."""
+    """Of those that the interval is of: after the first 20 % of all, and not before the runs part."""
     last_step: int
     mean: float
     """Of the differences, B less A."""
     interval: Interval | None
-    """None of fewer than 60 steps."""
+    """None of too few steps, see ``of_steps``."""
     is_paired: bool
     """Whether both runs took the same samples in every step, as with the same seed, batch size and data."""
+    num_without: int = 0
+    """Steps that are left out since a loss is not finite."""
     stretches: list[tuple[int, int, float, float]] = field(default_factory=list)
     """First and last step, and the mean loss of A and of B."""
 
@@ -96,12 +98,13 @@ class Evaluation:
 
 def training_loss(a: Trace, b: Trace) -> TrainingLoss | None:
     """Compare the losses of the common steps; None if there are none."""
-    steps = [step for step in sorted(a.steps.keys() & b.steps.keys()) if has_loss(a.steps[step]) and has_loss(b.steps[step])]
+    common = [step for step in sorted(a.steps.keys() & b.steps.keys()) if all("loss" in run.steps[step] for run in (a, b))]
+    steps = [step for step in common if is_finite(a.steps[step]["loss"]) and is_finite(b.steps[step]["loss"])]
     if not steps:
         return None
     losses = np.array([[run.steps[step]["loss"] for step in steps] for run in (a, b)])
-    start = int(WARM_UP * len(steps)) if len(steps) >= FEWEST_STEPS else 0
     differences = losses[1] - losses[0]
+    start = first_of_interval(differences) or 0
     pieces = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
     return TrainingLoss(
         first_step=steps[start],
@@ -111,20 +114,20 @@ def training_loss(a: Trace, b: Trace) -> TrainingLoss | None:
         is_paired=all(
             "digest" in a.steps[step] and a.steps[step]["digest"] == b.steps[step].get("digest") for step in steps[start:]
         ),
+        num_without=len(common) - len(steps),
         stretches=[(steps[piece[0]], steps[piece[-1]], *map(float, losses[:, piece].mean(1))) for piece in pieces],
     )
 
 
-def has_loss(line: Mapping[str, Any]) -> bool:
-    """Return whether the loss of a step is known and finite."""
-    return is_number(line.get("loss")) and math.isfinite(line["loss"])
+def is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def evaluation(a: RunRecord, b: RunRecord) -> Evaluation:
     """Pair the rows of the last evaluations."""
     found = Evaluation(steps=(last_evaluation(a), last_evaluation(b)))
     digests = [mapping(mapping(run.facts.get("data")).get("eval")).get("digest") for run in (a, b)]
-    if None not in digests and digests[0] != digests[1]:
+    if are_unequal(*digests):
         found.reason = "the evaluation data differ"
         return found
     values: dict[str, list[tuple[float, float]]] = {}
@@ -158,7 +161,7 @@ def measures_of(row: Mapping[str, Any]) -> dict[str, float]:
     if isinstance(row.get("label"), str) and isinstance(row.get("prediction"), str):
         found["accuracy"] = float(row["label"] == row["prediction"])
     for name, value in row.items():
-        if name not in NOT_MEASURES and is_number(value) and math.isfinite(value):
+        if name not in NOT_MEASURES and is_finite(value):
             found[name] = float(value)
     if "tokens" in row:  # of a language model, whose loss is a sum over them, and its error the mean
         found.pop("loss", None)

@@ -41,17 +41,18 @@ class MethodDifference:
 
 
 def methods_of(
-    runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]], changes: Sequence[Sequence[Any]]
+    runs: Sequence[RunRecord], metrics: Sequence[Mapping[str, float]], has_several_recipes: Sequence[bool]
 ) -> list[Method]:
     """Group the runs whose recipes differ by their seeds alone; empty if no recipe has several. A seed counts once.
 
     Args:
-        metrics: of each run, and ``changes`` that it made on its way: a run that had several recipes is a method of its own.
+        metrics: of each run.
+        has_several_recipes: of each run; one that changed its recipe on its way is a method of its own.
     """
     recipes = [
         {key: value for key, value in run.recipe.items() if key not in (*OWN, "seed") and not key.startswith("track.")}
         | ({"changed on its way": run.name} if changed else {})
-        for run, changed in zip(runs, changes, strict=True)
+        for run, changed in zip(runs, has_several_recipes, strict=True)
     ]
     groups: dict[str, dict[str, int]] = {}
     for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hftune.reporting.differences import TOLERANCE, Parting, relative
-from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, Interval
+from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, FEWEST_UNEQUAL, Interval
 from hftune.reporting.paired import Evaluation, Measure, TrainingLoss
 from hftune.reporting.seeds import MethodDifference
 
@@ -21,6 +21,8 @@ def parting_sentences(parting: Parting) -> str:
     """Say up to where two runs are equal, and what differs first."""
     if not parting.num_steps:
         return "The runs have no step in common."
+    if parting.step is None and not parting.num_losses:
+        return f"The same samples in all {count(parting.num_steps, 'step')}. Their losses are not recorded."
     if parting.step is None:
         return f"{agreement(parting)}. The runs do not part."
     text = f"They part {place(parting)}: {values_of(parting)}."
@@ -31,9 +33,19 @@ def parting_sentences(parting: Parting) -> str:
     return text
 
 
+def parting_step(parting: Parting) -> str:
+    """Name the step in which two runs part, for a table."""
+    if parting.step is None:
+        return "never" if parting.num_steps else "no common step"
+    return f"{parting.step:,}"
+
+
 def agreement(parting: Parting) -> str:
     """Say how equal the steps are before the runs part."""
-    steps = f"in all {count(parting.num_steps, 'step')}" if parting.step is None else f"up to step {parting.last_equal:,}"
+    every = f"in all {count(parting.num_losses, 'step')}"
+    if parting.last_equal != parting.num_losses:
+        every += " that both have recorded"
+    steps = every if parting.step is None else f"up to step {parting.last_equal:,}"
     if parting.rounding_step is None:
         return f"Equal to the bit {steps}"
     return f"No difference above rounding {steps} ({small(parting.rounding)} at most, from step {parting.rounding_step:,} on)"
@@ -41,9 +53,11 @@ def agreement(parting: Parting) -> str:
 
 def place(parting: Parting) -> str:
     """Say in which step two runs part, or between which, if not all are known."""
-    if parting.last_equal is None or parting.step == parting.last_equal + 1:
+    if parting.step == (parting.last_before or 0) + 1:
         return f"in step {parting.step:,}"
-    return f"between steps {parting.last_equal:,} and {parting.step:,}, the next that both have recorded"
+    if parting.last_before is None:
+        return f"in step {parting.step:,} or before, the first that both have recorded"
+    return f"between steps {parting.last_before:,} and {parting.step:,}, the next that both have recorded"
 
 
 def values_of(parting: Parting) -> str:
@@ -78,6 +92,8 @@ def pair(a: Any, b: Any) -> str:
 
 def kinds_sentences(parting: Parting) -> Iterator[str]:
     """Yield what is the same in both runs, and what is not known of them."""
+    if not parting.num_steps:
+        return
     if parting.same:
         yield f"The same in both: {', '.join(parting.same)}."
     if parting.unknown:
@@ -92,8 +108,11 @@ def kinds_sentences(parting: Parting) -> Iterator[str]:
 def training_sentence(training: TrainingLoss) -> str:
     """Say how much the training losses differ."""
     where = f"Training loss, B less A, steps {training.first_step:,} to {training.last_step:,}"
+    if training.num_without:
+        where += f" without the {training.num_without:,} whose loss is not finite"
     if training.interval is None:
-        return f"{where}: {training.mean:+.4g}. No interval: it takes {FEWEST_STEPS} steps that both runs have."
+        takes = f"it takes {FEWEST_STEPS} steps that both runs have, {FEWEST_UNEQUAL} of them from where they part on"
+        return f"{where}: {training.mean:+.4g}. No interval: {takes}."
     how = "95 %, 8 batch means, of these two runs alone" + ("" if training.is_paired else "; samples differ from step to step")
     return f"{where}: {plus_minus(training.interval)} ({how}): {reading(training.interval.is_shown, training.mean)}."
 

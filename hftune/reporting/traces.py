@@ -130,6 +130,17 @@ def start_of_files(run: RunRecord) -> dict[str, Any]:
     return {"after_step": 0, **{name: value for name, value in known.items() if value}}
 
 
+def is_whole(start: Mapping[str, Any]) -> bool:
+    """Return whether a start line names all code, libraries and hardware; one made of older files names some."""
+    return start.get("format") == 2
+
+
+def are_unequal(digest_a: Any, digest_b: Any) -> bool:
+    """Return whether two digests of data differ. Those of an earlier hftune are made in another way, and say nothing of it."""
+    ways = [str(digest).rpartition(":")[0] for digest in (digest_a, digest_b)]
+    return None not in (digest_a, digest_b) and ways[0] == ways[1] and digest_a != digest_b
+
+
 def rows_of(run: RunRecord, starts: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray | None, str]:
     """Return the hashes of a run's training rows, or None and the reason."""
     roots = {mapping(mapping(start.get("data")).get("train")).get("root") for start in starts}

@@ -40,7 +40,7 @@ def answers(logits_NK: Tensor, names: Sequence[str], probabilities: bool) -> lis
 def evaluation_rows(logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
     """Return rows of label and prediction (class numbers), the probabilities of both and the loss, rounded to 6 digits."""
     probability_N = logits_NK.float().softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
-    loss_N = -logits_NK.float().log_softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
+    loss_N = logits_NK.float().log_softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1).abs()  # minus would make -0.0 of 0
     columns = zip(labels_N.tolist(), most_probable(logits_NK), probability_N.tolist(), loss_N.tolist(), strict=True)
     return [
         {

@@ -294,7 +294,7 @@ class Audit:
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
     repeated: int = 0
-    """Steps that were taken once more after a resume; neither they nor their samples are counted."""
+    """Steps that a resume took back: it began before them. Neither they nor their samples are counted."""
     chained: int = 0
     """Lines of version 2, each of which holds the hash of the line before."""
     end: str = NOTHING

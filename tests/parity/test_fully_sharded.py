@@ -34,6 +34,7 @@ TITLES = (
     "block_size: 8, num_random_blocks: 1, hidden_dropout_prob: 0.1}",
     *("task.vocab_size=700", "task.max_source_length=128", "task.max_train_samples=60", "task.max_eval_samples=13"),
     *("train.batch_size=16", "train.micro_batch_tokens=500", "train.log_every=1", "train.epochs=4", "train.lr=2e-2"),
+    "eval.every=4 epochs",
     "task.generation.num_beams=2",
 )
 BF16 = ("train.mixed_precision=bf16", "train.gradient_checkpointing=true")

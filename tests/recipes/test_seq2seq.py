@@ -34,15 +34,14 @@ TRAINER = (*SMALL, T5.replace("0.1", "0.0"), *ALONE)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    jobs = {1: {**JOBS, "trainer": TRAINER}, 2: JOBS, 4: JOBS}
+    jobs = {1: {**JOBS, "trainer": TRAINER}, 2: JOBS, 4: {"t5": JOBS["t5"]}}
     found = {(name, size): run for size in jobs for name, run in train_on(size, jobs[size], folder, "seq2seq").items()}
     stopped = {"resumed": (*JOBS["t5"], f"output_dir={folder}/resumed", "checkpoint.every=2")}
     train_on(2, stopped, folder, "seq2seq", stops={"resumed": (5, 0)})
     return found | {("resumed", 2): train_on(2, stopped, folder, "seq2seq")["resumed"]}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "size"), [("t5", 2), ("bart", 2), ("t5", 4)])
 def test_losses_texts_and_scores_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     one, many = runs[name, 1], runs[name, size]
     expected = one.logged("train/loss")

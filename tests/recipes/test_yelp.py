@@ -38,10 +38,10 @@ def run(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo's own command, cut to an epoch and a half, on two processes."""
+    """The demo's own command, cut to an epoch, on two processes."""
     folder = tmp_path_factory.mktemp("demo") / "out"
     launch = [Path(warm_python()).with_name("accelerate"), "launch", "--config_file", "accelerate_configs/2cpu.yaml"]
-    command = [*launch, "-m", "hftune.run", "recipe=yelp_demo", "train.max_steps=188", f"output_dir={folder}"]
+    command = [*launch, "-m", "hftune.run", "recipe=yelp_demo", "train.max_steps=120", "eval.every=60", f"output_dir={folder}"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return Run(folder), done.stdout
@@ -49,8 +49,8 @@ def demo(tmp_path_factory):
 
 def test_demo_accuracy_rises_clearly_above_chance(demo):
     accuracies = demo[0].logged("eval/accuracy")
-    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] > 0.35  # chance is 0.2
-    assert accuracies[1] > 0.45
+    assert len(accuracies) == 2 and accuracies[1] > accuracies[0] > 0.3  # chance is 0.2
+    assert accuracies[1] > 0.42
 
 
 def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_out(demo):
@@ -63,7 +63,7 @@ def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_o
         ["model", "BertForSequenceClassification, 400,517 parameters"],
         ["labels", "1 star: 897, 2 stars: 745, 3 stars: 788, 4 stars: 711, 5 stars: 859"],
         ["samples", "4,000 train, 800 eval"],
-        ["steps", "188, 125 an epoch"],
+        ["steps", "120, 125 an epoch"],
         ["batch", "32 samples, in micro-batches of at most 1,024 tokens, without padding"],
         ["runs on", "2 processes, cpu, float32"],
         ["output", str(run.folder)],
@@ -97,8 +97,8 @@ def test_output_folder_holds_what_the_contract_says(demo):
     assert set(run.result) == {
         *("metrics", "test", "best", "stopped_early", "commits", "steps", "seconds", "world_size", "versions")
     }
-    assert (run.result["steps"], run.result["world_size"]) == (188, 2)
-    assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 188}
+    assert (run.result["steps"], run.result["world_size"]) == (120, 2)
+    assert run.result["best"] == {"metric": "accuracy", "value": max(run.logged("eval/accuracy")), "step": 120}
     assert {"step", "epoch", "train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s"} <= set(first_line(run))
     assert len(run.predictions) == 800
 

@@ -159,11 +159,11 @@ class Trapped(Task):
 
 @dataclass
 class SlowReviews(SequenceClassification):
-    """A step after the third takes half a minute."""
+    """A step after the third takes half a minute: the check before training calls the loss six times, a step four times."""
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self._calls = getattr(self, "_calls", 0) + 1
-        if self._calls > 12 + 4:  # those of the check before training
+        if self._calls > 6 + 12:
             time.sleep(30)
         return super().loss(outputs, target)
 

@@ -16,7 +16,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hftune import Interrupted, Recipe, loop, run, train
+from hftune.data import text
 from hftune.distributed import consistency, devices
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
@@ -60,8 +62,16 @@ OPTIONAL = (
 )
 """Imported, too, where they are installed: what tests and tracked runs need of them takes seconds.
 
+Not where another interpreter has done so: then this one has other variables, for the Hub, and its runs need none of them.
+
 Not wandb: it makes a temporary folder when it is imported, which each fork would remove at its end.
 """
+
+DEMOS = (
+    *("demo:articles", "demo:reviews", "demo_chats:chats", "demo_shapes:shapes", "demo_spoken:sentences"),
+    *("demo_text:paragraphs", "demo_tickets:tickets", "demo_tickets:replies", "demo_entities:sentences"),
+)
+"""Made before there are processes; what is missing here each process makes once."""
 
 COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 
@@ -74,7 +84,7 @@ def main() -> None:
     """
     for name in IMPORTED:
         importlib.import_module(name)
-    for name in OPTIONAL:
+    for name in () if "TESTS_WARM_PYTHON" in os.environ else OPTIONAL:
         with suppress(ImportError):
             importlib.import_module(name)
     for part in ("train", "eval"):  # each is made once a process
@@ -86,6 +96,9 @@ def main() -> None:
     Image.init()  # imports a module for each format
     dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU
     hasten()
+    if "TESTS_DEMOS" in os.environ and "TESTS_WARM_PYTHON" not in os.environ:  # all processes of xdist are forks of this one
+        for name, part in product(DEMOS, ("train", "eval")):
+            text._from_function(f"hftune.data.{name}", part)
     gc.freeze()  # a collection in a child would copy what all share
     print(start_server(Path(sys.argv[1])) if sys.argv[1:] else sys.executable, flush=True)
     for line in sys.stdin:
@@ -102,8 +115,16 @@ def main() -> None:
 def hasten() -> None:
     """Spare each of many hundred processes what takes a tenth of a second and changes no result.
 
-    These are measuring how fast the CPU multiplies, which is shown, and counting the objects that this interpreter has frozen.
+    These are measuring how fast the CPU multiplies, which is shown, counting the objects that this interpreter has frozen, and
+    generating a demo's data, of which most runs use a few rows.
     """
+    original = text._from_function
+    once = cache(original)
+
+    def from_function(name: str, split: str) -> Any:
+        return (once if name.startswith("hftune.data.demo") else original)(name, split)
+
+    text._from_function = from_function
     devices.MEASURED_S = 0.001
     loop.gc = SimpleNamespace(**{**vars(gc), "get_freeze_count": lambda: 1})
 

@@ -190,6 +190,39 @@ def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
     assert "Over the seeds" in page(folders)
 
 
+def test_best_of_more_runs_have_no_means_over_their_seeds(make_run):
+    folders = [make_run(f"s{seed}", f"seed: {seed}\ntrain: {{lr: 1.0}}\n", accuracy=0.5) for seed in (1, 2, 3)]
+    assert "Over the seeds" in page(folders) and "Over the seeds" not in page(folders, are_selected=True)
+
+
+def test_change_of_hardware_on_the_way_leaves_a_seed_in_its_method(make_run):
+    folders = [make_run(f"s{seed}", f"seed: {seed}\ntrain: {{lr: 1.0}}\n", accuracy=0.5) for seed in (1, 2, 3)]
+    start = {"format": 2, "world_size": 1, "plan": {}, "prev": "0" * 64}
+    for folder, now in zip(folders, ({"hardware": {"cpu": "b"}}, {"recipe": {"train": {"lr": 2.0}}}, {}), strict=True):
+        known = {"hardware": {"cpu": "a"}, "recipe": {"train": {"lr": 1.0}}}
+        starts = [{"after_step": 0, **start, **known}, {"after_step": 1, **start, **known, **now}]
+        lines = [{"step": step, "epoch": 0, "step_in_epoch": step - 1} for step in (1, 2)]
+        write_lines(folder / "ledger.jsonl", [starts[0], lines[0], starts[1], lines[1]])
+    found = compared(*folders)
+    assert [len(run.changes) for run in found.runs] == [1, 1, 0]
+    assert [method.runs for method in found.methods] == [["s1", "s3"], ["s2"]]
+
+
+def test_run_without_a_common_step_does_not_count_as_equal(make_run, capsys):
+    folders = [make_run("a"), make_run("b"), make_run("none", losses=[])]
+    (folders[1] / "result.json").write_text('{"steps": 10}')
+    assert cli.main(["compare", *map(str, folders)]) == 0
+    first, second, *_ = (lines := capsys.readouterr().out.splitlines())
+    assert first.endswith("not finished") and not second.endswith("not finished")
+    assert [line.split("  ")[2] for line in lines if line.startswith(("  2  ", "  3  "))][2:4] == ["never", "no common step"]
+
+
+def test_losses_that_are_not_finite_are_left_out_and_it_is_said(make_run, capsys):
+    a, b = make_run("a", losses=[1.0] * 100), make_run("b", losses=[1.5] * 90 + [float("nan")] * 10)
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    assert "steps 19 to 90 without the 10 whose loss is not finite: +0.5" in capsys.readouterr().out
+
+
 def test_two_seeds_are_not_enough(make_run, capsys):
     folders = [
         make_run(f"{lr}-{seed}", f"seed: {seed}\ntrain: {{lr: {lr}}}\n", accuracy=0.5) for lr in (0.1, 0.2) for seed in (1, 2)

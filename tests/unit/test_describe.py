@@ -23,6 +23,9 @@ def test_classes_get_their_names_and_the_error_is_what_the_label_did_not_get():
         assert row["probability"] == pytest.approx(float(prediction), abs=1e-6)
         assert row["label_probability"] == pytest.approx(float(label), abs=1e-6)
         assert row["error"] == pytest.approx(1 - float(label), abs=2e-6)
+        assert row["loss"] == pytest.approx(-float(label.log()), abs=1e-6)
+    (sure,) = evaluation_rows(torch.tensor([[200.0, 0.0]]), torch.tensor([0]))
+    assert str(sure["loss"]) == "0.0"  # not -0.0
 
 
 def test_long_texts_are_cut_and_say_so():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hftune.reporting.differences import TOLERANCE, part
-from hftune.reporting.sentences import parting_sentences
+from hftune.reporting.sentences import kinds_sentences, parting_sentences
 from hftune.reporting.traces import Trace
 
 NUM_ROWS, BATCH, NUM_STEPS = 40, 4, 30
@@ -145,6 +145,15 @@ def test_two_causes_with_signs_of_their_own_are_both_likely_and_a_hidden_one_is_
     }
 
 
+def test_micro_batches_do_not_outdo_a_key_that_may_do_anything():
+    both = changed(changed(START, "recipe", "train", "micro_batch_size", to=4), "recipe", "task", "max_length", to=128)
+    found = part(trace(), trace(both, loss=(1, 0.1)))
+    assert {cause.key: cause.verdict for cause in found.causes} == {
+        "train.micro_batch_size": "likely",
+        "task.max_length": "likely",
+    }
+
+
 def test_more_rows_and_another_order_change_the_samples():
     start = changed(START, "plan", "num_samples", to=NUM_ROWS + 1)
     more = np.vstack([ROWS, ROWS[:1] ^ 7])
@@ -207,6 +216,11 @@ def test_skipped_step_and_losses_that_are_not_finite():
     b = trace(changed(START, "recipe", "train", "skip", to=[7]), loss=(8, 0.01))
     b.steps[7] = {"step": 7, "skipped": True}
     assert first_cause(trace(), b) == (7, "likely", "recipe", "train.skip: none | [7]")
+    assert parting_sentences(part(trace(), b)).endswith("They part in step 7: left out by B alone.")
+    both = [trace(), trace(loss=(8, 0.01))]
+    for run in both:
+        run.steps[7] = {"step": 7, "skipped": True}
+    assert "They part in step 8: loss" in parting_sentences(part(*both))
     b = trace()
     b.steps[5]["loss"] = None
     assert parting_sentences(part(trace(), b)).endswith("They part in step 5: loss 0.4 | not finite.")
@@ -226,8 +240,39 @@ def test_steps_that_are_known_only_now_and_then_bound_the_parting():
     assert "They part between steps 10 and 20, the next that both have recorded: loss 1 | 1.1" in parting_sentences(found)
 
 
+def test_update_between_two_logged_steps_explains_the_second():
+    logged = [
+        Trace({step: {"step": step, "loss": 1 + by * (step > 1), "lr": 1e-3 * (step > 1)} for step in (1, 10, 20)}, [start])
+        for start, by in ((START, 0), (changed(START, "recipe", "train", "eps", to=1e-6), 0.1))
+    ]
+    assert first_cause(*logged) == (10, "likely", "recipe", "train.eps: 1e-08 | 1e-06")
+
+
+def test_steps_whose_losses_are_not_known_are_not_called_equal():
+    runs = [Trace({step: {"digest": f"d{step}"} for step in range(1, 11)}, [{"after_step": 0}]) for _ in range(2)]
+    assert parting_sentences(part(*runs)) == "The same samples in all 10 steps. Their losses are not recorded."
+    for run, by in zip(runs, (0, 0.1), strict=True):
+        for step in (2, 9):
+            run.steps[step]["loss"] = 1 + by * (step > 2)
+    assert "Equal to the bit up to step 2. They part between steps 2 and 9, the next" in parting_sentences(part(*runs))
+    runs[1].steps[5]["digest"] = "another"
+    assert parting_sentences(part(*runs)) == "Equal to the bit up to step 2. They part in step 5: other samples."
+    for run in runs:
+        run.steps = {9: run.steps[9]}
+    assert parting_sentences(part(*runs)).startswith("They part in step 9 or before, the first that both have recorded: loss")
+
+
+def test_sparse_record_of_older_files_is_compared_in_what_both_have():
+    older = {"after_step": 0, "packages": {"torch": "2.13.0", "hftune": "0.2.0"}, "code": {"commit": "1"}, "world_size": 1}
+    older |= {"hardware": {"device": "cuda"}, "data": {"train": {"rows": NUM_ROWS, "digest": "all:d"}}}
+    found = part(trace(), Trace(trace().steps, [older]))
+    assert [(cause.kind, cause.text) for cause in found.causes] == [("hardware", "device cpu | cuda")]
+    assert found.same == ["versions", "processes"] and found.unknown == ["recipe", "data", "code"]
+
+
 def test_runs_without_a_common_step_are_said_to_have_none():
-    assert parting_sentences(part(trace(), Trace())) == "The runs have no step in common."
+    found = part(trace(), Trace())
+    assert parting_sentences(found) == "The runs have no step in common." and not [*kinds_sentences(found)]
 
 
 def test_resume_in_between_changes_no_verdict():

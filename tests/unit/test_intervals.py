@@ -31,6 +31,12 @@ def test_steps_of_the_beginning_are_left_out_and_few_steps_have_no_interval():
     assert of_steps(np.ones(59)) is None and of_steps(np.ones(60)) is not None
 
 
+def test_equal_steps_before_runs_part_do_not_count():
+    interval = of_steps([0.0] * 60 + [1.5] * 40)
+    assert interval.mean == 1.5 and interval.half_width == 0
+    assert of_steps([0.0] * 61 + [1.0] * 39) is None and of_steps(np.zeros(60)).half_width == 0
+
+
 def test_intervals_are_those_of_student_and_welch():
     a, b = np.random.default_rng(1).normal(size=(2, 12))
     paired, unpaired = ttest_rel(b, a).confidence_interval(), ttest_ind(b, a, equal_var=False).confidence_interval()

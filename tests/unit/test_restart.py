@@ -1,10 +1,14 @@
-"""When a group of processes is a restarted one, which resumes whatever ``resume`` says."""
+"""When a group of processes is a restarted one, which resumes whatever ``resume`` says; and what a resumed run takes over."""
 
 import os
 
 import pytest
 
-from hftune.checkpoints.resume import is_restarted, member, note_begun
+from hftune import Recipe
+from hftune.checkpoints.checkpointer import Checkpoint
+from hftune.checkpoints.output_dir import OutputDir
+from hftune.checkpoints.resume import Start, is_restarted, member, note_begun
+from hftune.checkpoints.train_state import TrainState
 from hftune.distributed.process_info import launcher
 
 
@@ -54,3 +58,14 @@ def test_a_group_is_restarted_if_a_launcher_of_the_run_has_started_new_processes
 
 def test_a_folder_of_an_earlier_version_holds_no_run_of_this_job(tmp_path):
     assert not is_restarted(tmp_path, [("a", 1)])
+
+
+def test_history_of_a_run_killed_before_its_first_checkpoint_does_not_stay_before_another(tmp_path):
+    """The checkpoint was copied without its run, so there is no history to bring along."""
+    copied = tmp_path / "copies" / "checkpoints" / "step_00000003"
+    output = OutputDir(Recipe.load("mnist_demo", f"output_dir={tmp_path / 'run'}"))
+    output.path.mkdir()
+    (output.path / "ledger.jsonl").write_text('{"after_step": 0}\n')
+    output.start = Start(Checkpoint(copied, 3, {}, {}))
+    output.open(TrainState(step=3))
+    assert not (output.path / "ledger.jsonl").exists()

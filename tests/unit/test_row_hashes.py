@@ -14,7 +14,7 @@ from hftune.data.images import Images, SeveralSizes
 from hftune.data.pictures import load_pictures
 from hftune.data.row_hashes import NAME, cached_hashes, read_rows, root, row_hashes, write_rows
 from hftune.data.texts import Texts
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, DataError
 
 ROWS = 2500
 
@@ -161,7 +161,7 @@ def test_hashes_of_many_rows_are_kept_in_the_cache(tmp_path, monkeypatch):
     assert cached_hashes([[1], [2], [3]], "all:3") is None
 
 
-def test_a_data_set_of_ones_own_can_say_what_belongs_to_a_row():
+def test_a_data_set_of_ones_own_can_say_what_belongs_to_a_row(tmp_path, monkeypatch):
     class Named(Lazy):
         def contents_by_row(self):
             return {"name": self.files, "label": self.labels}
@@ -169,3 +169,10 @@ def test_a_data_set_of_ones_own_can_say_what_belongs_to_a_row():
     renamed = Named([0] * 5000)
     renamed.files[4321] += ".png"
     assert different(Named([0] * 5000), renamed) == [4321]
+    monkeypatch.setattr("hftune.data.row_hashes.CACHED_ROWS", 3)
+    monkeypatch.setattr("hftune.data.cache.cache_dir", lambda: tmp_path)
+    one, other = (cached_hashes(dataset, "all:5") for dataset in (Named([0] * 5000), renamed))  # which reads 64 samples
+    assert np.flatnonzero((one != other).any(1)).tolist() == [4321]
+    renamed.files.pop(), renamed.labels.pop()
+    with pytest.raises(DataError, match=r"contents_by_row\(\) of Named has 4,999 entries for 5,000 samples"):
+        row_hashes(renamed)
