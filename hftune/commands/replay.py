@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,12 +125,13 @@ def run(options: argparse.Namespace) -> int:
         find_modules_here()
     try:
         job = job_of(options)
-        if options.processes is not None:
-            return on_processes(job, options)
-        announce(job)
-        from hftune.commands.replay_steps import replay  # imports torch: only once everything has been checked
+        with reserved(job):
+            if options.processes is not None:
+                return on_processes(job, options)
+            announce(job)
+            from hftune.commands.replay_steps import replay  # imports torch: only once everything has been checked
 
-        is_equal = replay(job)
+            is_equal = replay(job)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     return 0 if is_equal or ProcessInfo.from_environment().world_size > 1 else 1
@@ -159,6 +161,7 @@ def job_of(options: argparse.Namespace) -> Job:
     check_change(history, change, first, last, options.from_step is not None)
     check_left_out(history, change, first, last)
     check_look(options, change)
+    check_output(history, options.output)
     history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
     return Job(
         history,
@@ -204,6 +207,38 @@ def check_look(options: argparse.Namespace, change: Change) -> None:
     if change and (options.worst or options.why):
         name = "--worst" if options.worst else "--why"
         raise ConfigError(f"{name} looks into steps as they were. Leave it out beside --set, --without and --skip.")
+
+
+def check_output(history: History, output: Path | None) -> None:
+    """Refuse to write into a run, or over what is there, or raise ConfigError."""
+    if output is None:
+        return
+    if output.resolve().is_relative_to(history.folder.resolve()):
+        raise ConfigError(f"--output {output} is in the run's own folder, into which a replay never writes. Name another one.")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"--output {output} is there already. Name a new folder, or leave the option out.")
+
+
+@contextmanager
+def reserved(job: Job) -> Iterator[None]:
+    """Make the new folder at once, so that no other replay takes it; at the end it goes if nothing was written.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if not ProcessInfo.from_environment().is_main:
+        yield
+        return
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{job.output} cannot be made: {error.strerror}. Say where to write: --output FOLDER.") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # something is in it
+            job.output.rmdir()
+            job.history.aside.rmdir()
 
 
 def numbers_of(option: str, text: str | None) -> Iterator[int]:

@@ -75,7 +75,7 @@ def replay(job: Job) -> bool:
         inspection = inspection_of(job, replayer)
         for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)
-            if is_to_be_saved(outcome, step.step):
+            if is_to_be_saved(outcome, replayer, step.step):
                 replayer.save(folder_of_checkpoints(job))
         outcome.notices, outcome.seconds = [*job.change.remarks(), *replayer.notices], time.monotonic() - began
         if replayer.strategy.is_main:
@@ -101,12 +101,15 @@ def folder_of_checkpoints(job: Job) -> Path:
     return (job.output if job.change else job.history.aside) / "checkpoints"
 
 
-def is_to_be_saved(outcome: Outcome, step: int) -> bool:
-    """Say whether --save-every asks for a checkpoint of this step. Later replays must be able to rely on it."""
+def is_to_be_saved(outcome: Outcome, replayer: Replayer, step: int) -> bool:
+    """Say whether --save-every asks for a checkpoint of this step. Later replays must be able to rely on it. Collective."""
     job = outcome.job
     if not job.save_every or step % job.save_every:
         return False
-    return bool(job.change) or (outcome.is_equal and step not in job.history.checkpoint_steps())
+    if job.change:
+        return True
+    is_missing = replayer.strategy.on_main(lambda: step not in job.history.checkpoint_steps())  # a run in progress removes some
+    return is_missing and outcome.is_equal
 
 
 def write(outcome: Outcome) -> None:
@@ -198,7 +201,7 @@ def report(outcome: Outcome) -> None:
     if outcome.findings is not None:
         print(*outcome.findings.lines(printed_width()), sep="\n")
         if suspects := outcome.findings.to_leave_out:
-            end = min(max(outcome.lines), job.last + NEXT)
+            end = max(job.last, min(max(outcome.lines), job.last + NEXT))
             print(f"Try: hftune replay {job.history.folder} --steps {job.first}:{end} --without {','.join(map(str, suspects))}")
     print(f"All numbers: {job.output}", flush=True)
 
@@ -223,9 +226,16 @@ def verdict(outcome: Outcome) -> str:
     if not found.same_samples:
         return f"{steps}: NOT equal. Step {wrong.step:,} has other samples here."
     return (
-        f"{steps}: NOT equal. Step {wrong.step:,} has loss {wrong.loss:.6g} here and {line['loss']:.6g} there, gradient norm "
-        f"{wrong.grad_norm:.6g} and {line['grad_norm']:.6g}."
+        f"{steps}: NOT equal. Step {wrong.step:,} has loss {wrong.loss:.6g} here and {number_in(line, 'loss')} there, "
+        f"gradient norm {wrong.grad_norm:.6g} and {number_in(line, 'grad_norm')}."
     )
+
+
+def number_in(line: Mapping[str, Any], name: str) -> str:
+    """Format a number of the ledger, which has null for one that was not finite; "-" if it is not there."""
+    if name not in line:
+        return "-"
+    return "nan" if line[name] is None else f"{line[name]:.6g}"
 
 
 def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
@@ -235,7 +245,7 @@ def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
     computed = {step.step: step for step in steps}
     for number in range(outcome.job.first, outcome.job.last + 1):
         line, step = outcome.lines.get(number, {}), computed.get(number)
-        then = [f"{line[name]:.6g}" if name in line else "-" for name in ("loss", "grad_norm")]
+        then = [number_in(line, name) for name in ("loss", "grad_norm")]
         if step is None:
             rows.append((f"{number:,}", "left out", then[0], "", "", then[1], ""))
             continue

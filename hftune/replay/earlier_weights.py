@@ -12,6 +12,7 @@ from hftune.strategies.base import StepBatch, StepReport
 from hftune.task import BatchLossTask
 
 if TYPE_CHECKING:
+    from hftune.batch_plan import BatchPlan
     from hftune.replay.engine import Replayer
 
 
@@ -25,7 +26,7 @@ class EarlierWeights:
         self.step = step
         self.losses: dict[int, float] = {}
         """Mean loss of the batch, by the step after which the weights were those. The last is what the step itself gave."""
-        self._loaded: tuple[int, StepBatch] | None = None
+        self._loaded: tuple[BatchPlan, StepBatch] | None = None
 
     def look(self, replayer: Replayer, batch: StepBatch, report: StepReport) -> None:
         """Note the loss at the present weights, which are those after the step before. Collective."""
@@ -35,8 +36,10 @@ class EarlierWeights:
             self.losses[replayer.step - 1] = batch_loss(replayer, self._batch(replayer), self.step)
 
     def _batch(self, replayer: Replayer) -> StepBatch:
-        plan = id(replayer.plan)
-        if self._loaded is None or self._loaded[0] != plan:  # a run may have been resumed with other micro-batches in between
+        plan = replayer.plan
+        if (
+            self._loaded is None or self._loaded[0] is not plan
+        ):  # a run may have been resumed with other micro-batches in between
             self._loaded = plan, replayer.batch_of(self.step)
         return self._loaded[1]
 

@@ -5,6 +5,7 @@ What is written here is how to get to a step; how a step is computed is in the s
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +96,9 @@ class Difference:
 
 def difference(replayed: ReplayedStep, line: Mapping[str, Any]) -> Difference:
     """Compare a step with its line in the ledger."""
-    loss, norm = (relative(getattr(replayed, name), line.get(name)) for name in ("loss", "grad_norm"))
+    # null: a number that was not finite, such as a gradient norm in fp16 that overflowed; without the key: an older ledger
+    then = {name: math.nan if line[name] is None else line[name] for name in ("loss", "grad_norm") if name in line}
+    loss, norm = (relative(getattr(replayed, name), then.get(name)) for name in ("loss", "grad_norm"))
     return Difference(loss, norm, replayed.digest == line.get("digest"))
 
 
@@ -103,8 +106,10 @@ def relative(now: float, then: float | None) -> float | None:
     """Return the difference of two numbers relative to the second; None if there is no second."""
     if then is None:
         return None
-    if now == then or (now != now and then != then):
+    if now == then or not (math.isfinite(now) or math.isfinite(then)):
         return 0.0
+    if not (math.isfinite(now) and math.isfinite(then)):
+        return math.inf
     return abs(now - then) / max(abs(then), 1e-30)
 
 

@@ -10,13 +10,13 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -154,7 +154,7 @@ class History:
         nested = as_replayed(self._recipe_before(step, start), start, overrides)
         nested["output_dir"] = str(self.aside)
         trust = self.trust_code if trust_code is None else trust_code
-        with tempfile.TemporaryDirectory(prefix="hftune-replay-") as folder:
+        with TemporaryDirectory(prefix="hftune-replay-") as folder:
             path = Path(folder) / f"{self.folder.name}.yaml"
             path.write_text(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True), encoding="utf-8")
             try:
@@ -255,26 +255,18 @@ class History:
 
 @contextmanager
 def held(path: Path) -> Iterator[Path]:
-    """Yield a copy of a checkpoint that a run in progress cannot remove while it is read; of hard links where there can be any.
+    """Yield a checkpoint that a run in progress cannot remove while it is read: hard links to its files, beside the run.
 
-    Raises:
-        FileNotFoundError: it has just been removed.
+    Where there can be none, as on a file system that is read-only, it is read where it is. Not copied: it may be huge.
     """
-    folder = path.resolve().parents[2]  # beside the run: on the same file system
-    with tempfile.TemporaryDirectory(prefix=".hftune-replay-", dir=folder if os.access(folder, os.W_OK) else None) as scratch:
-        copied = Path(scratch) / path.name
-        shutil.copytree(path, copied, copy_function=link_or_copy)
-        yield copied
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Make a hard link to a file, or a copy on a file system without them."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(source, target)
+    with ExitStack() as stack:
+        try:
+            beside = path.resolve().parents[2]  # on the same file system
+            linked = Path(stack.enter_context(TemporaryDirectory(prefix=".hftune-replay-", dir=beside))) / path.name
+            shutil.copytree(path, linked, copy_function=os.link)
+        except OSError:  # also if some of it has just been removed: then reading it fails
+            linked = path
+        yield linked
 
 
 def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -181,7 +181,8 @@ def whole_model(replayer: Replayer) -> DataParallel:
 @contextmanager
 def leaving_no_trace(model: nn.Module) -> Iterator[None]:
     """Restore buffers and random generators at the end, and use no compiled code, which frees what a backward pass needs."""
-    with torch.random.fork_rng(), restored_buffers(model), torch.compiler.set_stance("force_eager"):
+    devices = {value.device for value in model.parameters() if value.is_cuda}  # not all of the machine's
+    with torch.random.fork_rng([*devices]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
         yield
 
 

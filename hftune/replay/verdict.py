@@ -14,8 +14,10 @@ BEFORE = 20
 """Steps before it whose losses say what was usual."""
 NOTHING = 0.05
 """Part of a loss that says nothing."""
-JUMP = 0.08
-"""Part of a loss by which updates raise it, and lower it, if they are too large."""
+JUMP, JUMPS = 0.07, 3
+"""Parts of a loss by which updates raise and lower it in turn, and how often, if they are too large. Once is usual."""
+BATCH = "The batch makes this loss, no update before it"
+"""How a verdict begins that blames samples."""
 MOVED, TOO_HIGH = "the updates before it move", "the learning rate may be too high."
 
 
@@ -72,7 +74,7 @@ def _blame(step: int, numbers: Sequence[int], values: Sequence[float], usual: Us
         return f"The weights make this loss, not the batch: since the update of step {numbers[first]:,} it is not finite."
     moves = [later - earlier for earlier, later in pairwise(values)]
     worst = max(range(len(moves)), key=moves.__getitem__)
-    is_jumping = min(max(moves), -min(moves)) > JUMP * abs(last)
+    is_jumping = turns([move for move in moves if abs(move) > JUMP * abs(last)]) >= JUMPS
     before = "" if usual is None else f"the steps before it had {usual.loss:.4g} +- {usual.deviation:.2g}."
     if usual is not None and last - usual.loss <= 2 * usual.deviation:
         but = f" But {MOVED} it up and down: {TOO_HIGH}" if is_jumping else ""
@@ -85,4 +87,15 @@ def _blame(step: int, numbers: Sequence[int], values: Sequence[float], usual: Us
         )
     if is_jumping:
         return f"{MOVED.capitalize()} this loss up and down: {TOO_HIGH}"
-    return f"The batch makes this loss, no update before it{f'; {before}' if before else '.'}"
+    if usual is None:
+        return f"No update before it makes this loss. The steps before it are too few to say if step {step:,} is a spike."
+    return f"{BATCH}; {before}"
+
+
+def turns(moves: Sequence[float]) -> int:
+    """Count the longest series of moves that go up and down in turn."""
+    longest = run = min(1, len(moves))
+    for one, other in pairwise(moves):
+        run = run + 1 if one * other < 0 else 1
+        longest = max(longest, run)
+    return longest

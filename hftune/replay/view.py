@@ -16,7 +16,7 @@ from hftune.replay.earlier_weights import EarlierWeights
 from hftune.replay.history import History
 from hftune.replay.oddity import Oddity, oddities, token_columns
 from hftune.replay.samples import SampleRecord, look_inside
-from hftune.replay.verdict import losses_of, suspect_of, usual_loss, verdict
+from hftune.replay.verdict import BATCH, losses_of, suspect_of, usual_loss, verdict
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.task import Task, ask
 from hftune.tracking.console import columns_of, one_line, short
@@ -190,7 +190,7 @@ class Findings:
     @property
     def to_leave_out(self) -> list[int]:
         """Samples that a replay without them may explain, in the order of their numbers; none if the weights are to blame."""
-        return [] if self.said and "batch makes" not in self.said[-1] else sorted(set(self.outstanding))
+        return [] if self.said and not self.said[-1].startswith(BATCH) else sorted(set(self.outstanding))
 
     def why(self) -> dict[str, Any]:
         """Return the verdict, for replay.json."""

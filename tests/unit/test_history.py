@@ -1,12 +1,16 @@
 """What a run's folder says of its past, and what `hftune replay` refuses before anything heavy is imported."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hftune import Recipe, cli
+from hftune.commands.replay import job_of, reserved
 from hftune.replay.history import Change, History, held
 from hftune.tracking.ledger import Ledger
 
@@ -123,6 +127,27 @@ def test_checkpoint_can_be_read_while_training_removes_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_checkpoint_without_hard_links_is_read_where_it_is(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "out", 2)
+    path = tmp_path / "out" / "checkpoints" / "step_00000002"
+
+    def refuse(*words):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with held(path) as found:
+        assert found == path
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_checkpoint_that_is_removed_while_it_is_linked_is_passed_over(tmp_path, monkeypatch):
+    history, skipped = History.open(recorded(tmp_path / "out")), []
+    checkpoint(history.folder, 2)
+    monkeypatch.setattr("os.link", lambda *_: shutil.rmtree(history.folder / "checkpoints"))
+    assert history.checkpoint_before(4, skipped) == (0, None)
+    assert len(skipped) == 1 and "step_00000002" in skipped[0]
+
+
 def test_folder_without_a_ledger(tmp_path, capsys):
     assert refused(capsys, tmp_path, "--step", 1) == f"{tmp_path} holds no ledger.jsonl: name the output folder of a run."
     folder = recorded(tmp_path / "out", last=0)
@@ -197,3 +222,36 @@ def test_nothing_is_written_by_what_is_refused(tmp_path, capsys):
     folder = recorded(tmp_path / "out")
     refused(capsys, folder, "--step", 99)
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["out", "ledger.jsonl"]
+
+
+def test_a_replay_writes_neither_into_the_run_nor_over_what_is_there(tmp_path, capsys):
+    folder, other = recorded(tmp_path / "out"), tmp_path / "other"
+    said = refused(capsys, folder, "--step", 3, "--output", folder / "found")
+    assert said == f"--output {folder}/found is in the run's own folder, into which a replay never writes. Name another one."
+    other.mkdir()
+    (other / "replay.json").write_text("{}")
+    said = refused(capsys, folder, "--step", 3, "--output", other)
+    assert said == f"--output {other} is there already. Name a new folder, or leave the option out."
+    assert (other / "replay.json").read_text() == "{}" and not (folder / "found").exists()
+
+
+def test_two_replays_of_one_step_have_folders_of_their_own(tmp_path):
+    options = cli.parser().parse_args(["replay", str(recorded(tmp_path / "out")), "--step", "3"])
+    first = job_of(options)
+    with reserved(first):
+        second = job_of(options)
+        with reserved(second):
+            (second.output / "replay.json").write_text("{}")
+    assert (first.output.name, second.output.name) == ("step_3", "step_3_2")
+    assert [path.name for path in first.history.aside.iterdir()] == ["step_3_2"]  # nothing was written into the other
+
+
+def test_gradient_norm_that_overflowed_in_fp16_is_null_in_the_ledger_and_equals_one_that_does_here():
+    from hftune.replay.engine import ReplayedStep, difference
+
+    line = {**RESULTS, "step": 3, "grad_norm": None}
+    step = ReplayedStep(3, 0, 2, 1.0, math.inf, 0.1, 8.0, 8, "x", np.arange(8), 0.1)
+    assert difference(step, line).is_bit_equal
+    assert not difference(replace(step, grad_norm=2.0), line).is_equal
+    old = difference(step, {"step": 3, "digest": "x"})
+    assert old.is_equal and old.loss is None

@@ -78,7 +78,12 @@ def test_samples_that_are_neither_texts_nor_images_are_not_judged():
         ([0.90, 1.2, 0.8, 1.0, 0.81], Usual(0.6, 0.05),
          "The updates before it move this loss up and down: the learning rate may be too high."),
         ([0.95, 0.92, 0.88, 0.85, 0.82], Usual(0.8, 0.1), "Step 11 is no spike: the steps before it had 0.8 +- 0.1."),
-        ([2.4, 2.3, 2.2], None, "The batch makes this loss, no update before it."),
+        ([2.4, 2.3, 2.2], None,
+         "No update before it makes this loss. The steps before it are too few to say if step 11 is a spike."),
+        ([0.005505, 0.0058, 0.005306, 0.005234, 0.005192], Usual(0.0048, 0.0001),  # a fine run on its way down
+         "The batch makes this loss, no update before it; the steps before it had 0.0048 +- 0.0001."),
+        ([1.0, 1.2, 1.0, 0.9, 0.85], Usual(0.6, 0.05),
+         "The batch makes this loss, no update before it; the steps before it had 0.6 +- 0.05."),
     ],
 )  # fmt: skip
 def test_batch_or_update(losses, usual, said):
