@@ -160,6 +160,7 @@ def job_of(options: argparse.Namespace) -> Job:
     )
     check_change(history, change, first, last, options.from_step is not None)
     check_left_out(history, change, first, last)
+    check_without(history, change, last)
     check_look(options, change)
     check_output(history, options.output)
     history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
@@ -198,6 +199,21 @@ def check_left_out(history: History, change: Change, first: int, last: int) -> N
     if not change and all(history.ledger.steps.get(step, {}).get("skipped") for step in range(first, last + 1)):
         steps = f"Step {first:,} was" if first == last else f"Steps {first:,} to {last:,} were"
         raise ConfigError(f"{steps} left out of the run (train.skip). To see what it would have done: --set train.skip=[]")
+
+
+def check_without(history: History, change: Change, last: int) -> None:
+    """Refuse to leave out samples of other steps only, or all samples of a step, or raise ConfigError."""
+    if not change.without or change.overrides:  # under other keys a step may have other samples
+        return
+    steps, is_used = range(change.from_step, last + 1), False
+    for step in steps:
+        left_out = [sample in change.without for sample in history.samples_of(step).tolist()]
+        is_used = is_used or any(left_out)
+        if all(left_out) and step not in change.skip:
+            raise ConfigError(f"--without: these are all samples of step {step:,}. To leave the whole step out: --skip {step}")
+    if not is_used:
+        which = f"step {last:,} uses" if len(steps) == 1 else f"steps {steps.start:,} to {last:,} use"
+        raise ConfigError(f"--without: {which} none of these samples, so nothing would be changed.")
 
 
 def check_look(options: argparse.Namespace, change: Change) -> None:

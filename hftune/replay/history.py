@@ -19,8 +19,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
+from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
@@ -119,6 +121,12 @@ class History:
         """Refuse a step that the run never took, nor was about to take, or raise ConfigError."""
         if step not in self.ledger.steps and not self.is_next(step):
             raise ConfigError(f"{self.folder} has no step {step:,}: it has {min(self.ledger.steps):,} to {self.last:,}.")
+
+    def samples_of(self, step: int) -> np.ndarray:
+        """Return the numbers of the training samples that a step uses, after the plan in its start line."""
+        plan = BatchPlan(**self.start_of(step)["plan"])
+        epoch, place = divmod(step - 1, plan.num_steps)
+        return plan.epoch(epoch).order_N[place * plan.batch_size : (place + 1) * plan.batch_size]
 
     def check_change(self, change: Change) -> None:
         """Refuse to change in the middle of a run what its weights have been trained with from the first step on.

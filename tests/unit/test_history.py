@@ -189,6 +189,15 @@ def test_change_that_makes_no_sense(tmp_path, capsys, words, said):
     assert refused(capsys, recorded(tmp_path / "out"), "--steps", "4:5", *words) == said
 
 
+def test_samples_left_out_that_would_change_nothing_or_leave_nothing(tmp_path, capsys):
+    folder = recorded(tmp_path / "out")
+    (third, fourth) = (",".join(map(str, History.open(folder).samples_of(step).tolist())) for step in (3, 4))
+    said = refused(capsys, folder, "--step", 4, "--without", third)
+    assert said == "--without: step 4 uses none of these samples, so nothing would be changed."
+    said = refused(capsys, folder, "--steps", "3:4", "--without", fourth)
+    assert said == "--without: these are all samples of step 4. To leave the whole step out: --skip 4"
+
+
 def test_data_that_have_moved(tmp_path, capsys):
     rows = {name: tmp_path / "old" / f"{name}.jsonl" for name in ("train", "eval")}
     rows["train"].parent.mkdir()
