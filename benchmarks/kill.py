@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from record import parse_options, print_table, save
 from safetensors.torch import load_file
 
@@ -114,6 +115,8 @@ def broken_run(folder: Path, count: int, kind: str, kills: int, draw: random.Ran
                 except ProcessLookupError:
                     continue
             killed += bool(victims)  # none where both had just ended
+            with FileLock(folder / ".lock", timeout=30):
+                pass  # the last of them is gone
         if process.wait() == 0:
             return killed
         if not victims:

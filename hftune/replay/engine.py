@@ -145,7 +145,7 @@ class Replayer:
     parts: Parts
     _task: Task
     _datasets: Mapping[str, Any]
-    _data_of: dict[str, Any]
+    data_of: dict[str, Any]
     digests: dict[str, str]
     """Of the data here, such as {"train data": "all:..."}."""
     step: int
@@ -186,17 +186,17 @@ class Replayer:
         recipe = self.history.recipe_at(self._first, *self.change.overrides_at(self._first))
         with ExitStack() as stack:
             if self._like is None:
-                self._session = stack.enter_context(Session(recipe))
+                self.session = stack.enter_context(Session(recipe))
             else:
-                self._session = self._like._session
+                self.session = self._like.session
             self._load_data(recipe)
             if self._like is None:
-                self._group = Collectives(self._session.join(), self._session.progress)
+                self.group = Collectives(self.session.join(), self.session.progress)
             else:
-                self._group = self._like._group
+                self.group = self._like.group
             recipe.task = self._task
-            self._session.recipe = recipe  # whose data are compared
-            self.digests = self._session.compare(self._group, self._datasets, self._task.commits())
+            self.session.recipe = recipe  # whose data are compared
+            self.digests = self.session.compare(self.group, self._datasets, self._task.commits())
             stack.callback(torch.set_num_threads, self._num_threads)
             stack.callback(self._end_workers)
             self.rewind(self._first)
@@ -285,12 +285,12 @@ class Replayer:
     def _load_data(self, recipe: Recipe) -> None:
         """Load the data of a recipe, unless a replayer that is open has the same."""
         what = {key: value for key, value in recipe.to_dict().items() if key in ("seed", "task")} | {"off": recipe.eval.is_off}
-        if self._like is not None and what == self._like._data_of:
-            self._task, self._datasets = self._like._task, self._like._datasets
+        if self._like is not None and what == self._like.data_of:
+            self._task, self._datasets = self._like.task, self._like.datasets
         else:
-            self._session.progress.stage("preparing the data")
+            self.session.progress.stage("preparing the data")
             self._task, self._datasets = recipe.task, load_datasets(recipe)
-        self._data_of = what
+        self.data_of = what
         self._augmented = augmented(self._datasets["train"], self._task, recipe.seed, 0)
         then, now = self.history.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
         if then != now and not self._changes_data:
@@ -325,8 +325,8 @@ class Replayer:
             found.extend([checkpoint] if checkpoint else [])
             return step, checkpoint.progress.get("base") if checkpoint else None
 
-        self._session.progress.stage("reading the checkpoint")
-        step, base = self._group.on_main(read)
+        self.session.progress.stage("reading the checkpoint")
+        step, base = self.group.on_main(read)
         saved = (found[0].tensors, found[0].progress["values"]) if found else None
         terms = self._terms_of(step + 1)
         if step and hasattr(self, "strategy") and terms == self._terms:
@@ -334,7 +334,7 @@ class Replayer:
             self._load(saved, step)
         else:
             self._set_up(terms, saved, step)
-        if step and self._group.broadcast(self.parts.base) != base:
+        if step and self.group.broadcast(self.parts.base) != base:
             raise ConfigError(
                 f"The checkpoint of step {step:,} holds adapters of another base model: the frozen weights that are loaded now "
                 "have other values or another precision. Restore task.model as it was."
@@ -347,11 +347,11 @@ class Replayer:
             del self.strategy, self.parts
         self._terms, recipe = terms, terms.recipe
         self._use_threads(terms.start)
-        parts = build(recipe, self._session.progress, self._datasets)
+        parts = build(recipe, self.session.progress, self._datasets)
         accelerator = start_accelerator(recipe.train)
-        self.strategy = strategy = choose_strategy(accelerator, recipe, self._session.progress)
+        self.strategy = strategy = choose_strategy(accelerator, recipe, self.session.progress)
         if self.change.without:
-            self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self._session.progress)
+            self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self.session.progress)
         self.parts = parts
         if not step:
             self._compare_weights(terms.start)
@@ -381,7 +381,7 @@ class Replayer:
     def _use_threads(self, start: Mapping[str, Any]) -> None:
         """Compute with as many threads as the run, whose number changes the last bits, if it had as many processes."""
         threads = start.get("hardware", {}).get("threads")
-        if threads and start["world_size"] == self._group.num_processes and self._group.device.type == "cpu":
+        if threads and start["world_size"] == self.group.num_processes and self.group.device.type == "cpu":
             torch.set_num_threads(threads)
 
     def _keep_parts(self, terms: Terms) -> None:

@@ -151,6 +151,12 @@ def leaves_of_nested_values():
     assert tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
 
 
+def nested_values_changed_at_their_leaves():
+    from torch.utils._pytree import tree_map
+
+    assert tree_map(lambda value: value + 1, {"a": [1, (2,)], "b": 3}) == {"a": [2, (3,)], "b": 4}
+
+
 # torch: pipelines
 
 
@@ -475,6 +481,13 @@ TABLE = [
         "the tensors of any outputs",
         NO_ISSUE,
         leaves_of_nested_values,
+    ),
+    Upstream(
+        "torch.utils._pytree.tree_map",
+        "replay",
+        "one sample of a batch, and detached outputs, whatever their nesting",
+        NO_ISSUE,
+        nested_values_changed_at_their_leaves,
     ),
     *(
         Upstream(
