@@ -366,7 +366,8 @@ class Attendance:
         if not is_so:
             self._since.pop(what, None)
             return 0.0
-        return time.monotonic() - self._since.setdefault(what, time.monotonic())
+        now = time.monotonic()
+        return now - self._since.setdefault(what, now)
 
     # The threads that see who is cut off
 
