@@ -21,7 +21,7 @@ from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
 from hftune.data.augmentation import augmented
 from hftune.distributed.pulse import marked_while_moving
-from hftune.distributed.regroup import RoundOver, RoundWatch
+from hftune.distributed.regroup import RoundWatch
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
@@ -66,6 +66,8 @@ class Run:
     throughput: Throughput = field(default_factory=Throughput)
     reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
+    saved: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was begun, or training."""
 
     @cached_property
     def recipe_text(self) -> str:
@@ -206,7 +208,8 @@ def take_step(run: Run, batch: StepBatch) -> None:
     """
     config, state, strategy = run.recipe.train, run.state, run.strategy
     lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps)
-    strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop) or run.rounds.asks_to_leave)
+    leaves = bool(run.stop) or run.rounds.asks_to_leave
+    strategy.forward_backward(batch, run.recipe.seed, state.step, stop=leaves, save=checkpoint_is_late(run))
     report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
     stop_unless_finite(run, batch, report)
     strategy.optimizer_step(lr)
@@ -242,7 +245,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
         evaluate_and_keep(run)
     if run.has_ended() and not is_logged:
         log_step(run, report.loss, report.grad_norm, lr)
-    if checkpoint_is_due(run):
+    if report.save or checkpoint_is_due(run):
         save_checkpoint(run)
 
 
@@ -285,11 +288,9 @@ def stop(run: Run) -> NoReturn:
     """Write a checkpoint and end training here. Collective.
 
     Raises:
-        Interrupted: always, on all processes. A RoundOver where this one goes on with others.
+        Interrupted: always, on all processes.
     """
     save_checkpoint(run)
-    if not run.stop and run.rounds.has_promised and (over := run.rounds.wait()) is not None:
-        raise RoundOver(over.reason)
     raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped after step {run.state.step}.")
 
 
@@ -304,6 +305,14 @@ def checkpoint_is_due(run: Run) -> bool:
     state = run.state
     is_best = state.best_step == state.step  # so that the best model's checkpoint is one of those that are kept
     return is_best or run.has_ended() or run.recipe.checkpoint.falls_on(state.step, run.num_steps, run.plan.num_steps)
+
+
+def checkpoint_is_late(run: Run) -> bool:
+    """Say whether ``checkpoint.every_s`` asks for one after this step. The main process decides; its sums tell the others."""
+    every_s = run.recipe.checkpoint.every_s
+    if every_s is None or not run.strategy.is_main:
+        return False
+    return time.monotonic() - run.saved >= every_s and not run.checkpointer.is_writing
 
 
 def save_checkpoint(run: Run) -> None:
@@ -322,6 +331,7 @@ def save_checkpoint(run: Run) -> None:
             logs = [run.tracker.path, run.ledger.path]
             run.checkpointer.write(state.step, tensors, progress, run.recipe_text, state.best_step, logs)
     run.throughput.checkpoint_seconds += time.monotonic() - began
+    run.saved = began
 
 
 def say_failed_checkpoint(run: Run) -> None:

@@ -18,13 +18,9 @@ from pathlib import Path
 
 from hftune.distributed.failure_report import is_second_hand
 from hftune.distributed.process_info import ProcessInfo
-from hftune.distributed.rounds import ROUND, AgentFolder, Over, present_round
+from hftune.distributed.rounds import LOOK_S, ROUND, AgentFolder, Over, present_round, wait_for_agent
 from hftune.errors import Interrupted, TrainingError
 
-POLL_S = 0.05
-"""Between two looks into the agent's folder."""
-OVER_S = 30.0
-"""How long a process whose connections broke waits to hear that its round is over. Agents notice a loss within seconds."""
 DESCRIPTORS = Path("/proc/self/fd")
 """Where Linux lists the open files of a process."""
 SET_BY_TRAINING = ("ACCELERATE_", "GLOO_", "NCCL_", "TP_")
@@ -112,30 +108,23 @@ class RoundWatch:
             is_lost = self.over is not None and not self.over.is_planned
             if not self.has_promised or not (is_second_hand(error) or (is_lost and _is_about_store(error))):
                 raise
-            if self.wait(OVER_S, has_failed) is None:
+            if (over := wait_for_agent(has_failed)) is None:
                 raise
         else:
             return
-        raise RoundOver(self.over.reason)  # outside the handler, whose error would keep the broken step in memory
-
-    def wait(self, seconds: float = OVER_S, has_failed: Callable[[], bool] = lambda: False) -> Over | None:
-        """Wait for the agent's word, at most so long, or until ``has_failed``; return it if it has come."""
-        until = time.monotonic() + seconds
-        while self.over is None and time.monotonic() < until and not has_failed():
-            time.sleep(POLL_S / 5)
-        return self.over
+        raise RoundOver(over.reason)  # outside the handler, whose error would keep the broken step in memory
 
     def hang_up(self) -> None:
         """Shut the connections to the other processes: whoever waits in a collective, here and there, gets an error."""
         hang_up(self._joined())
 
     def _listen(self) -> None:
-        while not self._left.wait(POLL_S):
+        while not self._left.wait(LOOK_S):
             if self.over is None:
                 self.over = self.folder.over(self.number)
             if self.over is not None and not self.over.is_planned and self.has_promised:
                 self.hang_up()  # again and again: the main thread may be making new ones
-                self._left.wait(4 * POLL_S)
+                self._left.wait(4 * LOOK_S)
 
 
 def _is_about_store(error: RuntimeError) -> bool:
@@ -207,7 +196,7 @@ class Environment:
         while (members := folder.members(number)) is None:
             if os.getppid() != self._parent:
                 raise TrainingError(f"The launcher on host {info.host} ended before round {number} began.")
-            time.sleep(POLL_S / 5)
+            time.sleep(LOOK_S / 5)
         for name in [name for name in os.environ if name.startswith(SET_BY_TRAINING) and name not in self._before]:
             del os.environ[name]
         rank, size = str(members.first_rank + info.local_rank), str(members.world_size)

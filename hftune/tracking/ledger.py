@@ -64,7 +64,7 @@ class Ledger:
             self._size = sum(len(text) + 1 for text in texts)
             self._file = self.path.open("ab", buffering=0)
             self._file.truncate(self._size)
-        if last is not None and (noted := _last_step(texts)) is not None and noted < step:
+        if last is not None and (noted := _reached(texts)) is not None and noted < step:
             (self.note if "loss" in last else self.note_skipped)(**last)
         self._append(strict_json({"format": FORMAT, "after_step": step, **facts}, default=str))
 
@@ -209,12 +209,12 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
 
 def holds_step(path: Path, step: int) -> bool:
     """Say whether a ledger reaches to a step, or to the one before it, whose successor can still be noted."""
-    noted = _last_step(whole_lines(path)) if path.is_file() else None
+    noted = _reached(whole_lines(path)) if path.is_file() else None
     return noted is not None and noted >= step - 1
 
 
-def _last_step(texts: Sequence[bytes]) -> int | None:
-    """Return the last step that lines speak of: of a step, or of a start after it; None if none does."""
+def _reached(texts: Sequence[bytes]) -> int | None:
+    """Return the step that lines lead to, of a step or of a start after it; None if none does."""
     lines = (_values(text) or {} for text in reversed(texts))
     return next((line.get("step", line.get("after_step")) for line in lines if "step" in line or "after_step" in line), None)
 
@@ -225,6 +225,12 @@ def whole_lines(path: Path) -> list[bytes]:
     while texts and _values(texts[-1]) is None:
         texts.pop()
     return texts
+
+
+def last_step(path: Path) -> int:
+    """Return the last step that a ledger has a line of, whether it counts or not; 0 if it has none or is not there."""
+    lines = map(_parse, reversed(whole_lines(path) if path.is_file() else []))
+    return next((line["step"] for line in lines if line is not None and "step" in line), 0)
 
 
 def _parse(text: bytes) -> Line | None:
