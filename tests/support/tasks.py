@@ -107,25 +107,26 @@ class Tagging(Task):
 
 
 @dataclass
-class PacedTagging(Tagging):
-    """Sleeps ``pause_s`` for each micro-batch."""
+class Braked(Task):
+    """Each micro-batch takes ``pause_s`` as long as the file ``brake`` exists: what is done meanwhile can take as long as it may."""
 
-    pause_s: float = 0.0
+    pause_s: float = 0.1
+    brake: str = ""
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        time.sleep(self.pause_s)
+        if Path(self.brake).is_file():
+            time.sleep(self.pause_s)
         return super().inputs(batch)
 
 
 @dataclass
-class PacedReviews(SequenceClassification):
-    """Sleeps ``pause_s`` for each micro-batch."""
+class BrakedTagging(Braked, Tagging):
+    """See Braked."""
 
-    pause_s: float = 0.0
 
-    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        time.sleep(self.pause_s)
-        return super().inputs(batch)
+@dataclass
+class BrakedReviews(Braked, SequenceClassification):
+    """See Braked."""
 
 
 class Net(nn.Module):
