@@ -62,8 +62,8 @@ PLACE_S = 30.0
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
 LEAVE_S = 5.0
-ROLE, RANKS, FINISHED = "torchelastic/role_info/", "torchelastic/assigned_ranks/", "torchelastic/agent/terminal_state"
-"""Beginnings of the keys under which torchrun's agents tell each other their numbers of processes, their ranks, and the end."""
+ROLE = "torchelastic/role_info/"
+"""Beginning of the keys under which torchrun's agents tell each other their numbers of processes."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
         self._earlier_server: TCPStore | None = None  # processes that stay leave it only when they join the new one
         self._told: rounds.Over | None = None
-        self._has_left = False
+        self._has_left = self._is_leaving = False
         self._inner_handlers: dict[int, Any] = {}
         os.environ[rounds.FOLDER] = str(self.folder.path)
         allow_open_files()
@@ -396,14 +396,47 @@ class ElasticRendezvous(RendezvousHandler):
         self._check_place()
         membership = self.attendance.membership
         assert membership is not None
-        if self._goes_on(membership) or self._has_left or membership.phase is Phase.ENDED:
+        if self._goes_on(membership) or self._is_leaving or membership.phase is Phase.ENDED:
             return 0
-        return 1
+        is_here = self.attendance.me.id in membership.machines
+        can_stay = is_here and self.folder.will_stay(self.round, self.local_world_size)
+        return 0 if can_stay and self._meet_in_place() else 1
 
     def shutdown(self) -> bool:
         """Leave by word. The others go on if this machine has failed."""
         self._end()
         return True
+
+    def _meet_in_place(self) -> bool:
+        """Meet for the next round while the processes wait for it; return False if they must be restarted for another one."""
+        following = self.round + 1
+        self._meet(stays=True)
+        sizes = self.sizes({"local_world_size": self.local_world_size})
+        if self.round != following or sizes is None:
+            return False
+        rank, (address, port) = self.machine_rank, self._address
+        first = sum(sizes[:rank])
+        self.folder.begin(rounds.Members(self.round, first, sum(sizes), len(sizes), rank, address, port))
+        return True
+
+    def sizes(self, own: dict[str, Any] | None = None) -> list[int] | None:
+        """Exchange the machines' numbers of processes, by machine rank; None if the round is over before all have told.
+
+        Args:
+            own: to be told, in the words of torchrun's agent; None if it has told already.
+        """
+        store = self.store
+        if own is not None:
+            store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
+        keys = [f"{ROLE}{rank}" for rank in range(len(self._members))]
+        with suppress(DistError):
+            while not store.check(keys):
+                membership = self.attendance.membership
+                if membership is None or not self._goes_on(membership) or self.attendance.unanswered_s > PLACE_S:
+                    return None
+                self.attendance.wait(BEAT_S / 10)
+            return [json.loads(value)["local_world_size"] for value in store.multi_get(keys)]
+        return None
 
     @property
     def machine_rank(self) -> int:
@@ -423,9 +456,8 @@ class ElasticRendezvous(RendezvousHandler):
             if membership is None:
                 continue
             self._check_job(membership)
-            if membership.phase is Phase.RUNNING and attendance.me.id in membership.members:
-                if membership.round > self.round:
-                    break
+            if self._is_in_new_round(membership):
+                break
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt
@@ -436,6 +468,10 @@ class ElasticRendezvous(RendezvousHandler):
                 say(f"{self._situation(membership)}")
                 reminder_s += REMINDER_S
         self._begin(membership)
+
+    def _is_in_new_round(self, membership: Membership) -> bool:
+        is_member = membership.phase is Phase.RUNNING and self.attendance.me.id in membership.members
+        return is_member and membership.round > self.round
 
     def _connect(self, membership: Membership) -> bool:
         """Open this round's store, or connect to it; return False while nobody has opened it."""
@@ -566,6 +602,7 @@ class ElasticRendezvous(RendezvousHandler):
                 signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: Any) -> None:
+        self._is_leaving = True
         self.attendance.say(is_leaving=True)
         inner = self._inner_handlers[number]
         if not callable(inner):
@@ -574,9 +611,9 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 class RoundStore:
-    """What torchrun's agent takes for the store of the rounds, in which agents tell each other ranks, and that they finish.
+    """What torchrun's agent takes for its store: agents tell each other their numbers of processes there, and that they finish.
 
-    The agent knows only the rounds for which it starts processes, so these things are looked up in the present one.
+    An agent asks only in rounds for which it starts processes. Here, those whose processes stay take part as well.
     """
 
     def __init__(self, meeting: ElasticRendezvous):
@@ -587,25 +624,33 @@ class RoundStore:
         self.timeout = timeout
 
     def set(self, key: str, value: Any) -> None:
+        if key.startswith(ROLE):
+            self._meeting.local_world_size = json.loads(value)["local_world_size"]
         self._meeting.store.set(key, value)
 
-    def get(self, key: str) -> bytes:
-        return self._meeting.store.get(key)
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self._meeting.store.multi_set(keys, values)
-
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._meeting.store.multi_get(keys)
+        """Return all machines' numbers of processes; of none if the round is over already."""
+        sizes = self._meeting.sizes()
+        role = {"role": "default", "rank": 0}
+        return [json.dumps({**role, "local_world_size": size}).encode() for size in sizes or [0] * len(keys)]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Ignore the ranks that the first machine's agent gives: each machine counts for itself."""
+
+    def get(self, key: str) -> bytes:
+        """Return the first rank of this machine's processes and the number of all processes, twice: there is one role."""
+        rank, own = self._meeting.machine_rank, self._meeting.local_world_size
+        sizes = self._meeting.sizes() or [own] * (rank + 1)  # if the round is over, so are these processes, at once
+        first, total = sum(sizes[:rank]), sum(sizes)
+        return json.dumps([first, total, first, total]).encode()
 
     def add(self, key: str, amount: int) -> int:
-        return 0 if key.startswith(FINISHED) else self._meeting.store.add(key, amount)
+        """Ignore the count of machines that have finished; ``wait`` asks the document."""
+        return 0
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if all(key.startswith(FINISHED) for key in keys):
-            self._meeting.finish()
-        else:
-            self._meeting.store.wait(keys, timeout or self.timeout)
+    def wait(self, keys: list[str]) -> None:
+        """Wait for the other machines to finish, as nothing else is waited for."""
+        self._meeting.finish()
 
 
 def _say_without_traceback(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
