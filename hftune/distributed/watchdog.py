@@ -26,7 +26,8 @@ from hftune.distributed.failure_report import GOT_SIGTERM, PATIENCE_S, STOPPED, 
 from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.distributed.rounds import agents_word
+from hftune.distributed.regroup import RoundWatch
+from hftune.distributed.rounds import AGENT_S, agents_word
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
 
@@ -85,6 +86,7 @@ class Watchdog:
         look: returns the store that the processes of this attempt share, or None while it is not known.
         has_group: whether all processes have joined; else some may not have started yet.
         secret: names the key of the report, which outsiders at the launcher's port cannot guess.
+        rounds: of an elastic job. The loss of a process or of the store is then its agent's affair for a while.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Watchdog:
         look: Callable[[], Any | None],
         has_group: bool,
         secret: str = "",
+        rounds: RoundWatch | None = None,
     ):
         self.here, self.progress, self.close_all, self.has_group = here, progress, close_all, has_group
+        self._rounds, self._lost_at = rounds, 0.0
         self.dead_after_s = limits.dead_after_s
         self.peers = Peers(here, progress, limits, has_group)
         self.store: Any = None
@@ -205,6 +209,8 @@ class Watchdog:
                     return
                 self._pause()
         except RuntimeError:  # torch's DistError
+            while self.state is not State.CLOSED and self._is_outlived():
+                time.sleep(BEAT_S / 10)
             self.loss = self._describe_loss()
 
     def _meet(self) -> bool:
@@ -232,9 +238,10 @@ class Watchdog:
         self.peers.look_around()
         self.store.set(f"beat/{self.here.rank}", json.dumps(self._sign()))
         if self.report is None:
-            self.report = self._find_report(passed_s)
-            if self.report is None:
+            found = self._find_report(passed_s)
+            if found is None or (found.is_of_lost and self._is_outlived()):
                 return
+            self.report = found
             if self.report.is_stall:
                 print(self._stack(), file=sys.stderr, flush=True)
             self._failure_is_known.set()
@@ -277,12 +284,19 @@ class Watchdog:
 
     def _judge(self, passed_s: float) -> Report | None:
         """Return a report if another process is gone or silent, this one got SIGTERM, or all are stalled."""
-        if (report := self.peers.find_dead(passed_s, self._connection_is_broken)) is not None:
+        if (report := self.peers.find_dead(passed_s, self._connection_is_broken)) is not None and not self._is_outlived():
             return report
         if self._got_sigterm and self.reports_sigterm:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
             return Report(f"{text}, from its launcher, a scheduler or a person.", rank=self.here.rank)
         return self.peers.find_stall(self._sign())
+
+    def _is_outlived(self) -> bool:
+        """Say whether this process may go on without one that is lost. It waits AGENT_S for its agent to say so."""
+        if self._rounds is None or not self._rounds.has_promised:
+            return False
+        self._lost_at = self._lost_at or time.monotonic()
+        return self._rounds.over is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
         main = self.peers.beats.get(0)
