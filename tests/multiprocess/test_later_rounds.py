@@ -1,4 +1,7 @@
-"""Processes of an elastic job through three rounds: machines leave by word, then without one. The test is their agent."""
+"""Processes of an elastic job through three rounds: machines leave by word, then without one. The test is their agent.
+
+Under FSDP, where no process has all of the state, so that new ones are started for each round.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Over
 from hftune.tracking.ledger import audit, last_step
-from tests.support.runs import Command
+from tests.support.runs import FSDP, Command
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 
@@ -19,7 +22,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     words = (f"recipe={FAULTY}", f"output_dir={out}", "resume=never", "task.pause_s=0.1")
 
     def start(number: int, world_size: int, *more: str) -> Command:
-        return Command(world_size, *words, *more, **{ROUND: str(number), FOLDER: str(tmp_path), JOB: "job"})
+        return Command(world_size, *words, *more, **FSDP, **{ROUND: str(number), FOLDER: str(tmp_path), JOB: "job"})
 
     def wait_for_step(step: int, job: Command) -> None:
         while last_step(out / "ledger.jsonl") < step:
