@@ -296,6 +296,8 @@ class Watchdog:
         if self._rounds is None or not self._rounds.has_promised:
             return False
         self._lost_at = self._lost_at or time.monotonic()
+        if self._rounds.over is not None:  # perhaps planned, before the loss: then nobody has been woken
+            self._rounds.hang_up()
         return self._rounds.over is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
