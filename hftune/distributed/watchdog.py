@@ -301,6 +301,8 @@ class Watchdog:
         if self.here.round is None:
             return False
         self._lost_at = self._lost_at or time.monotonic()
+        if self._rounds is not None and self._rounds.over is not None:  # perhaps planned, before the loss: then nobody has been woken
+            self._rounds.hang_up()
         return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
