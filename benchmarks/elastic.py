@@ -204,7 +204,9 @@ def broken_run(
     endpoint = f"{stays.address}:{PORT}" if options.meeting == "host" else str(folder / "meeting")
     words = [*WORDS, f"train.max_steps={num_steps(options)}", f"task.pause_s={options.pause}", "train.dead_after_s=20"]
     variables = {"HFTUNE_REGROUP": "restart"} if options.restart else {}
-    job = ElasticJob(folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, "last_call=3,regroup_every=3", variables)
+    job = ElasticJob(
+        folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, "last_call=3,regroup_every=3", variables
+    )
     there, found = Machines(job, members, draw), []
     meeting = job.run(stays, "-m", "hftune.cli", "meeting", str(PORT)) if options.meeting == "host" else None
     try:

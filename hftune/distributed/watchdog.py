@@ -301,7 +301,9 @@ class Watchdog:
         if self.here.round is None:
             return False
         self._lost_at = self._lost_at or time.monotonic()
-        if self._rounds is not None and self._rounds.over is not None:  # perhaps planned, before the loss: then nobody has been woken
+        if (
+            self._rounds is not None and self._rounds.over is not None
+        ):  # perhaps planned, before the loss: then nobody has been woken
             self._rounds.hang_up()
         return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
