@@ -26,8 +26,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -35,7 +36,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from hftune.config import Recipe
 from hftune.distributed import rounds
+from hftune.distributed.consistency import differences, fingerprint, remedies
 from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePlace
 from hftune.distributed.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.distributed.network import interfaces, is_own_address, outward_interfaces, resolve, route_to
@@ -82,20 +85,54 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
     Raises:
         SystemExit: a parameter is invalid, or nothing answers.
     """
-    config = params.config
-    least = int(_number(config, "min_machines", params.min_nodes))
+    config, most = params.config, params.max_nodes
+    least = _number(config, "min_machines", params.min_nodes)
+    if not (least.is_integer() and least <= most):
+        refuse(f"--rdzv_conf min_machines={config['min_machines']} is no whole number up to the most, {most}.")
+    recipe = recipe_of_launcher()
     times = Times(
         join=join_timeout_s(config.get("join_timeout")),
         last_call=_number(config, "last_call", LAST_CALL_S),
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S),
-        regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S),
+        regroup_every=_number(config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)),
     )
     try:
         place, where, address, is_host = _find_place(params, times)
     except (ConfigError, OSError) as error:
         leave(str(error))
     me = Machine(uuid.uuid4().hex, socket.gethostname(), address)
-    return ElasticRendezvous(Attendance(place, me, least, params.max_nodes, times), where, params.run_id, is_host)
+    attendance = Attendance(place, me, int(least), most, times, fingerprint(recipe))
+    if recipe is not None:
+        folder = Path(recipe.output_dir) / "checkpoints"
+        attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("step_*")), default="")
+    return ElasticRendezvous(attendance, where, params.run_id, is_host)
+
+
+def refuse(message: str) -> NoReturn:
+    """End the launcher, which cannot be started like this."""
+    say(message)
+    sys.exit(2)
+
+
+def recipe_of_launcher() -> Recipe | None:
+    """Return the recipe in this launcher's command line; None if it does not train a recipe.
+
+    Raises:
+        SystemExit: the recipe is invalid.
+    """
+    modules = [index for index, (before, _) in enumerate(pairwise(sys.argv)) if before in ("-m", "--module")]
+    if not modules or not sys.argv[modules[0] + 1].startswith("hftune."):
+        return None
+    words = [word for word in sys.argv[modules[0] + 2 :] if "=" in word and not word.startswith("-")]
+    if not any(word.startswith("recipe=") for word in words):
+        return None
+    sys.path.insert(0, str(Path.cwd()))  # as for the processes, which are started with python -m
+    try:
+        return Recipe.from_argv(words)
+    except ConfigError as error:
+        refuse(str(error))
+    finally:
+        sys.path.pop(0)
 
 
 def _number(config: dict[str, Any], name: str, default: float) -> float:
@@ -104,7 +141,7 @@ def _number(config: dict[str, Any], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        leave(f"--rdzv_conf {name}={config.get(name, default)} is not a number above 0.")
+        refuse(f"--rdzv_conf {name}={config.get(name, default)} is not a number above 0.")
     return value
 
 
@@ -124,6 +161,10 @@ def _find_place(params: RendezvousParameters, times: Times) -> tuple[MeetingPlac
         raise ConfigError(f"{where}: {error}") from error
     meeting = Meeting(host, port, params.max_nodes, params.run_id, times.join, params.config)
     store, is_host = meeting.find_store()
+    if not is_host and store.check([f"hftune/machines/{params.run_id}/joined"]):
+        raise ConfigError(
+            f"A job with a fixed number of machines meets at {host}:{port}. Give this one another port or another --rdzv-id."
+        )
     address = params.local_addr or route_to(resolve(host)).address
     return StorePlace(store, params.run_id), f"{host}:{port}", address, is_host
 
@@ -153,8 +194,12 @@ def own_address() -> str:
 class Attendance:
     """A thread that takes part in the job for this agent: gives a sign of life, notices, and advances the document."""
 
-    def __init__(self, place: MeetingPlace, me: Machine, least: int, most: int, times: Times):
+    def __init__(self, place: MeetingPlace, me: Machine, least: int, most: int, times: Times, facts: dict[str, Any]):
         self.place, self.least, self.most, self.times = place, least, most, times
+        self.facts = facts
+        """What all machines must have in common, see consistency.py."""
+        self.refusal: str | None = None
+        """Why this machine cannot be in the job."""
         self._listener = socket.create_server((me.address, 0), family=_family(me.address))
         self.me = replace(me, port=self._listener.getsockname()[1])
         self.membership: Membership | None = None
@@ -234,6 +279,10 @@ class Attendance:
                 return
             if self.job is None and (membership is None or self._is_over(membership, silence)):
                 membership = Membership(uuid.uuid4().hex, self.least, self.most)
+                self.place.note(f"facts-{membership.job}", json.dumps(self.facts))
+            elif self.job is None and membership is not None and (refusal := self._refusal(membership)):
+                self.refusal, self._ends = refusal, True
+                return
             if membership is None or self.job not in (None, membership.job):
                 break  # another job has begun here
             view = self._notice(own, membership, silence, cut)
@@ -266,6 +315,22 @@ class Attendance:
         if membership is None or self._is_over(membership, silence):
             return True
         return any(self._silence.has_changed(name) for name in silence)
+
+    def _refusal(self, membership: Membership) -> str | None:
+        """Say why this machine does not fit into the job; None if it does."""
+        remedy = "If it is to be a job of its own, give it another meeting place or another --rdzv-id."
+        if (self.least, self.most) != (membership.least, membership.most):
+            return (
+                f"This machine was started for {self.least}:{self.most} machines, and the job that runs here for "
+                f"{membership.least}:{membership.most}. Start all with the same numbers. {remedy}"
+            )
+        theirs = json.loads(self.place.note(f"facts-{membership.job}"))
+        if not (different := differences(self.facts, theirs)):
+            return None
+        return (
+            f"This machine is not let in. Compared with {theirs['host']}, which began the job that runs here, it has "
+            f"{'; '.join(different.values())}. {remedies(different)} {remedy}"
+        )
 
     def _is_over(self, membership: Membership, silence: dict[str, float]) -> bool:
         living = [name for name in membership.machines if silence.get(name, 0.0) <= self.times.keep_alive]
@@ -301,7 +366,8 @@ class Attendance:
         if not is_so:
             self._since.pop(what, None)
             return 0.0
-        return time.monotonic() - self._since.setdefault(what, time.monotonic())
+        now = time.monotonic()
+        return now - self._since.setdefault(what, now)
 
     # The threads that see who is cut off
 
@@ -452,6 +518,8 @@ class ElasticRendezvous(RendezvousHandler):
         while True:
             attendance.wait(BEAT_S / 10)
             self._check_place()
+            if attendance.refusal is not None:
+                refuse(f"{self.where}: {attendance.refusal}")
             membership = attendance.membership
             if membership is None:
                 continue
