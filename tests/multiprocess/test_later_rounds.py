@@ -39,9 +39,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     said, errors = job.communicate()
     reached = last_step(out / "ledger.jsonl")
     assert job.wait() == [75, 75] and f"Round 0 ends after step {reached}, with a checkpoint." in errors, errors
-    assert (
-        len(audit(out).steps and [*out.glob("checkpoints/*")]) == 2 and (out / "checkpoints" / f"step_{reached:08d}").exists()
-    )
+    assert (out / "checkpoints" / f"step_{reached:08d}").exists()
 
     # A machine is lost. The other one does not wait for a step that cannot be finished.
     job = start(1, 2, "checkpoint.every=null")
@@ -57,6 +55,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     assert f"Round 1, 2 processes on 1 machine: going on from step {reached} of 16" in said and "No step is lost." in said
     lost = last_step(out / "ledger.jsonl")
 
+    # The last machine goes on alone, with the whole model.
     job = start(2, 1, "checkpoint.every=null")
     said, errors = job.communicate()
     assert job.wait() == [0], errors
