@@ -199,9 +199,10 @@ class Environment:
             time.sleep(LOOK_S / 5)
         for name in [name for name in os.environ if name.startswith(SET_BY_TRAINING) and name not in self._before]:
             del os.environ[name]
-        rank, size = str(members.first_rank + info.local_rank), str(members.world_size)
+        local_rank = info.local_rank if members.local_ranks is None else members.local_ranks[info.local_rank]
         told = {
-            **{"RANK": rank, "WORLD_SIZE": size},
+            **{"RANK": str(members.first_rank + local_rank), "WORLD_SIZE": str(members.world_size)},
+            **{"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(members.local_world_size or info.local_world_size)},
             **{"GROUP_RANK": str(members.machine_rank), "GROUP_WORLD_SIZE": str(members.num_machines)},
             **{"MASTER_ADDR": members.address, "MASTER_PORT": str(members.port)},
             ROUND: str(members.round),

@@ -292,8 +292,8 @@ class Watchdog:
         return self.peers.find_stall(self._sign())
 
     def _is_outlived(self) -> bool:
-        """Say whether this process may go on without one that is lost. It waits AGENT_S for its agent to say so."""
-        if self._rounds is None or not self._rounds.has_promised:
+        """Say whether a loss is the agent's affair: the job goes on without the lost one. The agent has AGENT_S to say so."""
+        if self._rounds is None or not self._rounds.is_elastic:
             return False
         self._lost_at = self._lost_at or time.monotonic()
         return self._rounds.over is not None or time.monotonic() - self._lost_at < AGENT_S
