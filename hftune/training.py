@@ -216,6 +216,7 @@ def open_run(
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
+    output.keep_copies(strategy, session.at_end, run.checkpointer)
     return run
 
 
@@ -310,9 +311,11 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         fit(run)
         run.profiler.close()
         result = finish(run, output)
+        output.complete_copies()
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
+        output.complete_copies()
         raise Interrupted(f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
