@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from hftune.atomic import remove
 from hftune.checkpoints.atomic_files import only_writer, write_text
 from hftune.checkpoints.checkpointer import newest_step, steps
-from hftune.checkpoints.transfer import Changed, Receiver, Source
+from hftune.checkpoints.transfer import INCOMING, Changed, Receiver, Source
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.network import interfaces, route_to
 from hftune.distributed.process_info import ProcessInfo
@@ -86,10 +87,11 @@ def choose(offers: list[Offer], may_replace: bool) -> Offer | None:
     return max(others, key=lambda offer: (offer.starts, offer.step, -offer.rank), default=None)
 
 
-def take_newest(group: Collectives, folder: Path, may_replace: bool) -> Offer | None:
+def take_newest(group: Collectives, folder: Path, own_step: int, may_replace: bool) -> Offer | None:
     """Bring the newest state of the run from wherever it is into the main machine's folder. Collective.
 
     Args:
+        own_step: of the main machine's newest whole checkpoint; 0 if there is none, or none that may be resumed from.
         may_replace: see ``choose``.
 
     Returns:
@@ -101,7 +103,8 @@ def take_newest(group: Collectives, folder: Path, may_replace: bool) -> Offer | 
     """
     group.progress.stage("looking for the newest checkpoint on all machines")
     with own_folder(group, folder, makes_it=False) as is_own:
-        offers = group.gather_to_main([offer(group.process_index, folder)] if is_own else [])
+        step = own_step if group.is_main or not is_own else newest_step(folder / "checkpoints")
+        offers = group.gather_to_main([offer(group.process_index, folder, step)] if is_own else [])
     chosen: Offer | None = group.on_main(lambda: choose(sorted(offers, key=lambda one: one.rank), may_replace))
     if chosen is None or chosen.rank == 0:
         return chosen
@@ -143,13 +146,13 @@ def fetch_folder(receiver: Receiver, chosen: Offer) -> None:
             return
 
 
-def offer(rank: int, folder: Path) -> Offer:
-    """Return what this machine's folder holds. Reads all of its newest checkpoint."""
+def offer(rank: int, folder: Path, step: int) -> Offer:
+    """Return what this machine's folder holds besides the checkpoint of this step."""
     info, ledger, starts = ProcessInfo.from_environment(), folder / "ledger.jsonl", 0
     if ledger.is_file():
         with ledger.open("rb") as lines:
             starts = sum(b'"after_step"' in line for line in lines)
-    return Offer(rank, info.host, read_id(folder), job_run_id(), starts, newest_step(folder / "checkpoints"))
+    return Offer(rank, info.host, read_id(folder), job_run_id(), starts, step)
 
 
 def read_id(folder: Path) -> str:
@@ -192,18 +195,20 @@ def own_folder(group: Collectives, folder: Path, makes_it: bool) -> Iterator[boo
         group.any_process(False)  # nobody removes the file before all have tried
     finally:
         if is_own:
-            (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / name).unlink()
 
 
 def is_first_to_create(folder: Path, name: str, makes_it: bool) -> bool:
     """Create a file, and return whether it was not there yet. See ``own_folder``."""
-    try:
+    with suppress(OSError):  # a folder that cannot be written is nobody else's, either
         if makes_it:
             folder.mkdir(parents=True, exist_ok=True)
-        if folder.is_dir():
-            (folder / name).touch(exist_ok=False)
-    except OSError:  # it is there; or the folder cannot be written, and so takes no copy
-        return False
+        try:
+            if folder.is_dir():
+                (folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
     return True
 
 
@@ -250,6 +255,7 @@ class Copies:
             return "output_dir holds another run there"
         try:
             self._held.enter_context(only_writer(self.folder))
+            remove(self.folder / INCOMING)
         except ConfigError as error:
             return str(error)
         return None

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hftune.atomic import remove
 from hftune.checkpoints.atomic_files import only_writer, write_text
 from hftune.checkpoints.checkpointer import Checkpointer, steps
 from hftune.checkpoints.export import read_about, restore_export
 from hftune.checkpoints.mirror import RUN_ID, Copies, take_newest
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
+from hftune.checkpoints.transfer import INCOMING
 from hftune.config import Recipe
 from hftune.distributed.consistency import DIGEST
 from hftune.distributed.preflight import check_writable
@@ -100,6 +102,7 @@ class OutputDir:
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
             self._held.enter_context(only_writer(self.path))
+            remove(self.path / INCOMING)
             self.start = find_start(self.recipe)
 
     def before_release(self, callback: Callable[[], None]) -> None:
@@ -129,13 +132,15 @@ class OutputDir:
         number, resume = present_round(), self.recipe.resume
         if number is None or (number == 0 and resume != "auto"):
             return
-        source = take_newest(strategy, self.path, may_replace=resume == "never")
+        own = self.start.checkpoint
+        source = take_newest(strategy, self.path, own.step if own else 0, may_replace=resume == "never")
 
         def look_again() -> None:
             if source is None:  # whatever is in the folder is of another run
-                self.start = Start(group=group)
+                self.start = Start(notices=self.start.notices, group=group)
             elif source.rank != 0:
                 text = f"Step {source.step} was copied from {source.host}, whose output_dir has the newest state."
+                self.start = Start(group=group)  # its tensors take memory
                 self.start = find_start(self.recipe, group)
                 self.start.notices.insert(0, text)
 

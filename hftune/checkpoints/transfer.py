@@ -191,7 +191,7 @@ class Source:
         self._heard: dict[str, float] = {}
         """When each receiver was last there."""
         self._server = _Server((address, 0), self)
-        self.address = address, self._server.server_address[1]
+        self.address = address, self._server.server_port
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="copies", daemon=True).start()
 
     def renew(self) -> None:
@@ -281,7 +281,7 @@ class _Server(ThreadingHTTPServer):
         """As HTTPServer, which then looks its own name up: that may take many seconds."""
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, *_: Any) -> None:
         """The receiver has gone, and will ask again if it lives."""
