@@ -74,8 +74,8 @@ class RoundWatch:
         self._left.set()
 
     def promise(self) -> None:
-        """Promise the agent that this process outlives the round."""
-        if self.folder is not None and not self.has_promised:
+        """Promise the agent that this process outlives the round. HFTUNE_REGROUP=restart forbids it."""
+        if self.folder is not None and not self.has_promised and os.environ.get("HFTUNE_REGROUP") != "restart":
             self.has_promised = True
             self.folder.stay(self.number, ProcessInfo.from_environment().local_rank)
 
@@ -116,9 +116,7 @@ class RoundWatch:
                 raise
             if (over := wait_for_agent(has_failed)) is None:
                 raise
-        else:
-            return
-        raise RoundOver(over.reason)  # outside the handler, whose error would keep the broken step in memory
+            raise RoundOver(over.reason) from None
 
     def hang_up(self) -> None:
         """Shut the connections to the other processes: whoever waits in a collective, here and there, gets an error."""
@@ -205,9 +203,10 @@ class Environment:
             time.sleep(LOOK_S / 5)
         for name in [name for name in os.environ if name.startswith(SET_BY_TRAINING) and name not in self._before]:
             del os.environ[name]
-        rank, size = str(members.first_rank + info.local_rank), str(members.world_size)
+        local_rank = info.local_rank if members.local_ranks is None else members.local_ranks[info.local_rank]
         told = {
-            **{"RANK": rank, "WORLD_SIZE": size},
+            **{"RANK": str(members.first_rank + local_rank), "WORLD_SIZE": str(members.world_size)},
+            **{"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(members.local_world_size or info.local_world_size)},
             **{"GROUP_RANK": str(members.machine_rank), "GROUP_WORLD_SIZE": str(members.num_machines)},
             **{"MASTER_ADDR": members.address, "MASTER_PORT": str(members.port)},
             ROUND: str(members.round),
