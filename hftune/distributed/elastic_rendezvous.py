@@ -60,6 +60,8 @@ LAST_CALL_S = 30.0
 REGROUP_EVERY_S = 60.0
 CONNECT_S = 10.0
 """For the machines of a round to reach its store."""
+CUT_S = 2.0
+"""A machine that is silent is lost: only later may another one say that it does not reach it."""
 PLACE_S = 30.0
 """For the meeting place to answer again."""
 FINISH_S = 300.0
@@ -237,6 +239,7 @@ class Attendance:
         self._looked_at = self._answered_at = time.monotonic()
         self._count, self._silence = 0, Silence(2 * BEAT_S)
         self._since: dict[Any, float] = {}
+        self._unreached: str | None = None
         self._cut_s = 0.0
         self._checkpoint: Any = None
         self._threads = [
@@ -290,7 +293,7 @@ class Attendance:
         own, now = self._view, time.monotonic()
         passed_s, self._looked_at = now - self._looked_at, now
         self._count += 1
-        sign = {"count": self._count, "cut": self._cut_s > self.times.keep_alive}
+        sign = {"count": self._count, "cut": self._unreached if self._cut_s > self.times.keep_alive + CUT_S else None}
         self.place.give_sign(self.me.id, json.dumps(sign))
         text = self.place.read() or self._bring_back()
         while True:
@@ -337,7 +340,11 @@ class Attendance:
             with suppress(ValueError):  # it is being written
                 signs[name] = json.loads(text)
         silence = self._silence.look({name: signs.get(name, {}).get("count") for name in found}, passed_s)
-        return silence, frozenset(name for name, sign in signs.items() if sign["cut"])
+        first = membership.first if membership is not None else None
+        # Who has not reached the first machine of an earlier round, which was lost, says nothing about the present one.
+        return silence, frozenset(
+            name for name, sign in signs.items() if sign["cut"] in (name, first and first.id) and sign["cut"]
+        )
 
     def _may_come(self, membership: Membership | None, silence: dict[str, float]) -> bool:
         """Whether it is clear if anybody is alive in this job: it may have been left without a word."""
@@ -409,26 +416,24 @@ class Attendance:
         last = time.monotonic()
         while True:
             time.sleep(2 * BEAT_S)
-            now, is_reached = time.monotonic(), self._reaches_the_first()
-            self._cut_s = 0.0 if is_reached else self._cut_s + min(time.monotonic() - last, 4 * BEAT_S)
-            last = now
+            now, unreached = time.monotonic(), self._find_unreached()
+            is_known = unreached is not None and unreached == self._unreached
+            self._cut_s = self._cut_s + min(time.monotonic() - last, 4 * BEAT_S) if is_known else 0.0
+            self._unreached, last = unreached, now
 
-    def _reaches_the_first(self) -> bool:
+    def _find_unreached(self) -> str | None:
+        """Return the id of the first machine if it is not reached, or that of this one if its cable was pulled."""
         if not any(self.me.address in addresses for addresses in interfaces().values()):
-            return False  # the cable was pulled
+            return self.me.id
         membership = self.membership
-        if membership is None:
-            return True
-        is_running = membership.phase is Phase.RUNNING
-        leads = (membership.here(membership.members) if is_running else membership.candidates)[:1]
-        if not leads or leads[0].id == self.me.id:
-            return True
-        first = leads[0]
+        first = membership.first if membership is not None else None
+        if first is None or first.id == self.me.id:
+            return None
         try:
             socket.create_connection((first.address, first.port), timeout=2 * BEAT_S).close()
         except OSError:
-            return False
-        return True
+            return first.id
+        return None
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -474,8 +479,11 @@ class ElasticRendezvous(RendezvousHandler):
         """Meet the other machines for the next round.
 
         Raises:
-            SystemExit: they did not come in time, or the job has ended.
+            SystemExit: they did not come in time, the job has ended, or no other round helps.
         """
+        if (failure := self.folder.verdict()) is not None:
+            say(failure.text.removeprefix("hftune: "))
+            sys.exit(failure.code)
         self._hear_signals()
         if self.round < 0 and self.attendance.job is None:
             self.attendance.start()
@@ -592,7 +600,7 @@ class ElasticRendezvous(RendezvousHandler):
         assert membership.store is not None
         self._address = membership.store
         self.attendance.say(ready_after=None, stays=False)
-        os.environ[rounds.ROUND] = str(self.round)  # the processes inherit it
+        os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
         why = f" {membership.over.reason}." if membership.over is not None and before else ""
         say(f"Round {self.round}: {count} machine{'s' if count > 1 else ''}, {', '.join(map(str, self._members))}.{why}")
@@ -659,8 +667,8 @@ class ElasticRendezvous(RendezvousHandler):
     def _unanswered(self) -> str:
         why = f" ({self.attendance.error})" if self.attendance.error is not None else ""
         return (
-            f"The place where the machines meet, {self.where}, has not answered for {self.attendance.unanswered_s:.0f} s{why}: what "
-            "serves it has ended, or this machine is cut off."
+            f"The place where the machines meet, {self.where}, has not answered for {self.attendance.unanswered_s:.0f} s{why}: "
+            "what serves it has ended, or this machine is cut off."
         )
 
     def _check_job(self, membership: Membership) -> None:

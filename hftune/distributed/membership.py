@@ -113,6 +113,12 @@ class Membership:
         return sorted(ready, key=lambda one: (not one.stays, rank.get(one.id, len(rank)), one.arrival))
 
     @property
+    def first(self) -> Machine | None:
+        """The machine that all others must reach, as it serves the store of the round, or will."""
+        chosen = {Phase.RUNNING: self.members, Phase.MEETING: self.chosen}.get(self.phase)
+        return next(iter(self.candidates if chosen is None else self.here(chosen)), None)
+
+    @property
     def newcomers(self) -> list[Machine]:
         """The machines that wait while a round runs."""
         return [one for one in self.machines.values() if one.id not in self.members and one.is_ready]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,12 +20,15 @@ import numpy as np
 
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.checkpoints.atomic_files import explain_write_errors
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, TrainingError
 from hftune.tracking.jsonl import strict_json
 
 NAME = "ledger.jsonl"
 FORMAT = 2
 """Of the lines that are written. 1, of hftune 0.2: no chain, no results, no recipe; a resume removed lines of later steps."""
+AWAY_S = 2.0
+"""Between two lines, after which a later round of the job may have taken over the file; by a clock that goes on in a suspended
+machine."""
 NOTHING = "0" * 64
 """Stands for the line before the first one."""
 KEYS = {
@@ -42,17 +46,19 @@ Line = dict[str, Any]
 class Ledger:
     """Writes ledger.jsonl. Main process only; checkpoints are noted from the thread that writes them."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True):
         self.path = path
+        self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
 
-    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+    def begin(self, step: int, facts: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> None:
         """Record that training starts, or resumes after ``step``: from here on, lines of later steps further up do not count.
 
         What a kill or a power failure left of a line at the end is cut off; nothing else is ever removed.
 
         Args:
             facts: JSON values, see ``plan_facts`` and docs/output-folder.md.
+            last: what ``note`` or ``note_skipped`` takes of that step; noted now if the process that was to do so is lost.
 
         Raises:
             TrainingError: the file cannot be written.
@@ -63,6 +69,8 @@ class Ledger:
             self._size = sum(len(text) + 1 for text in texts)
             self._file = self.path.open("ab", buffering=0)
             self._file.truncate(self._size)
+        if last is not None and (noted := _reached(texts)) is not None and noted < step:
+            (self.note if "loss" in last else self.note_skipped)(**last)
         self._append(strict_json({"format": FORMAT, "after_step": step, **facts}, default=str))
 
     def note(
@@ -110,8 +118,15 @@ class Ledger:
         self._append(json.dumps({"checkpoint": step, **hashes}))
 
     def _append(self, line: str) -> None:
-        """Write a line, given as a JSON object, with the hash of the one before."""
+        """Write a line, given as a JSON object, with the hash of the one before.
+
+        Raises:
+            TrainingError: this process was stopped for a while, and another one goes on with the file; or it cannot be written.
+        """
         with self._lock:
+            if abs(time.time() - self._written) > AWAY_S and not self._is_ours():
+                raise TrainingError(f"{self.path} is another process's by now: this one was stopped for a while.")
+            self._written = time.time()
             data = f'{line[:-1]}, "prev": "{self._end}"}}'.encode()
             rest = data + b"\n"
             try:
@@ -204,12 +219,30 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
     )
 
 
+def holds_step(path: Path, step: int) -> bool:
+    """Say whether a ledger reaches to a step, or to the one before it, whose successor can still be noted."""
+    noted = _reached(whole_lines(path)) if path.is_file() else None
+    return noted is not None and noted >= step - 1
+
+
+def _reached(texts: Sequence[bytes]) -> int | None:
+    """Return the step that lines lead to, of a step or of a start after it; None if none does."""
+    lines = (_values(text) or {} for text in reversed(texts))
+    return next((line.get("step", line.get("after_step")) for line in lines if "step" in line or "after_step" in line), None)
+
+
 def whole_lines(path: Path) -> list[bytes]:
     """Read the lines of a ledger, without what a kill, a power failure or a full disk left of one at the end."""
     *texts, _ = path.read_bytes().split(b"\n")
     while texts and _values(texts[-1]) is None:
         texts.pop()
     return texts
+
+
+def last_step(path: Path) -> int:
+    """Return the last step that a ledger has a line of, whether it counts or not; 0 if it has none or is not there."""
+    lines = map(_parse, reversed(whole_lines(path) if path.is_file() else []))
+    return next((line["step"] for line in lines if line is not None and "step" in line), 0)
 
 
 def _parse(text: bytes) -> Line | None:
