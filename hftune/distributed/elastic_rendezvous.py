@@ -94,7 +94,9 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
         join=join_timeout_s(config.get("join_timeout")),
         last_call=_number(config, "last_call", LAST_CALL_S),
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S),
-        regroup_every=_number(config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)),
+        regroup_every=_number(
+            config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)
+        ),
     )
     try:
         place, where, address, is_host = _find_place(params, times)
