@@ -103,13 +103,12 @@ def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with (
         OutputDir(recipe) as output,
-        RoundWatch() as rounds,
+        RoundWatch(promises=kept.memory is not None) as rounds,
+        rounds.outlived(),  # a store that is lost before the session has begun
         Session(recipe, rounds=rounds) as session,
         rounds.outlived(session.heartbeat.has_failed),
     ):
         settle(recipe)
-        if kept.memory is not None:
-            rounds.promise()
         claim(output, session, kept.memory)
         parts = build(recipe, session.progress, kept.datasets)
         kept.datasets = parts.datasets

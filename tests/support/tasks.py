@@ -230,7 +230,7 @@ class FailingAt(Task):
 class Faulty(Task):
     """Learns at once, but for ``fault``, which strikes the process ``rank`` when it loads sample ``sample`` for training.
 
-    In the first attempt only, where a launcher restarts the processes. The time goes into the file ``note``.
+    In the first attempt or round only, where a launcher restarts the processes. The time goes into the file ``note``.
     """
 
     fault: str = "none"
@@ -257,6 +257,8 @@ class Faulty(Task):
 
     def strike(self) -> None:
         if int(os.environ["RANK"]) != self.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+            return
+        if os.environ.get("HFTUNE_ROUND", "0") != "0":  # a process that was in the first one, too
             return
         if self.note is not None:
             Path(self.note).write_text(str(time.time()))
