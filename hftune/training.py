@@ -302,6 +302,7 @@ def open_run(
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
+    output.keep_copies(strategy, session.at_end, run.checkpointer)
     return run
 
 
@@ -417,12 +418,14 @@ def fit_and_save(run: Run, output: OutputDir, kept: Kept) -> TrainResult:
         run.profiler.close()
         kept.run = None  # the test replaces the model; all is in the last checkpoint
         result = finish(run, output)
+        output.complete_copies()
     except RoundOver:
         run.profiler.close()
         raise
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
+        output.complete_copies()
         over = wait_for_agent(lambda: bool(run.stop))
         if over is not None and run.rounds.has_promised and not run.stop:
             raise RoundOver(over.reason) from None

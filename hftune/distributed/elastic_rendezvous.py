@@ -94,7 +94,9 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
         join=join_timeout_s(config.get("join_timeout")),
         last_call=_number(config, "last_call", LAST_CALL_S),
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S),
-        regroup_every=_number(config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)),
+        regroup_every=_number(
+            config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)
+        ),
     )
     try:
         place, where, address, is_host = _find_place(params, times)
@@ -215,6 +217,7 @@ class Attendance:
         self._looked_at = self._answered_at = time.monotonic()
         self._count, self._silence = 0, Silence(2 * BEAT_S)
         self._since: dict[Any, float] = {}
+        self._unreached: str | None = None
         self._cut_s = 0.0
         self._checkpoint: Any = None
         self._threads = [
@@ -268,7 +271,7 @@ class Attendance:
         own, now = self._view, time.monotonic()
         passed_s, self._looked_at = now - self._looked_at, now
         self._count += 1
-        sign = {"count": self._count, "cut": self._cut_s > self.times.keep_alive}
+        sign = {"count": self._count, "cut": self._unreached if self._cut_s > self.times.keep_alive else None}
         self.place.give_sign(self.me.id, json.dumps(sign))
         text = self.place.read()
         while True:
@@ -308,7 +311,9 @@ class Attendance:
             with suppress(ValueError):  # it is being written
                 signs[name] = json.loads(text)
         silence = self._silence.look({name: signs.get(name, {}).get("count") for name in found}, passed_s)
-        return silence, frozenset(name for name, sign in signs.items() if sign["cut"])
+        first = membership.here(membership.members)[:1] if membership is not None else []
+        # Who has not reached the first machine of an earlier round, which was lost, says nothing about the present one.
+        return silence, frozenset(name for name, sign in signs.items() if sign["cut"] in (name, *(one.id for one in first)))
 
     def _may_come(self, membership: Membership | None, silence: dict[str, float]) -> bool:
         """Whether it is clear if anybody is alive in this job: it may have been left without a word."""
@@ -381,24 +386,26 @@ class Attendance:
         last = time.monotonic()
         while True:
             time.sleep(2 * BEAT_S)
-            now, is_reached = time.monotonic(), self._reaches_the_first()
-            self._cut_s = 0.0 if is_reached else self._cut_s + min(time.monotonic() - last, 4 * BEAT_S)
-            last = now
+            now, unreached = time.monotonic(), self._find_unreached()
+            is_known = unreached is not None and unreached == self._unreached
+            self._cut_s = self._cut_s + min(time.monotonic() - last, 4 * BEAT_S) if is_known else 0.0
+            self._unreached, last = unreached, now
 
-    def _reaches_the_first(self) -> bool:
+    def _find_unreached(self) -> str | None:
+        """Return the id of the first machine if it is not reached, or that of this one if its cable was pulled."""
         if not any(self.me.address in addresses for addresses in interfaces().values()):
-            return False  # the cable was pulled
+            return self.me.id
         membership = self.membership
         if membership is None or membership.phase is not Phase.RUNNING or not membership.here(membership.members):
-            return True
+            return None
         first = membership.here(membership.members)[0]
         if first.id == self.me.id:
-            return True
+            return None
         try:
             socket.create_connection((first.address, first.port), timeout=2 * BEAT_S).close()
         except OSError:
-            return False
-        return True
+            return first.id
+        return None
 
 
 class ElasticRendezvous(RendezvousHandler):

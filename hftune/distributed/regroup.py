@@ -124,8 +124,8 @@ class RoundWatch:
 
     def _listen(self) -> None:
         while not self._left.wait(LOOK_S):
-            if self.over is None or self.over.is_planned:  # one may be lost while all finish their step
-                self.over = self.folder.over(self.number)
+            if self.over is None or self.over.is_planned:  # a machine may be lost while all finish their step
+                self.over = self.folder.over(self.number) or self.over
             if self.over is not None and not self.over.is_planned and self.has_promised:
                 self.hang_up()  # again and again: the main thread may be making new ones
                 self._left.wait(4 * LOOK_S)

@@ -294,13 +294,17 @@ class Watchdog:
         return self.peers.find_stall(self._sign())
 
     def _is_outlived(self) -> bool:
-        """Say whether a loss is the agent's affair: the job goes on without the lost one. The agent has AGENT_S to say so."""
-        if self._rounds is None or not self._rounds.is_elastic:
+        """Say whether to leave a loss to the agent of an elastic job: the others go on, in this process or in another one.
+
+        It has AGENT_S to say that the round is over. A process that ended before that would count as one that failed.
+        """
+        if self.here.round is None:
             return False
         self._lost_at = self._lost_at or time.monotonic()
-        if self._rounds.over is not None and self._rounds.has_promised:  # perhaps it was planned: nobody has been woken
-            self._rounds.hang_up()
-        return self._rounds.over is not None or time.monotonic() - self._lost_at < AGENT_S
+        rounds = self._rounds
+        if rounds is not None and rounds.over is not None and rounds.has_promised:  # perhaps it was planned: nobody was woken
+            rounds.hang_up()
+        return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
         main = self.peers.beats.get(0)
