@@ -36,15 +36,19 @@ class RoundWatch:
 
     A thread waits for the agent's word. Until the process has promised to stay, that word changes nothing here: the agent ends
     the process itself.
+
+    Args:
+        promises: it promises at once, as it has a state to go on from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, promises: bool = False) -> None:
         number = present_round()
         self.folder = None if number is None else AgentFolder.from_environment()
         self.number = 0 if number is None else number
         self.over: Over | None = None
         """Why the round is over; None while it goes on."""
         self.has_promised = False
+        self._promises = promises
         self._left = threading.Event()
         self._joined: Callable[[], set[str]] = set
         """Returns the connections to the other processes."""
@@ -62,14 +66,16 @@ class RoundWatch:
     def __enter__(self) -> RoundWatch:
         if self.is_elastic:
             threading.Thread(target=self._listen, name="hftune round", daemon=True).start()
+        if self._promises:
+            self.promise()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._left.set()
 
     def promise(self) -> None:
-        """Promise the agent that this process outlives the round."""
-        if self.folder is not None and not self.has_promised:
+        """Promise the agent that this process outlives the round. HFTUNE_REGROUP=restart forbids it."""
+        if self.folder is not None and not self.has_promised and os.environ.get("HFTUNE_REGROUP") != "restart":
             self.has_promised = True
             self.folder.stay(self.number, ProcessInfo.from_environment().local_rank)
 
@@ -91,28 +97,36 @@ class RoundWatch:
         self._joined = lambda: joined
 
     @contextmanager
-    def outlived(self, has_failed: Callable[[], bool]) -> Iterator[None]:
+    def outlived(
+        self, has_failed: Callable[[], bool] = lambda: False, is_to_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Turn the error of a broken connection into a RoundOver if the agent says that the round is over.
 
         Args:
             has_failed: whether a process is known to have failed by itself: then the job ends, whatever the agent says.
+            is_to_stop: whether this process was asked to stop. It cannot finish its step: its agent hung, or was cut off, and
+                the others go on without it.
 
         Raises:
             RoundOver: to be handled where the next round begins.
+            Interrupted: this process was asked to stop.
         """
         try:
             yield
         except Interrupted:
             raise
         except RuntimeError as error:
-            is_lost = self.over is not None and not self.over.is_planned
-            if not self.has_promised or not (is_second_hand(error) or (is_lost and _is_about_store(error))):
+            is_settled = hasattr(error, "report")  # the processes of this round have agreed that the job ends
+            if is_settled or not self.has_promised or not (is_second_hand(error) or _is_about_store(error)):
                 raise
-            if (over := wait_for_agent(has_failed)) is None:
+            over = wait_for_agent(lambda: has_failed() or is_to_stop())
+            if is_to_stop() and not has_failed():
+                raise Interrupted(
+                    "Asked to stop in a step that cannot be finished: the other processes have left it."
+                ) from None
+            if over is None:
                 raise
-        else:
-            return
-        raise RoundOver(over.reason)  # outside the handler, whose error would keep the broken step in memory
+            raise RoundOver(over.reason) from None
 
     def hang_up(self) -> None:
         """Shut the connections to the other processes: whoever waits in a collective, here and there, gets an error."""
@@ -131,7 +145,7 @@ def _is_about_store(error: RuntimeError) -> bool:
     """Say whether the launcher's store did not answer; it may have been on the machine that is lost."""
     import torch.distributed as dist
 
-    return isinstance(error, (dist.DistError, TrainingError))
+    return isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
 
 
 def can_hang_up() -> bool:
