@@ -191,10 +191,18 @@ class ElasticJob:
         found = self.wait_for(lambda: re.search(pattern, agent.said), f"{pattern!r} of {agent.machine.name}", timeout_s)
         return found[0]
 
-    def wait_for_resumption(self, event: float, world_size: int | None = None, timeout_s: float = 120.0) -> Resumption:
-        """Wait until the job has gone on after a moment, with so many processes if it is said."""
+    def wait_for_resumption(
+        self, event: float, world_size: int | None = None, timeout_s: float = 120.0, comes: Agent | None = None
+    ) -> Resumption:
+        """Wait until the job has gone on after a moment, with so many processes if it is said.
+
+        Args:
+            comes: who must not end meanwhile.
+        """
 
         def gone_on() -> Resumption | None:
+            if comes is not None and not comes.is_alive:
+                raise Stuck(f"{comes.machine.name} was not let in.\n{self.words_of_all()}")
             found = self.resumption(event)
             return found if found and world_size in (None, found.world_size) else None
 
