@@ -84,7 +84,7 @@ def test_a_job_outlives_each_of_its_machines_by_new_processes(machines, begin, u
     job = begin(str(tmp_path / "meeting"), nodes="1:3", variables={"HFTUNE_REGROUP": "restart"})
     first = job.start(one)
     job.wait_for_step(1)
-    second = job.start(two)
+    job.start(two)
     assert struck(job, lambda: None, 2).lost_steps == 0
     killed = struck(job, two.kill, 1)
     assert killed.lost_steps <= 5
@@ -94,7 +94,6 @@ def test_a_job_outlives_each_of_its_machines_by_new_processes(machines, begin, u
     struck(job, third.kill_worker, 1)  # counts as a failure; its launcher starts another
     finish(job, third)
     assert_as_undisturbed(job, undisturbed, 1, 2, 1, 2, 1, 1)
-    assert (first.process.returncode, second.process.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
     assert re.search(r"hftune: Round 2: 1 machine, machineA \(10\.77\.0\.1\)\. Lost machineB \(10\.77\.0\.2\)", first.said)
     assert re.search(
         r"Round 2, 1 process on 1 machine: going on from step \d+ of 400 .*, from .*/checkpoints/step_", first.said
