@@ -113,8 +113,12 @@ class ElasticJob:
             *("--rdzv_endpoint", self.endpoint, "--rdzv_id", "job", "--local-addr", machine.address, *conf),
             *("--max_restarts", str(self.max_restarts), *launcher),
         ]
-        own = (f"output_dir={self.output_dir}", f"task.brake={self.brake}")
-        return self.run(machine, *torchrun, "-m", "hftune.run", *self.words, *own, *words)
+        return self.run(machine, *torchrun, *self.training, *words)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """What a launcher is to start."""
+        return ("-m", "hftune.run", *self.words, f"output_dir={self.output_dir}", f"task.brake={self.brake}")
 
     def run(self, machine: Machine, *words: str) -> Agent:
         """Start any program there whose end belongs to the job's end."""
