@@ -144,14 +144,14 @@ def test_accelerate_launch_is_told_the_least_number_of_machines(machines, begin,
 @pytest.mark.parametrize(
     ("launcher", "says"),
     [
-        (("--nnodes", "3:1"), "3"),
-        (("--nnodes", "0:2"), "0"),
-        (("--rdzv_conf", "min_machines=5"), "min_machines=5"),
-        (("--rdzv_backend", "c10d"), "rdzv.backend hftune"),
+        (("--rdzv_conf", "min_machines=5"), r"min_machines=5 .* the most, 2\."),
+        (("--rdzv_conf", "min_machines=0"), r"min_machines=0 "),
+        (("--rdzv_backend", "c10d", "--rdzv_endpoint", f"10.77.0.1:{PORT}"), r"--rdzv[-_]backend hftune"),
     ],
 )
 def test_a_range_that_cannot_be_is_refused_in_a_sentence(machines, begin, tmp_path, launcher, says):
-    agent = begin(str(tmp_path / "meeting"), nodes="1:2").start(machines[0], launcher=launcher)
-    agent.process.wait(60)
-    assert agent.process.returncode == 2 and "Traceback" not in agent.said, agent.said
+    """torchrun itself refuses a least number that is 0 or above the most."""
+    job = begin(str(tmp_path / "meeting"), nodes="1:2")
+    agent = job.start(machines[0], launcher=launcher)
+    assert job.wait_for_end(agent, timeout_s=60) != [0] and "Traceback" not in agent.said, agent.said
     assert re.search(f"hftune: .*{says}", agent.said), agent.said
