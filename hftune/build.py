@@ -615,5 +615,6 @@ def memory_conditions(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(strategy.device)
         device = f"{properties.name} with {properties.total_memory} bytes"
-    shared = {"processes": strategy.num_processes, "device": strategy.broadcast(device)}
+    devices = strategy.broadcast(sorted({*(strategy.gather_to_main([device]) or ())}))
+    shared = {"processes": strategy.num_processes, "device": ", ".join(devices)}
     return shared | {key: getattr(recipe.train, key) for key in keys} | {"mixed_precision": strategy.precision}

@@ -60,6 +60,8 @@ class Run:
     throughput: Throughput = field(default_factory=Throughput)
     reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
+    saved: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was begun, or training."""
 
     @cached_property
     def recipe_text(self) -> str:
@@ -170,7 +172,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
     """
     config, state, strategy = run.recipe.train, run.state, run.strategy
     lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps)
-    strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop))
+    strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop), save=checkpoint_is_late(run))
     report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
     stop_unless_finite(run, batch, report)
     strategy.optimizer_step(lr)
@@ -204,7 +206,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
         evaluate_and_keep(run)
     if run.has_ended() and not is_logged:
         log_step(run, report, lr)
-    if checkpoint_is_due(run):
+    if report.save or checkpoint_is_due(run):
         save_checkpoint(run)
 
 
@@ -257,6 +259,14 @@ def checkpoint_is_due(run: Run) -> bool:
     return is_best or run.has_ended() or run.recipe.checkpoint.falls_on(state.step, run.num_steps, run.plan.num_steps)
 
 
+def checkpoint_is_late(run: Run) -> bool:
+    """Say whether ``checkpoint.every_s`` asks for one after this step. The main process decides; its sums tell the others."""
+    every_s = run.recipe.checkpoint.every_s
+    if every_s is None or not run.strategy.is_main:
+        return False
+    return time.monotonic() - run.saved >= every_s and not run.checkpointer.is_writing
+
+
 def save_checkpoint(run: Run) -> None:
     """Copy the state to the host and leave the writing to another thread. Collective.
 
@@ -273,6 +283,7 @@ def save_checkpoint(run: Run) -> None:
             logs = [run.tracker.path, run.ledger.path]
             run.checkpointer.write(state.step, tensors, progress, run.recipe_text, state.best_step, logs)
     run.throughput.checkpoint_seconds += time.monotonic() - began
+    run.saved = began
 
 
 def say_failed_checkpoint(run: Run) -> None:

@@ -39,7 +39,9 @@ from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import cached_hashes, root, write_rows
 from hftune.distributed.consistency import fingerprint
 from hftune.distributed.devices import peak_flops
+from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.pulse import marked_while_moving
+from hftune.distributed.rounds import present_round, wait_for_agent
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -57,7 +59,7 @@ from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.hardware import hardware, of_all
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import NAME as LEDGER
-from hftune.tracking.ledger import Ledger, plan_facts
+from hftune.tracking.ledger import Ledger, last_step, plan_facts
 from hftune.tracking.profiler import StepProfiler, unreachable_steps
 from hftune.tracking.summary import PRECISIONS, best_and_last, describe_best, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -182,7 +184,11 @@ def open_run(
         console=Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric),
         ledger=ledger,
         checkpointer=Checkpointer(
-            output.path / "checkpoints", recipe.checkpoint, last=state.step or None, on_written=ledger.note_checkpoint
+            output.path / "checkpoints",
+            recipe.checkpoint,
+            last=state.step or None,
+            on_written=ledger.note_checkpoint,
+            is_ours=output.is_ours,
         ),
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
@@ -202,10 +208,8 @@ def open_run(
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
         parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
         parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
-        if state.step:
-            epoch = f"{state.progress(run.plan.num_steps):.2f}"
-            source = output.start.checkpoint.path
-            parts.notices.append(f"Resuming from step {state.step} of {run.num_steps} (epoch {epoch}), from {source}.")
+        if state.step or session.info.round:
+            parts.notices.append(where_it_goes_on(run, output, session.info))
         facts = facts_of(run, session, parts)
         output.open(state)
         facts.write(output.path)
@@ -217,6 +221,22 @@ def open_run(
 
     provenance.run_ids = strategy.on_main(open_files)
     return run
+
+
+def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> str:
+    """Say which checkpoint a run is resumed from; in a later round of an elastic job also on what, and what is lost."""
+    step, place = run.state.step, "the beginning"
+    if step:
+        epoch = f"{run.state.progress(run.plan.num_steps):.2f}"
+        place = f"step {step} of {run.num_steps} (epoch {epoch}), from {output.start.checkpoint.path}"
+    if not here.round:
+        return f"Resuming from {place}."
+    machines = "1 machine" if here.num_nodes == 1 else f"{here.num_nodes} machines"
+    processes = "1 process" if here.world_size == 1 else f"{here.world_size} processes"
+    taken = last_step(run.ledger.path)
+    again = f"Step {taken} is" if taken == step + 1 else f"Steps {step + 1} to {taken} are"
+    lost = "No step is lost." if taken <= step else f"{again} computed again."
+    return f"Round {here.round}, {processes} on {machines}: going on from {place}. {lost}"
 
 
 def keep_rows(run: Run, output: OutputDir) -> str | None:
@@ -313,7 +333,7 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
-        raise Interrupted(f"{error} {how_to_resume(run)}") from None
+        raise Interrupted(end_of_round(run) or f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
     if run.recipe.train.compile:
@@ -348,6 +368,14 @@ def warm_up(run: Run) -> None:
     kinds = warm_up_strategy(recipe, run.strategy, run.plan, run.datasets)
     if notice := statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size):
         run.console.line(note(notice))
+
+
+def end_of_round(run: Run) -> str | None:
+    """Say that a round of an elastic job is over and the next one goes on from here; None if it is the job that stops."""
+    over = wait_for_agent(lambda: bool(run.stop))
+    if over is None or run.checkpointer.failure is not None:
+        return None
+    return f"{over.reason}. Round {present_round()} ends after step {run.state.step}, with a checkpoint."
 
 
 def how_to_resume(run: Run) -> str:

@@ -171,7 +171,14 @@ class Checkpointer:
     """Step of the last one that was written."""
     on_written: Callable[[int, dict[str, str]], None] | None = field(default=None, repr=False)
     """Called from the writing thread with the step of a complete checkpoint, and its ``tensor_hashes``."""
+    is_ours: Callable[[], bool] = field(default=lambda: True, repr=False)
+    """Whether this process still has the output folder; see ``only_writer``."""
     _writer: threading.Thread | None = field(default=None, repr=False)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is in progress."""
+        return self._writer is not None and self._writer.is_alive()
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is complete or has failed."""
@@ -202,6 +209,8 @@ class Checkpointer:
                 files = _write_files(folder, step, tensors, progress, recipe)
                 for path in logs:
                     flush(path)
+                if not self.is_ours():  # its machine was stopped for a while
+                    raise OSError("a later round of this job has taken over the folder")
             self.failure, self.last = None, step
             if self.on_written is not None:
                 self.on_written(step, tensor_hashes(files))

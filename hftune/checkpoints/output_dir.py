@@ -79,6 +79,8 @@ class OutputDir:
         self.recipe, self.path = recipe, Path(recipe.output_dir)
         self.start = Start()
         """Where training starts; empty on the other processes."""
+        self.is_ours: Callable[[], bool] = lambda: False
+        """On the main process that has claimed it: whether it still has the folder, or a later round has taken it over."""
         self._held = ExitStack()
 
     def __enter__(self) -> OutputDir:
@@ -95,7 +97,7 @@ class OutputDir:
         """
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
-            self._held.enter_context(only_writer(self.path))
+            self.is_ours = self._held.enter_context(only_writer(self.path))
             self.start = find_start(self.recipe)
 
     def before_release(self, callback: Callable[[], None]) -> None:

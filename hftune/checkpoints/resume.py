@@ -19,6 +19,7 @@ from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest
 from hftune.config.recipe import Recipe, flat
 from hftune.config.sections import OPTIMIZER_KEYS
 from hftune.distributed.process_info import launcher
+from hftune.distributed.rounds import present_job, present_round
 from hftune.errors import ConfigError, did_you_mean, format_value
 
 FIXED = (
@@ -119,7 +120,12 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
 
 
 def member() -> list[Member]:
-    """Return this process as a member of its job; empty if it has no launcher that could restart it."""
+    """Return this process as a member of its job; empty if it has no launcher that could restart it.
+
+    Of an elastic job all machines may be replaced in time: the job stands for its launchers, and the round for the processes.
+    """
+    if (job := present_job()) is not None and (number := present_round()) is not None:
+        return [(f"job {job}", number)]
     name = launcher()
     return [] if name is None else [(name, os.getpid())]
 
@@ -130,6 +136,8 @@ def is_restarted(output_dir: Path, group: Sequence[Member]) -> bool:
     One is enough, as nodes may join or leave between two attempts. A process that trains twice is not a restart.
     """
     path = output_dir / BEGUN
+    if present_round() and present_job() is None:
+        return True
     if not path.is_file():
         return False
     begun = json.loads(path.read_text(encoding="utf-8"))

@@ -439,6 +439,9 @@ class CheckpointConfig(Section):
 
     every: int | None = 500
     """Steps between two checkpoints. null: only those that are always written."""
+    every_s: float | None = None
+    """Seconds between two checkpoints, besides ``every``: the most that the loss of a machine costs. After the first step that
+    ends later than that. Not while the one before is still being written. null: only steps count."""
     keep: int = 2
     """Number of newest checkpoints to keep. The one of the best evaluation is kept as well."""
     keep_every: Union[int, str, None] = None  # noqa: UP007
@@ -449,6 +452,8 @@ class CheckpointConfig(Section):
         for name in ("every", "keep", "keep_every"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"checkpoint.{name}={value} must be at least 1."
+        if self.every_s is not None and not 0 < self.every_s < math.inf:
+            yield f"checkpoint.every_s={self.every_s:g} must be above 0."
         if isinstance(self.keep_every, str) and self.keep_every != DOUBLING:
             hint = did_you_mean(self.keep_every, (DOUBLING,))
             yield f"checkpoint.keep_every={self.keep_every!r} is neither a whole number nor {DOUBLING} nor null.{hint}"
@@ -493,10 +498,15 @@ class ParallelConfig(Section):
     """Stages on each process for interleaved and zero_bubble. null: 2 for interleaved, 1 for zero_bubble."""
     split: list[int] | None = None
     """Number of layers of each stage, first to last. null: the largest stage gets as few parameters as possible."""
+    regroup_every_s: float = 60.0
+    """In an elastic job, whose machines come and go: a machine that comes is taken in after the next checkpoint, or after so
+    many seconds, so that newcomers do not stop the others again and again. The loss of a machine is always seen to at once."""
 
     def problems(self) -> Iterator[str]:
         if self.pipeline_stages < 1:
             yield f"parallel.pipeline_stages={self.pipeline_stages} must be at least 1."
+        if not 0 <= self.regroup_every_s < math.inf:
+            yield f"parallel.regroup_every_s={self.regroup_every_s:g} must be at least 0."
         if self.schedule.lower().replace("_", "") in ("zbv", "zbvzerobubble", "dualpipev"):
             yield (
                 f"parallel.schedule={self.schedule!r} puts the first and the last stage on one process, where torch's "

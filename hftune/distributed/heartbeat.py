@@ -31,6 +31,7 @@ from hftune.distributed.failure_report import (
 from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
+from hftune.distributed.rounds import Failure, note_failure
 from hftune.distributed.usage import Usage, by_host
 from hftune.distributed.watchdog import CLOSING_S, Watchdog
 from hftune.errors import ElsewhereError, Interrupted, TrainingError
@@ -50,7 +51,7 @@ class Heartbeat:
         check_environment()
         self.here = ProcessInfo.from_environment()
         self.progress, self.limits = progress, Limits(dead_after_s, stall_after_s)
-        self.closers: list[Callable[[Report], None]] = []
+        self.closers: list[Callable[[Report], None]] = [self._note_failure]
         """Called if a process fails or is interrupted, before its last message."""
         self._closing: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -181,6 +182,11 @@ class Heartbeat:
     def _close(self, report: Report) -> None:
         for closer in self.closers:
             closer(report)
+
+    def _note_failure(self, report: Report) -> None:
+        """Tell the agent of an elastic job that this round failed, and in which stage."""
+        if not report.is_interruption and report.is_printed_by(self.here):
+            note_failure(Failure(self.progress.current_stage, report.text, report.code))
 
     def _fail(self, error: BaseException) -> None:
         """Attach a report to the error and tell the other processes; or learn from them what caused it.

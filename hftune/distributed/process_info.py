@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from hftune.distributed.rounds import present_round
 from hftune.errors import ConfigError
 
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
@@ -49,6 +50,8 @@ class ProcessInfo:
     """torchrun's name for the job; None without torchrun."""
     error_file: str | None = None
     """Where torchrun expects the reason of a failure."""
+    round: int | None = None
+    """Of an elastic job, whose machines come and go: 0 for the first set of them, equal on all. None: it is not elastic."""
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -67,6 +70,7 @@ class ProcessInfo:
             may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
             run_id=os.environ.get("TORCHELASTIC_RUN_ID"),
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
+            round=present_round(),
         )
 
     @property

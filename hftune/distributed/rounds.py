@@ -7,12 +7,17 @@ round is over and who is in the next one. Files appear whole and never change af
     over_N.json     by the agent: round N is over, and why
     next_N.json     by the agent: who is in round N, for processes that outlive round N - 1
     stays_N_L       by local process L in round N: it can go on in round N + 1 itself (see regroup.py)
+    failed_N.json   by a process: round N failed, not for the loss of a machine; on each machine, by one process
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,15 @@ from typing import Any
 from hftune.atomic import atomic_path
 
 ROUND = "HFTUNE_ROUND"
+JOB = "HFTUNE_JOB"
 FOLDER = "HFTUNE_AGENT_FOLDER"
+
+ATTEMPTS = 3
+"""Rounds that may fail in the same stage of training, such as "step 12", before the job ends."""
+AGENT_S = 30.0
+"""For an agent to notice that a machine has left by word."""
+LOOK_S = 0.05
+"""Between two looks into the agent's folder."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,18 @@ class Members:
     address: str
     """Host of this round's store, in which nothing of an earlier round is left."""
     port: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a round failed: an error in a process, or the death of one."""
+
+    stage: str
+    """Such as "step 12"."""
+    text: str
+    """The message that it ended with."""
+    code: int
+    """The exit code: 2 if recipe or data are wrong, which no other attempt mends."""
 
 
 class AgentFolder:
@@ -86,6 +111,33 @@ class AgentFolder:
         """Whether all processes of this machine have promised to outlive this round."""
         return all((self.path / f"stays_{round_number}_{rank}").exists() for rank in range(local_world_size))
 
+    def fail(self, round_number: int, failure: Failure) -> None:
+        """By a process: say that a round failed."""
+        self._write(f"failed_{round_number}.json", asdict(failure))
+
+    def verdict(self) -> Failure | None:
+        """Return why this machine should not take part in another round; None if it should.
+
+        Rounds fail in one stage again and again; or recipe or data are wrong, and this is the machine's first round. A machine
+        that has trained with them goes on without the newcomer that they are wrong on.
+        """
+        failures = {number: Failure(**self._read(f"failed_{number}.json") or {}) for number in self._rounds("failed")}
+        if not failures:
+            return None
+        first, last = min([*failures, *self._rounds("over")]), failures[max(failures)]
+        if last.code == 2 and max(failures) == first:
+            return last
+        count = Counter(failure.stage for failure in failures.values())[last.stage]
+        if count < ATTEMPTS:
+            return None
+        text = f"{last.text}\nhftune: {count} rounds have failed in {last.stage}: the job ends."
+        return Failure(last.stage, text, last.code)
+
+    def _rounds(self, kind: str) -> list[int]:
+        """Return the numbers of the rounds that there is a file of this kind for."""
+        matches = (re.fullmatch(rf"{kind}_(\d+)\.json", path.name) for path in self.path.iterdir())
+        return [int(match[1]) for match in matches if match]
+
     def _write(self, name: str, value: dict[str, Any]) -> None:
         with atomic_path(self.path / name, is_shared=True) as temporary:
             temporary.write_text(json.dumps(value), encoding="utf-8")
@@ -101,3 +153,38 @@ def present_round() -> int | None:
     """Return the number of this process's round, equal on all machines and 0 for the first; None if its job is not elastic."""
     value = os.environ.get(ROUND)
     return int(value) if value is not None and value.isdecimal() else None
+
+
+def present_job() -> str | None:
+    """Return the word that all rounds of this elastic job share, and that no other job has; None if it was not told."""
+    return os.environ.get(JOB)
+
+
+def agents_word() -> Over | None:
+    """Return what the agent of this process has said of the end of the present round; None if it has said nothing."""
+    folder, number = AgentFolder.from_environment(), present_round()
+    return None if folder is None or number is None else folder.over(number)
+
+
+def note_failure(failure: Failure) -> None:
+    """By one process of each machine: record a failure for the agent, unless the round was over already for a loss."""
+    folder, number, over = AgentFolder.from_environment(), present_round(), agents_word()
+    if folder is not None and number is not None and (over is None or over.is_planned):
+        folder.fail(number, failure)
+
+
+def wait_for_agent(was_told: Callable[[], bool], timeout_s: float = AGENT_S) -> Over | None:
+    """Wait until the agent knows that the round is over, and return what it says; None if it is not the round that ends.
+
+    Else the agent would take a process that leaves for one that failed: the news that another machine leaves comes to processes
+    first, with the sums of their step.
+
+    Args:
+        was_told: whether this process itself was asked to stop, as its agent does.
+    """
+    if present_round() is None:
+        return None
+    until = time.monotonic() + timeout_s
+    while agents_word() is None and not was_told() and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return agents_word()

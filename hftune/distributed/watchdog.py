@@ -22,10 +22,11 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from hftune.distributed.failure_report import GOT_SIGTERM, PATIENCE_S, Report, say_last, stack_location
+from hftune.distributed.failure_report import GOT_SIGTERM, PATIENCE_S, STOPPED, Report, say_last, stack_location
 from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
+from hftune.distributed.rounds import agents_word
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
 
@@ -321,7 +322,21 @@ class Watchdog:
         """Wait; a signal or a change ends the wait."""
         if select.select([self._wakeup_r], [], [], seconds)[0] and signal.SIGTERM in self._wakeup_r.recv(4096):
             self._got_sigterm = True
+            self._leave_round()
             self._wake.set()
+
+    def _leave_round(self) -> None:
+        """End this process if its agent has asked for it, as the round of an elastic job is over, and nothing is to be saved.
+
+        A step that a lost machine was in cannot be finished, and before the first one there is nothing. In a step that can be
+        finished, the main thread does so and ends the process itself.
+        """
+        if self.here.round is None or self.state is State.CLOSED:
+            return
+        over = agents_word()
+        if self.reports_sigterm or (over is not None and not over.is_planned):
+            self.close_all(Report("The round is over.", STOPPED))
+            os._exit(STOPPED)
 
     def _end(self, report: Report) -> None:
         self.close_all(report)

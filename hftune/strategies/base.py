@@ -69,6 +69,8 @@ class StepReport:
     """Of the samples that were computed, independent of their order and of who computed them; see ``samples_digest``."""
     stop: bool
     """Whether any process was asked to stop."""
+    save: bool
+    """Whether the main process asks for a checkpoint."""
 
 
 class Step(ABC):
@@ -122,11 +124,12 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
         """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
 
         Args:
             stop: this process was asked to stop.
+            save: a checkpoint is due, by the clock of this process, the main one.
         """
 
     @abstractmethod
@@ -360,8 +363,8 @@ class Strategy(Collectives, Step):
         lists = [micro_batch.samples.tolist() for micro_batch in mine]
         return self._kept_loader("evaluation", dataset, num_workers).read(lists)
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
-        self._counts = [*batch.counts, stop]
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
+        self._counts = [*batch.counts, stop, save]
         self._sums = self.sum(self._on_device([*self._counts, *self.times.told()]))
         items = self._sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
@@ -374,11 +377,11 @@ class Strategy(Collectives, Step):
 
     def report(self, grad_norm: Tensor) -> StepReport:
         results = torch.stack([self._loss, grad_norm.to(self.exact)])
-        loss, norm, num_items, num_samples, low, high, stops, *seconds = torch.cat([results, self._sums]).tolist()
+        loss, norm, num_items, num_samples, low, high, stops, saves, *seconds = torch.cat([results, self._sums]).tolist()
         if self.num_processes == 1:
-            num_items, num_samples, low, high, stops = self._counts  # exact even on a device without float64
+            num_items, num_samples, low, high, stops, saves = self._counts  # exact even on a device without float64
         self.times.add(seconds)
-        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), stops > 0)
+        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), stops > 0, saves > 0)
 
     def counts(self, batch: StepBatch) -> list[float]:
         items = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]

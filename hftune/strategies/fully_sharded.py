@@ -97,10 +97,10 @@ class FullySharded(DataParallel):
         num_rounds = -(-len(micro_batches) // self.num_processes)
         return [dummy_micro_batch(micro_batches)] * (num_rounds - len(self.share(micro_batches)))
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False) -> None:
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
         if self._statistics.places:
             self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
-        super().forward_backward(batch, seed, step, stop)
+        super().forward_backward(batch, seed, step, stop, save)
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]

@@ -212,6 +212,12 @@ def whole_lines(path: Path) -> list[bytes]:
     return texts
 
 
+def last_step(path: Path) -> int:
+    """Return the last step that a ledger has a line of, whether it counts or not; 0 if it has none or is not there."""
+    lines = map(_parse, reversed(whole_lines(path) if path.is_file() else []))
+    return next((line["step"] for line in lines if line is not None and "step" in line), 0)
+
+
 def _parse(text: bytes) -> Line | None:
     """Return the values of a line; None if it is none of a ledger."""
     line = _values(text) or {}

@@ -1,0 +1,195 @@
+"""What the processes of an elastic job make of its rounds: when one is over, whose the output folder is, what ends the job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hftune import ConfigError, Recipe
+from hftune.checkpoints import atomic_files
+from hftune.checkpoints.atomic_files import only_writer
+from hftune.checkpoints.checkpointer import Checkpointer, steps
+from hftune.checkpoints.resume import find_start, is_restarted, member, note_begun
+from hftune.config.sections import CheckpointConfig
+from hftune.distributed import rounds, watchdog
+from hftune.distributed.failure_report import STOPPED, Report
+from hftune.distributed.heartbeat import Heartbeat
+from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.progress import Progress
+from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Failure, Over, wait_for_agent
+from hftune.distributed.watchdog import State, Watchdog
+from hftune.loop import checkpoint_is_late
+
+LOST = Over("Lost node2 (10.0.0.2): no sign of life for 4 s", is_planned=False)
+COME = Over("node3 (10.0.0.3) has come", is_planned=True)
+STEP_12 = Failure("step 12", "ValueError: bad sample 17", 1)
+
+
+@pytest.fixture
+def in_round(monkeypatch, tmp_path):
+    """Return a function that puts this process into a round of a job; it returns the folder of the agent."""
+    (tmp_path / "agent").mkdir()
+
+    def enter(number: int, job: str | None = "one") -> AgentFolder:
+        monkeypatch.setenv(ROUND, str(number))
+        monkeypatch.setenv(FOLDER, str(tmp_path / "agent"))
+        monkeypatch.delenv(JOB, raising=False)
+        if job is not None:
+            monkeypatch.setenv(JOB, job)
+        return AgentFolder(tmp_path / "agent")
+
+    return enter
+
+
+def write_checkpoint(folder, recipe: Recipe, step: int = 4, **options) -> Checkpointer:
+    writer = Checkpointer(folder / "checkpoints", CheckpointConfig(), **options)
+    progress = {"state": {}, "values": {}, "digests": {}, "run_ids": {}, "micro_batch_size": {}}
+    writer.write(step, {"model": {"weight": torch.zeros(2)}}, progress, recipe.to_yaml(), None, [])
+    writer.wait()
+    return writer
+
+
+def test_a_later_round_resumes_although_resume_never_started_the_job(in_round, tmp_path):
+    recipe = Recipe.load("mnist_demo", f"output_dir={tmp_path / 'out'}", "resume=never")
+    in_round(0)
+    write_checkpoint(tmp_path / "out", recipe)
+    note_begun(tmp_path / "out", member())
+    assert find_start(recipe).checkpoint is None  # the same processes train a second time, as in a notebook
+    in_round(1)
+    assert find_start(recipe).checkpoint.step == 4
+    in_round(1, job="two")  # the first round ended before it had opened the folder of another job
+    assert find_start(recipe).checkpoint is None
+
+
+def test_an_agent_that_names_no_job_deletes_nothing_in_a_later_round(in_round, tmp_path, monkeypatch):
+    note_begun(tmp_path, [("some launcher", 1)])
+    for number, expected in ((0, False), (1, True)):
+        in_round(number, job=None)
+        assert is_restarted(tmp_path, []) == expected
+
+
+def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_round, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(atomic_files, "RETURN_S", 0.1)
+    in_round(0)
+    with only_writer(tmp_path) as was_ours:
+        in_round(1, job="two")
+        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, in round 0 of job one\."):
+            only_writer(tmp_path).__enter__()
+        in_round(1)
+        with only_writer(tmp_path) as is_ours:
+            assert is_ours() and not was_ours()
+            assert "in round 0 of job one still holds" in capsys.readouterr().err
+            writer = write_checkpoint(tmp_path, Recipe.load("mnist_demo", "output_dir=out"), is_ours=was_ours)
+            assert writer.failure == "a later round of this job has taken over the folder"
+            assert steps(tmp_path / "checkpoints") == []
+            with pytest.raises(ConfigError):  # of its own round
+                only_writer(tmp_path).__enter__()
+    assert (tmp_path / ".lock").exists() and not (tmp_path / ".owner").exists()
+
+
+@pytest.mark.parametrize(
+    ("failures", "losses", "expected"),
+    [
+        ({}, (), None),
+        ({0: STEP_12, 1: STEP_12}, (), None),
+        ({0: STEP_12, 1: STEP_12, 3: STEP_12}, (2,), "ends"),
+        ({0: STEP_12, 1: STEP_12, 2: Failure("step 13", "", 1)}, (), None),
+        ({0: Failure("loading the data", "hftune: no such file", 2)}, (), "stays out"),
+        ({4: Failure("loading the data", "hftune: no such file", 2)}, (4,), "stays out"),  # a newcomer
+        ({4: Failure("loading the data", "hftune: no such file", 2)}, (3,), None),  # that trained before
+    ],
+)
+def test_a_machine_goes_on_unless_rounds_fail_in_the_same_step_or_it_never_could(in_round, failures, losses, expected):
+    folder = in_round(0)
+    for number in losses:
+        folder.end(number, LOST)
+    for number, failure in failures.items():
+        folder.fail(number, failure)
+    verdict = folder.verdict()
+    if expected == "ends":
+        assert verdict.text == "ValueError: bad sample 17\nhftune: 3 rounds have failed in step 12: the job ends."
+    else:
+        assert verdict == (failures[max(failures)] if expected else None)
+
+
+def test_a_failure_is_recorded_once_a_machine_unless_a_lost_machine_caused_it(in_round):
+    folder = in_round(2)
+    progress = Progress()
+    progress.stage("step 12")
+    for over, report, expected in (
+        (None, Report("stopped", STOPPED), []),
+        (None, Report("elsewhere", 1, rank=1, is_printed_here=False), [2]),  # this machine has no other process
+        (COME, Report("bad", 1), [2]),
+        (LOST, Report("broken", 1), []),
+    ):
+        for path in folder.path.iterdir():
+            path.unlink()
+        if over is not None:
+            folder.end(2, over)
+        Heartbeat(progress, 5, None).close_all(report)
+        assert folder._rounds("failed") == expected, report
+    folder.fail(3, STEP_12)
+    assert folder.verdict() is None
+
+
+@pytest.mark.parametrize(
+    ("number", "over", "has_begun", "leaves"),
+    [
+        (None, None, False, False),  # not elastic: a report says that the process got SIGTERM
+        (1, None, False, True),  # nothing is to be saved yet
+        (1, None, True, False),  # the machine is asked to stop, and finishes its step
+        (1, COME, True, False),
+        (1, LOST, True, True),
+    ],
+)
+def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(monkeypatch, in_round, number, over, has_begun, leaves):
+    codes = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    folder = in_round(number or 0)
+    if over is not None:
+        folder.end(1, over)
+    process = SimpleNamespace(
+        here=ProcessInfo(round=number), state=State.RETURNED, reports_sigterm=not has_begun, close_all=lambda report: None
+    )
+    Watchdog._leave_round(process)
+    assert codes == ([STOPPED] if leaves else [])
+
+
+def test_a_process_leaves_a_round_once_its_agent_knows_that_it_is_over(in_round, monkeypatch):
+    monkeypatch.setattr(rounds, "LOOK_S", 0.001)
+    monkeypatch.delenv(ROUND, raising=False)
+    assert wait_for_agent(lambda: False) is None  # not elastic
+    folder = in_round(1)
+    assert wait_for_agent(lambda: True) is None  # its own machine is asked to stop
+    assert wait_for_agent(lambda: False, timeout_s=0.01) is None
+    timer = threading.Timer(0.05, folder.end, (1, COME))
+    timer.start()
+    assert wait_for_agent(lambda: False) == COME
+
+
+def test_the_clock_of_the_main_process_decides_when_a_checkpoint_is_late():
+    def late(every_s=5.0, is_main=True, saved=-100.0, is_writing=False):
+        recipe = SimpleNamespace(checkpoint=CheckpointConfig(every_s=every_s))
+        return checkpoint_is_late(
+            SimpleNamespace(
+                recipe=recipe,
+                strategy=SimpleNamespace(is_main=is_main),
+                saved=saved,
+                checkpointer=SimpleNamespace(is_writing=is_writing),
+            )
+        )
+
+    assert late() and not late(every_s=None) and not late(is_main=False) and not late(is_writing=True)
+    assert not late(saved=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("checkpoint.every_s=0", "must be above 0"), ("parallel.regroup_every_s=-1", "at least 0")]
+)
+def test_rhythms_that_make_no_sense_are_refused(word, said):
+    with pytest.raises(ConfigError, match=said):
+        Recipe.load("mnist_demo", "output_dir=out", word).validate()
