@@ -55,6 +55,14 @@ class Cluster:
         """Return what SLURM knows of a job, such as {"JobState": "RUNNING", "Restarts": "0", "ExitCode": "0:0"}."""
         return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
+    def cut(self, node: int) -> None:
+        """Pull the cable of a node: what runs on it goes on, and nobody hears of it."""
+        self.run("ip", "link", "set", f"to{node}", "down")
+
+    def mend(self, node: int) -> None:
+        """Put the cable back."""
+        self.run("ip", "link", "set", f"to{node}", "up")
+
 
 @contextmanager
 def slurm_cluster(num_nodes: int = 2) -> Iterator[Cluster]:
