@@ -171,7 +171,7 @@ def open_run(
     From here on a signal is a request to stop after the current step.
     """
     session.progress.stage("opening the output folder")
-    recipe, state, ledger = output.recipe, restored.state, Ledger(output.path / LEDGER)
+    recipe, state, ledger = output.recipe, restored.state, Ledger(output.path / LEDGER, output.is_ours)
     run = Run(
         recipe,
         strategy,
