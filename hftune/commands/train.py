@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hftune import __version__
-from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_recipe, find_modules_here
+from hftune.errors import ConfigError
 
 
 class _Help(argparse.Action):
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="this help, or the keys of recipe sections",
     )
     parser.add_argument(
-        "--processes", type=int, help="number of processes to start on this machine (default: train in this one)"
+        "--processes",
+        metavar="N",
+        help="number of processes to start on this machine (default: train in this one). 1-4: up to 4, and those that die are "
+        "replaced, as long as at least 1 is left",
     )
 
 
@@ -44,16 +48,35 @@ def run(options: argparse.Namespace) -> int:
     find_modules_here()
     if options.processes is None:
         return main(options.words)
-    check_at_least_1(options, "processes")
     try:
         from hftune.config import Recipe
 
-        recipe, count = Recipe.from_argv(options.words), options.processes
+        count = parse_processes(options.processes)
+        recipe = Recipe.from_argv(options.words)
         recipe.validate()
-        print(f"hftune {__version__}: recipe {recipe.recipe}; starting {count} process{'es' * (count > 1)} ...", flush=True)
-        from hftune.launchers.local import launch
+        from hftune.launchers.local import check_range, launch
 
+        if isinstance(count, tuple):
+            check_range(f"--processes {options.processes}", *count, recipe.parallel.pipeline_stages)
+        number = f"{count[0]} to {count[1]} processes" if isinstance(count, tuple) else f"{count} process{'es' * (count > 1)}"
+        print(f"hftune {__version__}: recipe {recipe.recipe}; starting {number} ...", flush=True)
         launch(recipe, count)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     return 0
+
+
+def parse_processes(text: str) -> int | tuple[int, int]:
+    """Read ``4`` or ``1-4``.
+
+    Raises:
+        ConfigError: it is neither, or below 1.
+    """
+    least, dash, most = text.partition("-")
+    if dash and least.isdecimal() and most.isdecimal():
+        return int(least), int(most)
+    if not text.lstrip("-").isdecimal():
+        raise ConfigError(f"--processes {text} is neither a number, such as 4, nor the least and the most, such as 1-4.")
+    if int(text) < 1:
+        raise ConfigError(f"--processes {text} must be at least 1.")
+    return int(text)

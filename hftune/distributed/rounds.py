@@ -59,6 +59,11 @@ class Members:
     address: str
     """Host of this round's store, in which nothing of an earlier round is left."""
     port: int
+    local_ranks: list[int | None] | None = None
+    """Of this machine's processes, by their local ranks in the last round; None for one that is not in this round. By default
+    they keep them. Only where some processes of a machine outlive others."""
+    local_world_size: int | None = None
+    """Of this machine; by default as in the last round."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +112,13 @@ class AgentFolder:
         """By a process: promise to go on in the next round without a restart, whatever ends this one but its own death."""
         self._write(f"stays_{round_number}_{local_rank}", {})
 
+    def stays(self, round_number: int, local_rank: int) -> bool:
+        """Whether a process has promised to outlive this round."""
+        return (self.path / f"stays_{round_number}_{local_rank}").exists()
+
     def will_stay(self, round_number: int, local_world_size: int) -> bool:
         """Whether all processes of this machine have promised to outlive this round."""
-        return all((self.path / f"stays_{round_number}_{rank}").exists() for rank in range(local_world_size))
+        return all(self.stays(round_number, local_rank) for local_rank in range(local_world_size))
 
     def fail(self, round_number: int, failure: Failure) -> None:
         """By a process: say that a round failed."""

@@ -39,17 +39,8 @@ def main(argv: Sequence[str]) -> int:
     """
     count, folder, modules, program, words = int(argv[0]), Path(argv[1]), argv[2].split(","), argv[3], list(argv[4:])
     signals = Signals()
-    with nvml_instead_of_cuda():
-        for module in filter(None, modules):
-            if signals.first:
-                return 128 + signals.first
-            try:
-                importlib.import_module(module)
-            except Exception as error:  # whatever a library raises where something of it is missing
-                named = "" if module.startswith("hftune.") else f"Task.libraries names {module}, which "
-                os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
-                say_last(f"hftune: {named or module + ' '}cannot be imported: {type(error).__name__}: {error}.", "ConfigError")
-                return 2
+    if (code := import_modules(modules, folder, signals)) is not None:
+        return code
     children: dict[int, int] = {}
     signals.children = children
     try:
@@ -80,6 +71,26 @@ def main(argv: Sequence[str]) -> int:
         signals.send(signal.SIGKILL)  # nobody would watch them any more
         raise
     return code
+
+
+def import_modules(modules: Sequence[str], folder: Path, signals: Signals) -> int | None:
+    """Import what the processes need; return the exit code if that fails, or if a signal has come.
+
+    Args:
+        folder: for the error file.
+    """
+    with nvml_instead_of_cuda():
+        for module in filter(None, modules):
+            if signals.first:
+                return 128 + signals.first
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # whatever a library raises where something of it is missing
+                named = "" if module.startswith("hftune.") else f"Task.libraries names {module}, which "
+                os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+                say_last(f"hftune: {named or module + ' '}cannot be imported: {type(error).__name__}: {error}.", "ConfigError")
+                return 2
+    return None
 
 
 class Signals:
@@ -167,6 +178,11 @@ def open_store(listener: socket.socket) -> Any:
     return TCPStore(host, port, None, True, timedelta(minutes=10), **options)
 
 
+def how_it_ended(code: int) -> str:
+    """Say in words how a process ended, whose exit code is negative if a signal killed it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def wait_for(running: dict[int, int], signals: Signals, is_explained: Callable[[int], bool]) -> int:
     """Wait for processes to end. If one fails, end the others.
 
@@ -192,8 +208,7 @@ def wait_for(running: dict[int, int], signals: Signals, is_explained: Callable[[
         if code and not failed and not signals.first:
             failed = True
             if not is_explained(rank):
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                print(f"Process {rank} (pid {pid}) {how}.", file=sys.stderr, flush=True)
+                print(f"Process {rank} (pid {pid}) {how_it_ended(code)}.", file=sys.stderr, flush=True)
             signals.end(signal.SIGTERM)
     if not ended_badly:
         return 0

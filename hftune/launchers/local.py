@@ -25,19 +25,22 @@ from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
+from hftune.launchers.forks import how_it_ended
 from hftune.tracking.console import is_terminal
 
 if TYPE_CHECKING:
     from hftune.checkpoints.output_dir import TrainResult
+    from hftune.launchers.agent import Wanted
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
 
 
-def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
+def launch(recipe: Recipe, num_processes: int | tuple[int, int] | None = None) -> TrainResult:
     """Train a recipe on ``num_processes`` processes of this machine and wait for the end. Shows what they print.
 
-    None means one per GPU, or one process without GPUs. SIGTERM and Ctrl-C (interrupting the cell) finish the step and write a
-    checkpoint, from which the same call resumes; a second Ctrl-C ends all processes at once.
+    None means one per GPU, or one process without GPUs. ``(least, most)`` starts as many as there are GPUs, at most ``most``
+    (without GPUs ``most``), and replaces those that are killed or lose their GPU. SIGTERM and Ctrl-C (interrupting the cell)
+    finish the step and write a checkpoint, from which the same call resumes; a second Ctrl-C ends all processes at once.
 
     Raises:
         ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. Any
@@ -45,7 +48,7 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     """
     recipe.validate()
     check_importable(recipe)
-    count = count_processes(num_processes)
+    count = wanted(recipe, *num_processes) if isinstance(num_processes, tuple) else count_processes(num_processes)
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
@@ -55,10 +58,11 @@ def launch(recipe: Recipe, num_processes: int | None = None) -> TrainResult:
     return TrainResult.read(Path(recipe.output_dir))
 
 
-def start_processes(program: str, words: Sequence[str], count: int, libraries: Sequence[str]) -> None:
+def start_processes(program: str, words: Sequence[str], count: int | Wanted, libraries: Sequence[str]) -> None:
     """Run ``python -m program words`` as ``count`` processes of this machine that can join, and wait for the end.
 
     Args:
+        count: if Wanted, processes that die are replaced.
         program: a module with ``main(words)``: hftune.run or hftune.cli.
         libraries: modules to import once for all of them.
 
@@ -66,17 +70,20 @@ def start_processes(program: str, words: Sequence[str], count: int, libraries: S
         ConfigError, DataError, TrainingError, Interrupted: with the message of the process that failed.
     """
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
-        launcher = several_processes(program, count, folder, libraries) if count > 1 else ["-m", program]
-        error_file = {} if count > 1 else {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # the launcher names one for each
-        threads = {"OMP_NUM_THREADS": "1"} if count > 1 else {}  # torchrun's own default, which it announces with a banner
+        is_alone = count == 1
+        launcher = ["-m", program] if is_alone else several_processes(program, count, folder, libraries)
+        error_file = {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"} if is_alone else {}  # the launcher names one for each
+        threads = {} if is_alone else {"OMP_NUM_THREADS": "1"}  # torchrun's own default, which it announces with a banner
         command = [sys.executable, *launcher, *words]
         code, is_stopped = run_and_show(command, {**threads, **environment(), **error_file})
         if code != 0:
             raise failure(Path(folder), code, is_stopped)
 
 
-def several_processes(program: str, count: int, folder: str, libraries: Sequence[str]) -> list[str]:
+def several_processes(program: str, count: int | Wanted, folder: str, libraries: Sequence[str]) -> list[str]:
     """Return the words of Python's command line that start the processes, but for their own words."""
+    if not isinstance(count, int):
+        return ["-m", "hftune.launchers.agent", count.words(), folder, ",".join(libraries), program]
     if sys.platform == "linux":
         return ["-m", "hftune.launchers.forks", str(count), folder, ",".join(libraries), program]
     # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.
@@ -101,10 +108,7 @@ def count_processes(asked: int | None) -> int:
     Raises:
         ConfigError: there are fewer GPUs, or a launcher has already started several processes.
     """
-    if ProcessInfo.from_environment().world_size > 1:
-        raise ConfigError(
-            "hftune.launch starts processes itself, and this is one of several that a launcher has started: call train(recipe)."
-        )
+    check_not_launched()
     if asked is not None and asked < 1:
         raise ConfigError(f"num_processes={asked} must be at least 1.")
     if asked is not None and "torch" not in sys.modules:  # importing it takes a second, and each process checks the same
@@ -122,6 +126,47 @@ def count_processes(asked: int | None) -> int:
             "train.batch_size and the result stay the same."
         )
     return asked
+
+
+def wanted(recipe: Recipe, least: int, most: int) -> Wanted:
+    """Return how many processes are to train this recipe, given the bounds of their number.
+
+    Raises:
+        ConfigError: see ``check_range``.
+    """
+    check_not_launched()
+    check_range(f"num_processes=({least}, {most})", least, most, recipe.parallel.pipeline_stages)
+    from hftune.launchers.agent import Wanted
+
+    return Wanted(least, most, recipe.parallel.pipeline_stages, recipe.output_dir)
+
+
+def check_range(given: str, least: int, most: int, stages: int) -> None:
+    """Check the bounds of the number of processes.
+
+    Args:
+        given: as the user wrote them.
+        stages: of the pipeline, which the number of processes must be a multiple of.
+
+    Raises:
+        ConfigError: they are out of order, or no number between them will do; or this is not Linux.
+    """
+    if least < 1:
+        raise ConfigError(f"{given}: the least number must be at least 1.")
+    if least > most:
+        raise ConfigError(f"{given}: the least number exceeds the most, {most}. Write the smaller number first.")
+    if most // stages * stages < least:
+        raise ConfigError(f"{given} contains no multiple of parallel.pipeline_stages={stages}. Raise the most.")
+    if sys.platform != "linux":
+        raise ConfigError(f"{given} replaces processes that die, which works on Linux only. Give one number.")
+
+
+def check_not_launched() -> None:
+    """Raise ConfigError if this is one of several processes that a launcher has started."""
+    if ProcessInfo.from_environment().world_size > 1:
+        raise ConfigError(
+            "hftune.launch starts processes itself, and this is one of several that a launcher has started: call train(recipe)."
+        )
 
 
 def environment() -> dict[str, str]:
@@ -196,8 +241,7 @@ def failure(folder: Path, code: int, is_stopped: bool) -> BaseException:
         return with_report(error, Report(str(error), exit_code(error), is_printed_here=False))
     if is_stopped:
         return Interrupted("Training was asked to stop, and ended before it could write a checkpoint.")
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return TrainingError(f"Training {how} without a message; see its output above.")
+    return TrainingError(f"Training {how_it_ended(code)} without a message; see its output above.")
 
 
 def read_failure(folder: Path) -> BaseException | None:
