@@ -106,6 +106,28 @@ class Tagging(Task):
         return int((target != -100).sum())
 
 
+@dataclass
+class PacedTagging(Tagging):
+    """Sleeps ``pause_s`` for each micro-batch."""
+
+    pause_s: float = 0.0
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        time.sleep(self.pause_s)
+        return super().inputs(batch)
+
+
+@dataclass
+class PacedReviews(SequenceClassification):
+    """Sleeps ``pause_s`` for each micro-batch."""
+
+    pause_s: float = 0.0
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        time.sleep(self.pause_s)
+        return super().inputs(batch)
+
+
 class Net(nn.Module):
     """A small classifier with one thing in it that tempts distributed training to go wrong."""
 
