@@ -26,8 +26,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -35,7 +36,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from hftune.config import Recipe
 from hftune.distributed import rounds
+from hftune.distributed.consistency import differences, fingerprint, remedies
 from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePlace
 from hftune.distributed.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.distributed.network import interfaces, is_own_address, outward_interfaces, resolve, route_to
@@ -62,8 +65,8 @@ PLACE_S = 30.0
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
 LEAVE_S = 5.0
-ROLE, RANKS, FINISHED = "torchelastic/role_info/", "torchelastic/assigned_ranks/", "torchelastic/agent/terminal_state"
-"""Beginnings of the keys under which torchrun's agents tell each other their numbers of processes, their ranks, and the end."""
+ROLE = "torchelastic/role_info/"
+"""Beginning of the keys under which torchrun's agents tell each other their numbers of processes."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +85,56 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
     Raises:
         SystemExit: a parameter is invalid, or nothing answers.
     """
-    config = params.config
-    least = int(_number(config, "min_machines", params.min_nodes))
+    config, most = params.config, params.max_nodes
+    least = _number(config, "min_machines", params.min_nodes)
+    if not (least.is_integer() and least <= most):
+        refuse(f"--rdzv_conf min_machines={config['min_machines']} is no whole number up to the most, {most}.")
+    recipe = recipe_of_launcher()
     times = Times(
         join=join_timeout_s(config.get("join_timeout")),
         last_call=_number(config, "last_call", LAST_CALL_S),
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S),
-        regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S),
+        regroup_every=_number(
+            config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)
+        ),
     )
     try:
         place, where, address, is_host = _find_place(params, times)
     except (ConfigError, OSError) as error:
         leave(str(error))
     me = Machine(uuid.uuid4().hex, socket.gethostname(), address)
-    return ElasticRendezvous(Attendance(place, me, least, params.max_nodes, times), where, params.run_id, is_host)
+    attendance = Attendance(place, me, int(least), most, times, fingerprint(recipe))
+    if recipe is not None:
+        folder = Path(recipe.output_dir) / "checkpoints"
+        attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("step_*")), default="")
+    return ElasticRendezvous(attendance, where, params.run_id, is_host)
+
+
+def refuse(message: str) -> NoReturn:
+    """End the launcher, which cannot be started like this."""
+    say(message)
+    sys.exit(2)
+
+
+def recipe_of_launcher() -> Recipe | None:
+    """Return the recipe in this launcher's command line; None if it does not train a recipe.
+
+    Raises:
+        SystemExit: the recipe is invalid.
+    """
+    modules = [index for index, (before, _) in enumerate(pairwise(sys.argv)) if before in ("-m", "--module")]
+    if not modules or not sys.argv[modules[0] + 1].startswith("hftune."):
+        return None
+    words = [word for word in sys.argv[modules[0] + 2 :] if "=" in word and not word.startswith("-")]
+    if not any(word.startswith("recipe=") for word in words):
+        return None
+    sys.path.insert(0, str(Path.cwd()))  # as for the processes, which are started with python -m
+    try:
+        return Recipe.from_argv(words)
+    except ConfigError as error:
+        refuse(str(error))
+    finally:
+        sys.path.pop(0)
 
 
 def _number(config: dict[str, Any], name: str, default: float) -> float:
@@ -104,7 +143,7 @@ def _number(config: dict[str, Any], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        leave(f"--rdzv_conf {name}={config.get(name, default)} is not a number above 0.")
+        refuse(f"--rdzv_conf {name}={config.get(name, default)} is not a number above 0.")
     return value
 
 
@@ -124,6 +163,10 @@ def _find_place(params: RendezvousParameters, times: Times) -> tuple[MeetingPlac
         raise ConfigError(f"{where}: {error}") from error
     meeting = Meeting(host, port, params.max_nodes, params.run_id, times.join, params.config)
     store, is_host = meeting.find_store()
+    if not is_host and store.check([f"hftune/machines/{params.run_id}/joined"]):
+        raise ConfigError(
+            f"A job with a fixed number of machines meets at {host}:{port}. Give this one another port or another --rdzv-id."
+        )
     address = params.local_addr or route_to(resolve(host)).address
     return StorePlace(store, params.run_id), f"{host}:{port}", address, is_host
 
@@ -153,8 +196,12 @@ def own_address() -> str:
 class Attendance:
     """A thread that takes part in the job for this agent: gives a sign of life, notices, and advances the document."""
 
-    def __init__(self, place: MeetingPlace, me: Machine, least: int, most: int, times: Times):
+    def __init__(self, place: MeetingPlace, me: Machine, least: int, most: int, times: Times, facts: dict[str, Any]):
         self.place, self.least, self.most, self.times = place, least, most, times
+        self.facts = facts
+        """What all machines must have in common, see consistency.py."""
+        self.refusal: str | None = None
+        """Why this machine cannot be in the job."""
         self._listener = socket.create_server((me.address, 0), family=_family(me.address))
         self.me = replace(me, port=self._listener.getsockname()[1])
         self.membership: Membership | None = None
@@ -234,6 +281,10 @@ class Attendance:
                 return
             if self.job is None and (membership is None or self._is_over(membership, silence)):
                 membership = Membership(uuid.uuid4().hex, self.least, self.most)
+                self.place.note(f"facts-{membership.job}", json.dumps(self.facts))
+            elif self.job is None and membership is not None and (refusal := self._refusal(membership)):
+                self.refusal, self._ends = refusal, True
+                return
             if membership is None or self.job not in (None, membership.job):
                 break  # another job has begun here
             view = self._notice(own, membership, silence, cut)
@@ -266,6 +317,22 @@ class Attendance:
         if membership is None or self._is_over(membership, silence):
             return True
         return any(self._silence.has_changed(name) for name in silence)
+
+    def _refusal(self, membership: Membership) -> str | None:
+        """Say why this machine does not fit into the job; None if it does."""
+        remedy = "If it is to be a job of its own, give it another meeting place or another --rdzv-id."
+        if (self.least, self.most) != (membership.least, membership.most):
+            return (
+                f"This machine was started for {self.least}:{self.most} machines, and the job that runs here for "
+                f"{membership.least}:{membership.most}. Start all with the same numbers. {remedy}"
+            )
+        theirs = json.loads(self.place.note(f"facts-{membership.job}"))
+        if not (different := differences(self.facts, theirs)):
+            return None
+        return (
+            f"This machine is not let in. Compared with {theirs['host']}, which began the job that runs here, it has "
+            f"{'; '.join(different.values())}. {remedies(different)} {remedy}"
+        )
 
     def _is_over(self, membership: Membership, silence: dict[str, float]) -> bool:
         living = [name for name in membership.machines if silence.get(name, 0.0) <= self.times.keep_alive]
@@ -301,7 +368,8 @@ class Attendance:
         if not is_so:
             self._since.pop(what, None)
             return 0.0
-        return time.monotonic() - self._since.setdefault(what, time.monotonic())
+        now = time.monotonic()
+        return now - self._since.setdefault(what, now)
 
     # The threads that see who is cut off
 
@@ -350,7 +418,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
         self._earlier_server: TCPStore | None = None  # processes that stay leave it only when they join the new one
         self._told: rounds.Over | None = None
-        self._has_left = False
+        self._has_left = self._is_leaving = False
         self._inner_handlers: dict[int, Any] = {}
         os.environ[rounds.FOLDER] = str(self.folder.path)
         allow_open_files()
@@ -393,14 +461,47 @@ class ElasticRendezvous(RendezvousHandler):
         self._check_place()
         membership = self.attendance.membership
         assert membership is not None
-        if self._goes_on(membership) or self._has_left or membership.phase is Phase.ENDED:
+        if self._goes_on(membership) or self._is_leaving or membership.phase is Phase.ENDED:
             return 0
-        return 1
+        is_here = self.attendance.me.id in membership.machines
+        can_stay = is_here and self.folder.will_stay(self.round, self.local_world_size)
+        return 0 if can_stay and self._meet_in_place() else 1
 
     def shutdown(self) -> bool:
         """Leave by word. The others go on if this machine has failed."""
         self._end()
         return True
+
+    def _meet_in_place(self) -> bool:
+        """Meet for the next round while the processes wait for it; return False if they must be restarted for another one."""
+        following = self.round + 1
+        self._meet(stays=True)
+        sizes = self.sizes({"local_world_size": self.local_world_size})
+        if self.round != following or sizes is None:
+            return False
+        rank, (address, port) = self.machine_rank, self._address
+        first = sum(sizes[:rank])
+        self.folder.begin(rounds.Members(self.round, first, sum(sizes), len(sizes), rank, address, port))
+        return True
+
+    def sizes(self, own: dict[str, Any] | None = None) -> list[int] | None:
+        """Exchange the machines' numbers of processes, by machine rank; None if the round is over before all have told.
+
+        Args:
+            own: to be told, in the words of torchrun's agent; None if it has told already.
+        """
+        store = self.store
+        if own is not None:
+            store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
+        keys = [f"{ROLE}{rank}" for rank in range(len(self._members))]
+        with suppress(DistError):
+            while not store.check(keys):
+                membership = self.attendance.membership
+                if membership is None or not self._goes_on(membership) or self.attendance.unanswered_s > PLACE_S:
+                    return None
+                self.attendance.wait(BEAT_S / 10)
+            return [json.loads(value)["local_world_size"] for value in store.multi_get(keys)]
+        return None
 
     @property
     def machine_rank(self) -> int:
@@ -416,13 +517,14 @@ class ElasticRendezvous(RendezvousHandler):
         while True:
             attendance.wait(BEAT_S / 10)
             self._check_place()
+            if attendance.refusal is not None:
+                refuse(f"{self.where}: {attendance.refusal}")
             membership = attendance.membership
             if membership is None:
                 continue
             self._check_job(membership)
-            if membership.phase is Phase.RUNNING and attendance.me.id in membership.members:
-                if membership.round > self.round:
-                    break
+            if self._is_in_new_round(membership):
+                break
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt
@@ -433,6 +535,10 @@ class ElasticRendezvous(RendezvousHandler):
                 say(f"{self._situation(membership)}")
                 reminder_s += REMINDER_S
         self._begin(membership)
+
+    def _is_in_new_round(self, membership: Membership) -> bool:
+        is_member = membership.phase is Phase.RUNNING and self.attendance.me.id in membership.members
+        return is_member and membership.round > self.round
 
     def _connect(self, membership: Membership) -> bool:
         """Open this round's store, or connect to it; return False while nobody has opened it."""
@@ -563,6 +669,7 @@ class ElasticRendezvous(RendezvousHandler):
                 signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: Any) -> None:
+        self._is_leaving = True
         self.attendance.say(is_leaving=True)
         inner = self._inner_handlers[number]
         if not callable(inner):
@@ -571,9 +678,9 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 class RoundStore:
-    """What torchrun's agent takes for the store of the rounds, in which agents tell each other ranks, and that they finish.
+    """What torchrun's agent takes for its store: agents tell each other their numbers of processes there, and that they finish.
 
-    The agent knows only the rounds for which it starts processes, so these things are looked up in the present one.
+    An agent asks only in rounds for which it starts processes. Here, those whose processes stay take part as well.
     """
 
     def __init__(self, meeting: ElasticRendezvous):
@@ -584,25 +691,33 @@ class RoundStore:
         self.timeout = timeout
 
     def set(self, key: str, value: Any) -> None:
+        if key.startswith(ROLE):
+            self._meeting.local_world_size = json.loads(value)["local_world_size"]
         self._meeting.store.set(key, value)
 
-    def get(self, key: str) -> bytes:
-        return self._meeting.store.get(key)
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self._meeting.store.multi_set(keys, values)
-
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._meeting.store.multi_get(keys)
+        """Return all machines' numbers of processes; of none if the round is over already."""
+        sizes = self._meeting.sizes()
+        role = {"role": "default", "rank": 0}
+        return [json.dumps({**role, "local_world_size": size}).encode() for size in sizes or [0] * len(keys)]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Ignore the ranks that the first machine's agent gives: each machine counts for itself."""
+
+    def get(self, key: str) -> bytes:
+        """Return the first rank of this machine's processes and the number of all processes, twice: there is one role."""
+        rank, own = self._meeting.machine_rank, self._meeting.local_world_size
+        sizes = self._meeting.sizes() or [own] * (rank + 1)  # if the round is over, so are these processes, at once
+        first, total = sum(sizes[:rank]), sum(sizes)
+        return json.dumps([first, total, first, total]).encode()
 
     def add(self, key: str, amount: int) -> int:
-        return 0 if key.startswith(FINISHED) else self._meeting.store.add(key, amount)
+        """Ignore the count of machines that have finished; ``wait`` asks the document."""
+        return 0
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if all(key.startswith(FINISHED) for key in keys):
-            self._meeting.finish()
-        else:
-            self._meeting.store.wait(keys, timeout or self.timeout)
+    def wait(self, keys: list[str]) -> None:
+        """Wait for the other machines to finish, as nothing else is waited for."""
+        self._meeting.finish()
 
 
 def _say_without_traceback(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

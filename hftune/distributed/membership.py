@@ -215,7 +215,7 @@ def _over(now: Membership, reason: str, *, is_planned: bool) -> None:
 def _leave_out_the_cut(now: Membership, view: View) -> None:
     """Leave out who is alive and cannot reach the others: the first machine if it says so or most do not reach it."""
     members = now.here(now.members)
-    if now.phase is not Phase.RUNNING or not members or view.me.id in view.cut:
+    if now.phase is not Phase.RUNNING or not members:
         return
     first, others = members[0], [one for one in members[1:] if not one.is_done]
     cut = [one for one in others if one.id in view.cut]

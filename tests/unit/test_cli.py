@@ -173,7 +173,7 @@ def test_config_that_is_not_there_names_the_nearest(capsys):
     assert refused(capsys, "configs", "--copy") == f"--copy needs the name of a launch configuration: {shipped}."
 
 
-COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, folds, sweep, merge, push, report, compare, configs, slurm, audit, replay, bisect, bisect-step, receipt, verify, doctor, vocab, completion"
+COMMANDS = "train, recipes, show, schema, plan, predict, evaluate, folds, sweep, merge, push, report, compare, configs, slurm, meeting, audit, replay, bisect, bisect-step, receipt, verify, doctor, vocab, completion"
 
 
 @pytest.mark.parametrize(
