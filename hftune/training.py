@@ -10,9 +10,11 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,17 +33,20 @@ from hftune.build import (
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, Checkpointer, open_checkpoint, path_of
 from hftune.checkpoints.export import export
+from hftune.checkpoints.memory import in_memory
 from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import cached_hashes, root, write_rows
+from hftune.distributed.accelerator import leave_group
 from hftune.distributed.consistency import fingerprint
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.pulse import marked_while_moving
-from hftune.distributed.rounds import present_round, wait_for_agent
+from hftune.distributed.regroup import Environment, RoundOver, RoundWatch, can_hang_up
+from hftune.distributed.rounds import Over, present_round, wait_for_agent
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -59,7 +64,7 @@ from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.hardware import hardware, of_all
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import NAME as LEDGER
-from hftune.tracking.ledger import Ledger, last_step, plan_facts
+from hftune.tracking.ledger import Ledger, holds_step, last_step, plan_facts
 from hftune.tracking.profiler import StepProfiler, unreachable_steps
 from hftune.tracking.summary import PRECISIONS, best_and_last, describe_best, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -76,15 +81,43 @@ def train(recipe: Recipe) -> TrainResult:
         Interrupted: a signal asked to stop; the step was finished and a checkpoint written.
     """
     recipe.validate()
+    kept, environment = Kept(), Environment()
+    while True:
+        try:
+            return train_round(recipe, kept)
+        except RoundOver:
+            number = (present_round() or 0) + 1
+        kept.leave_round(recipe)
+        environment.next_round(number)
+
+
+def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
+    """Train until the run is finished, or until the round of an elastic job is over; see ``train``.
+
+    Args:
+        kept: of earlier rounds; this one adds to it.
+
+    Raises:
+        RoundOver: this process goes on in the next round.
+    """
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
-    with OutputDir(recipe) as output, Session(recipe) as session:
+    with (
+        OutputDir(recipe) as output,
+        RoundWatch() as rounds,
+        Session(recipe, rounds=rounds) as session,
+        rounds.outlived(session.heartbeat.has_failed),
+    ):
         settle(recipe)
-        claim(output, session)
-        parts = build(recipe, session.progress)
+        if kept.memory is not None:
+            rounds.promise()
+        claim(output, session, kept.memory)
+        parts = build(recipe, session.progress, kept.datasets)
+        kept.datasets = parts.datasets
         output.check_finished(parts.num_steps)
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
-        provenance = compare(session, strategy, parts)
+        provenance = compare(session, strategy, parts, kept.digests)
+        kept.digests = provenance.digests
         output.confirm(strategy)
         parts.first_weights = first_weights(output, strategy, parts)
         prepare(recipe, strategy, parts)
@@ -95,11 +128,49 @@ def train(recipe: Recipe) -> TrainResult:
         provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, restored.micro_batch_size)
         parts.notices += idle_notices(parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
         run = open_run(output, session, strategy, parts, provenance, restored)
-        return fit_and_save(run, output)
+        run.mark()
+        kept.run, kept.memory = run, None
+        if may_outlive(strategy):
+            rounds.promise()
+        return fit_and_save(run, output, kept)
 
 
-def claim(output: OutputDir, session: Session) -> None:
+@dataclass
+class Kept:
+    """What a process keeps from one round of an elastic job to the next."""
+
+    datasets: Mapping[str, Any] | None = None
+    digests: dict[str, str] | None = None
+    """Of the data sets, see Provenance."""
+    run: Run | None = None
+    """While its model and optimizer are those of its last finished step, or are on the way to the next."""
+    memory: Checkpoint | None = None
+    """The state after that step. None: the next round starts from a checkpoint on disk, if this process is its main one."""
+
+    def leave_round(self, recipe: Recipe) -> None:
+        """Keep the state in memory, and give up everything that belongs to the round. Local."""
+        run, self.run = self.run, None
+        saved = None if run is None else run.strategy.after_last_step()
+        if saved is not None and run.boundary.step:  # before the first step there is nothing to keep
+            state = replace(run.boundary, seconds=run.seconds())
+            self.memory = in_memory(Path(recipe.output_dir), saved, state, run.provenance, run.last)
+        del run
+        leave_group()
+
+
+def may_outlive(strategy: Strategy) -> bool:
+    """Say whether this process can go on when others of its round are lost: it needs all of the state, and a way out of a
+    collective. NCCL's groups may have one, too, which was never tried."""
+    if strategy.num_processes == 1:
+        return strategy.holds_everything and strategy.device.type == "cpu"
+    return strategy.holds_everything and torch.distributed.get_backend() == "gloo" and can_hang_up()
+
+
+def claim(output: OutputDir, session: Session, memory: Checkpoint | None) -> None:
     """Lock the output folder, and refuse trackers that cannot be reached, before anything is loaded.
+
+    Args:
+        memory: where an elastic job goes on. Not if the folder's ledger lacks steps before, as that of another machine may.
 
     Raises:
         ConfigError: see ``OutputDir.claim`` and ``check_trackers``.
@@ -111,20 +182,26 @@ def claim(output: OutputDir, session: Session) -> None:
         hide_progress_bars()
     if session.info.is_main:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
-    output.claim()
+    if memory is not None and session.info.is_main and not holds_step(output.path / LEDGER, memory.step):
+        memory = None
+    output.claim(memory)
 
 
-def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
+def compare(session: Session, strategy: Strategy, parts: Parts, digests: dict[str, str] | None) -> Provenance:
     """Make sure that all processes train the same, and return what checkpoints record of it. Collective.
+
+    Args:
+        digests: of the data sets, if they are known from an earlier round; then nothing new is to be noticed, either.
 
     Raises:
         ConfigError: see ``Session.compare``.
     """
     task = session.recipe.task
     commits = task.commits()
-    digests = session.compare(strategy, parts.datasets, commits)
+    is_new = digests is None
+    digests = session.compare(strategy, parts.datasets, commits, digests)
     # Notices read all of the data: the main process alone collects them.
-    parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
+    parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model) if is_new else [])
     return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
 
 
@@ -193,6 +270,8 @@ def open_run(
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
         profiler=StepProfiler(recipe.train.profile, output.path / PROFILE, strategy.process_index, strategy.device),
+        rounds=session.rounds,
+        last=restored.last,
     )
     if parts.arithmetic is not None:
         run.throughput.arithmetic = parts.arithmetic
@@ -208,15 +287,19 @@ def open_run(
         counts = ask(recipe.task, "class_counts", {}, run.datasets["train"])
         parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
         parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
-        if state.step or session.info.round:
-            parts.notices.append(where_it_goes_on(run, output, session.info))
+        here = where_it_goes_on(run, output, session.info) if state.step or session.info.round else None
+        parts.notices += [] if here is None else [here]
         facts = facts_of(run, session, parts)
         output.open(state)
         facts.write(output.path)
         run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
         rows_root = keep_rows(run, output)
-        run.ledger.begin(state.step, ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root))
-        print_start(recipe, run.plan, facts, counts)
+        start_facts = ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root)
+        run.ledger.begin(state.step, start_facts, run.last or None)
+        if restored.last is None:
+            print_start(recipe, run.plan, facts, counts)
+        else:  # it was printed when this run began
+            print(note(here), flush=True)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
@@ -228,7 +311,8 @@ def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> str:
     step, place = run.state.step, "the beginning"
     if step:
         epoch = f"{run.state.progress(run.plan.num_steps):.2f}"
-        place = f"step {step} of {run.num_steps} (epoch {epoch}), from {output.start.checkpoint.path}"
+        source = output.start.checkpoint.path if run.last is None else "memory"
+        place = f"step {step} of {run.num_steps} (epoch {epoch}), from {source}"
     if not here.round:
         return f"Resuming from {place}."
     machines = "1 machine" if here.num_nodes == 1 else f"{here.num_nodes} machines"
@@ -294,6 +378,8 @@ def ledger_facts(
     recipe, provenance, own = run.recipe.to_dict(), run.provenance, fingerprint(run.recipe)
     if checkpoint is None:
         origin: dict[str, Any] = {"weights": parts.first_weights}
+    elif not checkpoint.hashes:
+        origin = {"from_memory": True}
     else:
         origin = {"checkpoint": {"step": checkpoint.step, **checkpoint.hashes}}
     return {
@@ -317,10 +403,11 @@ def ledger_facts(
     }
 
 
-def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
+def fit_and_save(run: Run, output: OutputDir, kept: Kept) -> TrainResult:
     """Train to the end, and write the results. Collective.
 
     Raises:
+        RoundOver: a round of an elastic job is over.
         Interrupted: a signal asked to stop; the message says how to resume.
     """
     strategy, began = run.strategy, time.time()
@@ -329,11 +416,18 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         warm_up(run)
         fit(run)
         run.profiler.close()
+        kept.run = None  # the test replaces the model; all is in the last checkpoint
         result = finish(run, output)
+    except RoundOver:
+        run.profiler.close()
+        raise
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
-        raise Interrupted(end_of_round(run) or f"{error} {how_to_resume(run)}") from None
+        over = wait_for_agent(lambda: bool(run.stop))
+        if over is not None and run.rounds.has_promised and not run.stop:
+            raise RoundOver(over.reason) from None
+        raise Interrupted(end_of_round(run, over) or f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
     if run.recipe.train.compile:
@@ -370,9 +464,8 @@ def warm_up(run: Run) -> None:
         run.console.line(note(notice))
 
 
-def end_of_round(run: Run) -> str | None:
+def end_of_round(run: Run, over: Over | None) -> str | None:
     """Say that a round of an elastic job is over and the next one goes on from here; None if it is the job that stops."""
-    over = wait_for_agent(lambda: bool(run.stop))
     if over is None or run.checkpointer.failure is not None:
         return None
     return f"{over.reason}. Round {present_round()} ends after step {run.state.step}, with a checkpoint."

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hftune.checkpoints.atomic_files import only_writer, write_text
-from hftune.checkpoints.checkpointer import steps
+from hftune.checkpoints.checkpointer import Checkpoint, steps
 from hftune.checkpoints.export import read_about, restore_export
-from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
+from hftune.checkpoints.memory import LAST
+from hftune.checkpoints.resume import Start, check_finished, find_start, go_on, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.config import Recipe
 from hftune.distributed.consistency import DIGEST
@@ -89,8 +90,11 @@ class OutputDir:
     def __exit__(self, *error: Any) -> bool | None:
         return self._held.__exit__(*error)
 
-    def claim(self) -> None:
+    def claim(self, memory: Checkpoint | None = None) -> None:
         """On the main process: lock the folder, and find where training starts.
+
+        Args:
+            memory: the state that this process has kept, from which training goes on.
 
         Raises:
             ConfigError: the folder cannot be written, another run holds it, or a checkpoint in it does not fit the recipe.
@@ -98,7 +102,7 @@ class OutputDir:
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
             self.is_ours = self._held.enter_context(only_writer(self.path))
-            self.start = find_start(self.recipe)
+            self.start = find_start(self.recipe) if memory is None else go_on(memory)
 
     def before_release(self, callback: Callable[[], None]) -> None:
         """Call this before the folder is released, when no process watches this one any more."""
@@ -143,7 +147,7 @@ class OutputDir:
             strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
             raise ConfigError(f"{path} belongs to a different model: {error}.") from error
-        if checkpoint:
+        if checkpoint and LAST not in progress:  # of what is in memory, another one may be needed if this round fails, too
             checkpoint.tensors.clear()  # they take as much memory as model and optimizer
         state = read_state(path, progress["state"])
         check_step(self.recipe, state, num_steps)
@@ -151,7 +155,8 @@ class OutputDir:
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_scores()
-        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
+        kept = (progress["run_ids"], progress["micro_batch_size"], progress.get("precision"), progress.get(LAST))
+        return RestoredState(state, *kept)
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""

@@ -446,8 +446,11 @@ class ElasticRendezvous(RendezvousHandler):
         """Meet the other machines for the next round.
 
         Raises:
-            SystemExit: they did not come in time, or the job has ended.
+            SystemExit: they did not come in time, the job has ended, or no other round helps.
         """
+        if (failure := self.folder.verdict()) is not None:
+            say(failure.text.removeprefix("hftune: "))
+            sys.exit(failure.code)
         self._hear_signals()
         if self.round < 0 and self.attendance.job is None:
             self.attendance.start()
@@ -567,7 +570,7 @@ class ElasticRendezvous(RendezvousHandler):
         assert membership.store is not None
         self._address = membership.store
         self.attendance.say(ready_after=None, stays=False)
-        os.environ[rounds.ROUND] = str(self.round)  # the processes inherit it
+        os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
         why = f" {membership.over.reason}." if membership.over is not None and before else ""
         say(f"Round {self.round}: {count} machine{'s' if count > 1 else ''}, {', '.join(map(str, self._members))}.{why}")

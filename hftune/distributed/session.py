@@ -18,6 +18,7 @@ from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.preflight import check_hardware, check_launch, check_launcher
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
+from hftune.distributed.regroup import RoundWatch
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
 
@@ -35,6 +36,7 @@ class Session:
         dead_after_s: seconds of silence after which a process counts as gone; the recipe's by default.
         stall_after_s: seconds without progress after which all processes are ended; the recipe's by default.
         compares_early: False if the caller reports differences itself.
+        rounds: of an elastic job, in which this process may go on when others are lost.
 
     Raises:
         ConfigError: the processes differ, or the recipe cannot run here.
@@ -48,6 +50,7 @@ class Session:
         dead_after_s: float | None = None,
         stall_after_s: float | None = None,
         compares_early: bool = True,
+        rounds: RoundWatch | None = None,
     ):
         self.recipe, self.train = recipe, TrainConfig() if recipe is None else recipe.train
         self.info, self.progress = ProcessInfo.from_environment(), Progress()
@@ -55,7 +58,9 @@ class Session:
             self.progress,
             self.train.dead_after_s if dead_after_s is None else dead_after_s,
             self.train.stall_after_s if stall_after_s is None else stall_after_s,
+            rounds,
         )
+        self.rounds = rounds or RoundWatch()
         self._compares_early = compares_early
         self._stack = ExitStack()
 
@@ -84,19 +89,26 @@ class Session:
             ConfigError: the launcher announced a different number of processes than joined.
         """
         self.progress.stage("joining the other processes")
-        with self.heartbeat.waiting():
+        with self.heartbeat.waiting(), self.rounds.joining():
             accelerator = start_accelerator(self.train)
-        self.heartbeat.join()
+            self.heartbeat.join()
         atexit.register(leave_group)
         return accelerator
 
-    def compare(self, collectives: Any, datasets: Mapping[str, Any], commits: Mapping[str, str]) -> dict[str, str]:
+    def compare(
+        self,
+        collectives: Any,
+        datasets: Mapping[str, Any],
+        commits: Mapping[str, str],
+        digests: dict[str, str] | None = None,
+    ) -> dict[str, str]:
         """Make sure that all processes run the same code and recipe on the same data. Collective.
 
         Args:
             collectives: the strategy, which can broadcast and gather.
             datasets: by split.
             commits: what was loaded from the Hub, by the key that names the repository.
+            digests: of the data sets, if this process has computed them before.
 
         Returns:
             The digest of each split, such as ``{"train data": "all:..."}``.
@@ -105,7 +117,7 @@ class Session:
             ConfigError: on every process, naming those that differ from the main process, their host, and in what.
         """
         self.progress.stage("comparing recipe and data with the other processes")
-        digests = data_digests(self.recipe.task, datasets)
+        digests = data_digests(self.recipe.task, datasets) if digests is None else digests
         check_same(collectives, fingerprint(self.recipe) | {"data": digests, "commits": dict(commits)})
         return digests
 

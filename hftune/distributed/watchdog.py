@@ -26,7 +26,8 @@ from hftune.distributed.failure_report import GOT_SIGTERM, PATIENCE_S, STOPPED, 
 from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.distributed.rounds import agents_word
+from hftune.distributed.regroup import RoundWatch
+from hftune.distributed.rounds import AGENT_S, agents_word
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
 
@@ -85,6 +86,7 @@ class Watchdog:
         look: returns the store that the processes of this attempt share, or None while it is not known.
         has_group: whether all processes have joined; else some may not have started yet.
         secret: names the key of the report, which outsiders at the launcher's port cannot guess.
+        rounds: of an elastic job. The loss of a process or of the store is then its agent's affair for a while.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Watchdog:
         look: Callable[[], Any | None],
         has_group: bool,
         secret: str = "",
+        rounds: RoundWatch | None = None,
     ):
         self.here, self.progress, self.close_all, self.has_group = here, progress, close_all, has_group
+        self._rounds, self._lost_at = rounds, 0.0
         self.dead_after_s = limits.dead_after_s
         self.peers = Peers(here, progress, limits, has_group)
         self.store: Any = None
@@ -156,7 +160,7 @@ class Watchdog:
         self._connection_is_broken = True
         self._wake.set()
         if not self._failure_is_known.wait(RETURN_S):
-            if self.here.rank == self.here.node_ranks[0]:
+            if self.here.rank == self.here.node_ranks[0] and self.here.round is None:
                 what = f"hftune: A connection to another process broke in {self.progress.current_stage}."
                 wait = f"Waiting up to {self.dead_after_s:.0f} s to learn which one and why."
                 print(what, wait, file=sys.stderr, flush=True)
@@ -205,6 +209,8 @@ class Watchdog:
                     return
                 self._pause()
         except RuntimeError:  # torch's DistError
+            while self.state is not State.CLOSED and self._is_outlived():
+                time.sleep(BEAT_S / 10)
             self.loss = self._describe_loss()
 
     def _meet(self) -> bool:
@@ -232,9 +238,10 @@ class Watchdog:
         self.peers.look_around()
         self.store.set(f"beat/{self.here.rank}", json.dumps(self._sign()))
         if self.report is None:
-            self.report = self._find_report(passed_s)
-            if self.report is None:
+            found = self._find_report(passed_s)
+            if found is None or (found.is_of_lost and self._is_outlived()):
                 return
+            self.report = found
             if self.report.is_stall:
                 print(self._stack(), file=sys.stderr, flush=True)
             self._failure_is_known.set()
@@ -277,12 +284,24 @@ class Watchdog:
 
     def _judge(self, passed_s: float) -> Report | None:
         """Return a report if another process is gone or silent, this one got SIGTERM, or all are stalled."""
-        if (report := self.peers.find_dead(passed_s, self._connection_is_broken)) is not None:
+        if (report := self.peers.find_dead(passed_s, self._connection_is_broken)) is None:
+            self._lost_at = 0.0
+        elif not self._is_outlived():
             return report
         if self._got_sigterm and self.reports_sigterm:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
             return Report(f"{text}, from its launcher, a scheduler or a person.", rank=self.here.rank)
         return self.peers.find_stall(self._sign())
+
+    def _is_outlived(self) -> bool:
+        """Say whether to leave a loss to the agent of an elastic job: the others go on, in this process or in another one.
+
+        It has AGENT_S to say that the round is over. A process that ended before that would count as one that failed.
+        """
+        if self.here.round is None:
+            return False
+        self._lost_at = self._lost_at or time.monotonic()
+        return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
         main = self.peers.beats.get(0)
@@ -306,6 +325,8 @@ class Watchdog:
         count, quiet_s = -1, 0.0
         while self.state is not State.CLOSED and self.report is None and self.loss is None:
             self._listen(BEAT_S)
+            if self._got_sigterm:
+                self._leave_round()
             quiet_s = quiet_s + BEAT_S if count == self._round_count else 0.0
             count = self._round_count
             if quiet_s > self.dead_after_s:
@@ -322,19 +343,19 @@ class Watchdog:
         """Wait; a signal or a change ends the wait."""
         if select.select([self._wakeup_r], [], [], seconds)[0] and signal.SIGTERM in self._wakeup_r.recv(4096):
             self._got_sigterm = True
-            self._leave_round()
             self._wake.set()
 
     def _leave_round(self) -> None:
         """End this process if its agent has asked for it, as the round of an elastic job is over, and nothing is to be saved.
 
-        A step that a lost machine was in cannot be finished, and before the first one there is nothing. In a step that can be
+        A step that a lost process was in cannot be finished, and before the first one there is nothing. In a step that can be
         finished, the main thread does so and ends the process itself.
         """
         if self.here.round is None or self.state is State.CLOSED:
             return
         over = agents_word()
-        if self.reports_sigterm or (over is not None and not over.is_planned):
+        is_lost = self._connection_is_broken or self._lost_at or (over is not None and not over.is_planned)
+        if self.reports_sigterm or is_lost:
             self.close_all(Report("The round is over.", STOPPED))
             os._exit(STOPPED)
 

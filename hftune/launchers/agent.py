@@ -1,8 +1,8 @@
 """``python -m hftune.launchers.agent WANTED FOLDER MODULES PROGRAM WORD ...``: processes that are replaced if they die.
 
-All on this machine. As forks.py, whose parts it uses, but training goes on in rounds (see distributed/rounds.py): if a process is killed, its round
-is over, and the next one begins with a fresh fork in its place. Every round has a store of its own, served by a process of its
-own, because the interpreter that forks must not run threads.
+All on this machine. It does as forks.py, whose parts it uses, but in rounds (see distributed/rounds.py): if a process is
+killed, its round is over, and the next one begins with a fresh fork in its place. Every round has a store of its own, served by
+a process of its own, because the interpreter that forks must not run threads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hftune.distributed.failure_report import STOPPED, say_last
-from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Members, Over
+from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Members, Over
 from hftune.launchers.forks import (
     POLL_S,
     SIGNALS,
@@ -128,7 +128,7 @@ class Agent:
         self.running: dict[int, int] = {}
         """Local ranks of the living processes by process id."""
         self._losses = Losses(Path(wanted.output_dir) / LEDGER)
-        self._folder, self._run_id = folder, uuid.uuid4().hex
+        self._folder, self._job = folder, uuid.uuid4().hex
         self._pids: dict[int, int] = {}
         """Process ids by local rank in this round, also of those that have ended."""
         self._error_files: dict[int, Path] = {}
@@ -173,15 +173,15 @@ class Agent:
             self._notes.begin(self._members(port))
         variables = {
             **group_variables(self.count, port),
-            **{"TORCHELASTIC_RUN_ID": self._run_id, "TORCHELASTIC_RESTART_COUNT": str(self.round)},
-            **{ROUND: str(self.round), FOLDER: str(self._notes.path)},
+            **{"TORCHELASTIC_RUN_ID": self._job, "TORCHELASTIC_RESTART_COUNT": str(self.round)},
+            **{JOB: self._job, ROUND: str(self.round), FOLDER: str(self._notes.path)},
             **({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self._lacks_gpu else {}),
         }
         sys.stdout.flush()
         for rank in range(len(self._stays), self.count):
             self._start(rank, variables)
         self._pids = {rank: pid for pid, rank in self.running.items()}
-        if self.signals.first:  # it may have come between a fork and its entry
+        if self.signals.first:  # not all of them existed when it came
             self.signals.send(self.signals.first)
 
     def _members(self, port: int) -> Members:
@@ -199,13 +199,13 @@ class Agent:
             self.running.clear()  # these and the stores are the parent's
             self._stores.clear()
             self.signals.restore()
-            if self.signals.first:  # it came between the fork and here
-                os.kill(os.getpid(), self.signals.first)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             self.be_process({**variables, **own})
 
-        pid = fork(be_process)
-        self._error_files[pid] = error_file
-        self.running[pid] = rank
+        with held_signals():
+            pid = fork(be_process)
+            self._error_files[pid] = error_file
+            self.running[pid] = rank
 
     # The end of processes
 
@@ -229,7 +229,7 @@ class Agent:
         """Say how a process was lost; None if it ended by itself, so that another one would end in the same way."""
         who = f"Process {self.running[ended.si_pid]} (pid {ended.si_pid})"
         if (path := self._error_files[ended.si_pid]).is_file():
-            found = LOST_GPU.search(json.loads(path.read_text(encoding="utf-8"))["message"])
+            found = LOST_GPU.search(json.loads(path.read_text(encoding="utf-8"))["message"]["message"])
             return f"{who} lost its GPU ({found[0]})" if found else None
         if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return f"{who} {how_it_ended(-ended.si_status)}"
@@ -362,6 +362,16 @@ def last_step(ledger: Path) -> int:
         if (step := line.get("step", line.get("after_step"))) is not None:
             return step
     return 0
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Let signals wait. One that reaches a fork before Python's own work there is done would be forgotten."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def fork(work: Callable[[], None]) -> int:

@@ -57,6 +57,7 @@ class FullySharded(DataParallel):
     """
 
     computes_alone = False  # it waits for the others at each block
+    holds_everything = False
 
     sharding: ShardedWeights
 

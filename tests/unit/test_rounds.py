@@ -145,23 +145,31 @@ def test_a_failure_is_recorded_once_a_machine_unless_a_lost_machine_caused_it(in
 
 
 @pytest.mark.parametrize(
-    ("number", "over", "has_begun", "leaves"),
+    ("number", "over", "has_begun", "is_hurt", "leaves"),
     [
-        (None, None, False, False),  # not elastic: a report says that the process got SIGTERM
-        (1, None, False, True),  # nothing is to be saved yet
-        (1, None, True, False),  # the machine is asked to stop, and finishes its step
-        (1, COME, True, False),
-        (1, LOST, True, True),
+        (None, None, False, False, False),  # not elastic: a report says that the process got SIGTERM
+        (1, None, False, False, True),  # nothing is to be saved yet
+        (1, None, True, False, False),  # the machine is asked to stop, and finishes its step
+        (1, None, True, True, True),  # another process of this machine was killed
+        (1, COME, True, False, False),
+        (1, LOST, True, False, True),
     ],
 )
-def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(monkeypatch, in_round, number, over, has_begun, leaves):
+def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(
+    monkeypatch, in_round, number, over, has_begun, is_hurt, leaves
+):
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     folder = in_round(number or 0)
     if over is not None:
         folder.end(1, over)
     process = SimpleNamespace(
-        here=ProcessInfo(round=number), state=State.RETURNED, reports_sigterm=not has_begun, close_all=lambda report: None
+        here=ProcessInfo(round=number),
+        state=State.RETURNED,
+        reports_sigterm=not has_begun,
+        close_all=lambda report: None,
+        _lost_at=1.0 if is_hurt else 0.0,
+        _connection_is_broken=False,
     )
     Watchdog._leave_round(process)
     assert codes == ([STOPPED] if leaves else [])

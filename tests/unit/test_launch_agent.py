@@ -1,0 +1,219 @@
+"""The agent of `hftune.launch(recipe, num_processes=(1, 4))`: what it does when processes are lost. They are forks that do next to nothing."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hftune.distributed.rounds import AgentFolder
+from hftune.errors import ConfigError, Interrupted, TrainingError
+from hftune.launchers import agent as agents
+from hftune.launchers.agent import Agent, Wanted
+from hftune.launchers.forks import Signals
+from hftune.launchers.local import check_range, read_failure
+
+
+@pytest.fixture
+def signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    yield Signals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tmp_path, signals, monkeypatch):
+    """Return a function that runs an agent whose processes are calls of ``work(rank, round, AgentFolder)``, which return exit codes."""
+    monkeypatch.setattr(agents, "serve_store", lambda listener: time.sleep(60))
+    monkeypatch.setattr(agents, "SAME_S", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # the agent sets it to say its last word
+
+    def run(work, least, most, gpus=()):
+        def be_process(variables):
+            os.environ.update(variables)
+            try:
+                folder = AgentFolder.from_environment()
+                os._exit(work(int(os.environ["RANK"]), int(os.environ["HFTUNE_ROUND"]), folder))
+            finally:
+                os._exit(99)
+
+        (tmp_path / "files").mkdir()
+        made = Agent(Wanted(least, most, 1, str(tmp_path)), tmp_path / "files", signals, be_process, gpus)
+        try:
+            return made.run(), made
+        finally:
+            signals.send(signal.SIGKILL)
+            made.end_stores()
+
+    return run
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1
+
+
+def until_asked():
+    time.sleep(30)
+    return 0
+
+
+def train(folder, step):
+    """Finish a step, as far as the agent can see."""
+    with (Path(folder) / "ledger.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+
+
+def test_one_that_is_killed_is_replaced_and_the_others_start_anew(run, tmp_path, capfd):
+    def work(rank, number, folder):
+        (tmp_path / f"{number}-{rank}-of-{os.environ['WORLD_SIZE']}").touch()
+        if number == 1:
+            return 0
+        if rank == 1:
+            train(tmp_path, 7)
+            return killed()
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+        return until_asked()
+
+    code, _ = run(work, 1, 3)
+    assert code == 0
+    assert {path.name for path in tmp_path.glob("*-of-*")} == {
+        f"{number}-{rank}-of-3" for number in (0, 1) for rank in range(3)
+    }
+    assert not AgentFolder(tmp_path / "files" / "agent").over(0).is_planned
+    said = capfd.readouterr().err
+    assert said.startswith("hftune: Process 1 (pid ")
+    assert said.endswith(") was killed by SIGKILL after step 7. Round 1: 3 processes, 3 of them new.\n")
+
+
+def test_three_losses_without_a_further_step_end_the_job_with_one_process_fewer_for_the_last(run, tmp_path, capfd):
+    def work(rank, number, folder):
+        (tmp_path / f"{number}-of-{os.environ['WORLD_SIZE']}").touch()
+        return killed() if rank == 0 else until_asked()
+
+    code, _ = run(work, 1, 3)
+    assert code == 1 and {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-3", "1-of-3", "2-of-2"}
+    error = read_failure(tmp_path / "files")
+    assert isinstance(error, TrainingError) and str(error).endswith(
+        ") was killed by SIGKILL before the first step. It was loss 3 without a further step, so training ends. The same command "
+        "resumes it."
+    )
+    assert (
+        "Round 2: 2 processes, 2 of them new, fewer than before: this was loss 2 without a further step."
+        in capfd.readouterr().err
+    )
+
+
+def test_losses_with_steps_between_them_never_end_the_job(run, tmp_path):
+    def work(rank, number, folder):
+        train(tmp_path, number + 1)
+        return 0 if number == 4 else killed()
+
+    assert run(work, 1, 1)[0] == 0
+
+
+def test_the_least_number_stays(run):
+    code, made = run(lambda rank, number, folder: killed() if rank == 0 else until_asked(), 2, 2)
+    assert code == 1 and made.count == 2
+
+
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_one_that_fails_by_itself_ends_the_job_at_once(run, exit_code):
+    code, made = run(lambda rank, number, folder: exit_code if rank == 0 else until_asked(), 1, 2)
+    assert code == 1 and made.round == 0
+
+
+def test_those_that_promised_it_go_on_with_new_ranks(run, tmp_path):
+    def work(rank, number, folder):
+        if number == 1:
+            return 0 if rank == 2 else 98  # the one that is new; the others have lower ranks
+        if rank == 0:
+            time.sleep(0.3)
+            return killed()
+        folder.stay(0, rank)
+        while (members := folder.members(1)) is None:
+            time.sleep(0.01)
+        assert (members.first_rank, members.world_size, members.local_world_size) == (0, 3, 3)
+        return 0 if members.local_ranks == [None, 0, 1] else 97
+
+    code, made = run(work, 1, 3)
+    assert code == 0 and made.round == 1
+
+
+def test_one_that_cannot_go_on_after_all_is_replaced_too(run, tmp_path):
+    def work(rank, number, folder):
+        if number == 2:
+            return 0
+        if number == 1:
+            return until_asked()
+        if rank == 0:
+            time.sleep(0.3)
+            return killed()
+        folder.stay(0, rank)
+        while folder.members(1) is None:
+            time.sleep(0.01)
+        train(tmp_path, 1)
+        return 75
+
+    code, made = run(work, 1, 2)
+    assert code == 0 and made.round == 2
+
+
+def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path):
+    def work(rank, number, folder):
+        (tmp_path / f"{number}-on-{os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
+        if number == 2:
+            return 0
+        if rank == 0:
+            return until_asked()
+        text = "Traceback ...\ntorch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nCompile with ..."
+        message = {"message": text, "extraInfo": {"timestamp": 1, "kind": "TrainingError"}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+        return 1
+
+    code, _ = run(work, 1, 8, gpus=["0", "1", "2"])
+    assert code == 0 and {path.name for path in tmp_path.glob("*-on-*")} >= {"2-on-0,2"}
+    assert read_failure(tmp_path / "files") is None
+
+
+def test_a_store_that_ends_is_a_loss(run, tmp_path, monkeypatch):
+    def serve(listener):
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").touch()
+            os._exit(1)
+        time.sleep(60)
+
+    monkeypatch.setattr(agents, "serve_store", serve)
+    code, made = run(lambda rank, number, folder: 0 if number else until_asked(), 1, 2)
+    assert code == 0 and made.round == 1
+
+
+def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
+    def work(rank, number, folder):
+        if rank == 0:
+            time.sleep(0.2)
+            return killed()
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) or os._exit(75))
+        return until_asked()
+
+    code, _ = run(work, 1, 2)
+    assert code == 128 + signal.SIGINT
+    error = read_failure(tmp_path / "files")
+    assert isinstance(error, Interrupted) and str(error) == (
+        "SIGINT: stopped before the first step, while processes were being replaced. The same command resumes it."
+    )
+
+
+def refused(*bounds):
+    with pytest.raises(ConfigError) as caught:
+        check_range(f"--processes {bounds[0]}-{bounds[1]}", *bounds)
+    return str(caught.value)
+
+
+def test_bounds_that_nothing_fits_are_refused():
+    assert refused(0, 4, 1) == "--processes 0-4: the least number must be at least 1."
+    assert refused(4, 1, 1) == "--processes 4-1: the least number exceeds the most, 1. Write the smaller number first."
+    assert refused(5, 7, 4) == "--processes 5-7 contains no multiple of parallel.pipeline_stages=4. Raise the most."
