@@ -278,7 +278,11 @@ def _launch(job: Job) -> str:
     else:
         kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
     alone = f"((SLURM_JOB_NUM_NODES > 1)) || launch=({python})  # one process\n" if job.may_be_one_process else ""
-    least = f" --rdzv_conf min_machines={job.fewest_nodes} --max_restarts 3" if job.is_elastic else ""
+    port, elastic = '"$MEETING_PORT"', ""
+    if job.is_elastic:  # accelerate refuses a port that is open on this machine, as that of the meeting is
+        port = "0"
+        conf = f'"min_machines={job.fewest_nodes},meeting=$MEETING_HOST:$MEETING_PORT"'
+        elastic = f" --rdzv_conf {conf} --max_restarts 3"
     return f"""
 # One launcher per node. They meet on the first node, at a port derived from the job id; a missing node is named.
 # The recipe decides on precision and compilation.
@@ -288,9 +292,9 @@ launch=(
     {python} -m hftune.launchers.quietly accelerate launch {kind}
     --num_machines "$SLURM_JOB_NUM_NODES" --num_processes $((SLURM_JOB_NUM_NODES * {job.processes_a_node}))
     --machine_rank=0  # on every node; the address decides which one is first
-    --main_process_ip "$MEETING_HOST" --main_process_port "$MEETING_PORT"
+    --main_process_ip "$MEETING_HOST" --main_process_port {port}
 )
-((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune{least})
+((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune{elastic})
 {alone}"""
 
 
