@@ -129,6 +129,11 @@ def assert_whole(folder: Path, world_sizes: list[int]) -> None:
     assert all(0 < start["after_step"] < 16 for start in found.starts[1:])
 
 
+def assert_close(folder: Path, expected: Path) -> None:
+    weights, others = (load_file(path / "model_last" / "model.safetensors") for path in (folder, expected))
+    assert all(weights[key].numpy() == pytest.approx(others[key].numpy(), rel=1e-5) for key in others)
+
+
 def assert_bit_equal(folder: Path, expected: Path) -> None:
     for name in ("model", "model_last"):
         weights, others = (load_file(path / name / "model.safetensors") for path in (folder, expected))
