@@ -47,12 +47,15 @@ SIZES = (
     "hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, initializer_range: 0.2}"
 )
 WORDS = (
-    *("recipe=yelp_demo", "task.type=tests.support.tasks.PacedReviews", f"task.model_config={SIZES}", "task.vocab_size=300"),
+    *("recipe=yelp_demo", "task.type=tests.support.tasks.BrakedReviews", f"task.model_config={SIZES}", "task.vocab_size=300"),
     *("task.max_length=64", "task.max_train_samples=200", "task.max_eval_samples=37", "train.batch_size=16"),
     *("train.micro_batch_tokens=null", "train.micro_batch_size=4", "train.epochs=10000", "train.log_every=1", "train.lr=5e-5"),
     *("eval.every=100000", "checkpoint.every=10", "resume=auto"),
 )
-STEPS_PER_EVENT = 15
+GAP = (3, 25)
+"""Steps between the moment when the job has gone on after an event, and the next event."""
+STEPS_PER_EVENT = 60
+"""Enough for those, and for what is trained while a machine is away or starts. The last of them are taken at full speed."""
 AWAY_S = (6.0, 14.0)
 """How long a cable is cut, or a machine hangs."""
 BACK_S = 60.0
@@ -93,6 +96,8 @@ class Machines:
         began, undo = time.monotonic(), KINDS[kind](self, machine)
         found = self.job.wait_for_resumption(began)
         print(f": {found.seconds:.1f} s, {found.lost_steps} steps lost, {found.world_size} machines go on", flush=True)
+        if kind == "SIGTERM":
+            self.job.wait_for_end(self.agents[machine.name])
         if undo is not None:
             away_s = self.draw.uniform(*AWAY_S)
             time.sleep(max(0.0, began + away_s - time.monotonic()))
@@ -165,7 +170,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="of events, in this order; default: drawn from all")
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=0.05, help="seconds that a micro-batch takes at least")
+    parser.add_argument("--pause", type=float, default=0.15, help="seconds that a micro-batch takes at least")
     parser.add_argument("--restart", action="store_true", help="never regroup in place")
     parser.add_argument("--warm", action="store_true", help="start processes that have imported everything")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
@@ -179,7 +184,7 @@ def said(same: bool) -> tuple[str]:
 
 
 def num_steps(options: argparse.Namespace) -> int:
-    return STEPS_PER_EVENT * (options.events + 2)
+    return STEPS_PER_EVENT * (options.events + 1)
 
 
 def unbroken(folder: Path, options: argparse.Namespace, python: str) -> Path:
@@ -199,17 +204,20 @@ def broken_run(
     endpoint = f"{stays.address}:{PORT}" if options.meeting == "host" else str(folder / "meeting")
     words = [*WORDS, f"train.max_steps={num_steps(options)}", f"task.pause_s={options.pause}", "train.dead_after_s=20"]
     variables = {"HFTUNE_REGROUP": "restart"} if options.restart else {}
-    job = ElasticJob(folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, "last_call=3", variables)
+    job = ElasticJob(
+        folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, "last_call=3,regroup_every=3", variables
+    )
     there, found = Machines(job, members, draw), []
     meeting = job.run(stays, "-m", "hftune.cli", "meeting", str(PORT)) if options.meeting == "host" else None
     try:
         for machine in members[: max(2, len(members) - 1)]:
             there.start(machine)
-        lowest, highest = STEPS_PER_EVENT, STEPS_PER_EVENT * (options.events + 1)
-        for place, step in enumerate(sorted(draw.sample(range(lowest, highest), options.events))):
-            job.wait_for_step(step)
-            given = options.kinds[place % len(options.kinds)] if options.kinds else None
-            found.append(there.strike(given or draw_kind(there, draw)))
+        for place in range(options.events):
+            job.wait_for_step(job.step + draw.randint(*GAP))
+            kinds = possible_kinds(there)
+            wanted = options.kinds[place % len(options.kinds)] if options.kinds else draw_kind(kinds, there, draw)
+            found.append(there.strike(wanted if wanted in kinds else kinds[0]))
+        job.brake.unlink()
         job.wait_for_end(*(there.agents[machine.name] for machine in there.alive), timeout_s=300)
         if not (job.output_dir / "result.json").exists():
             raise Stuck(f"All launchers have ended, and training has not.\n{job.words_of_all()}")
@@ -224,14 +232,19 @@ def broken_run(
     return found, job
 
 
-def draw_kind(there: Machines, draw: random.Random) -> str:
-    """Draw an event that leaves a machine to train, and lets machines come as often as they go."""
-    kinds = [kind for kind in KINDS if kind != "arrival"]
-    if len(there.alive) < 2:
-        kinds = [*(["process killed"] if there.alive else []), "arrival"]
-    if not there.down:
-        return draw.choice([kind for kind in kinds if kind != "arrival"])
-    return "arrival" if draw.random() < len(there.down) / len(there.machines) else draw.choice(kinds)
+def possible_kinds(there: Machines) -> list[str]:
+    """Return the events after which a machine trains."""
+    arrival = ["arrival"] if there.down else []
+    if len(there.alive) == 1:
+        return [*arrival, "process killed"]
+    return [*arrival, *(kind for kind in KINDS if kind != "arrival")]
+
+
+def draw_kind(kinds: list[str], there: Machines, draw: random.Random) -> str:
+    """Let machines come about as often as they go."""
+    if "arrival" in kinds and draw.random() < len(there.down) / len(there.machines):
+        return "arrival"
+    return draw.choice([kind for kind in kinds if kind != "arrival"])
 
 
 def compare(folder: Path, expected: Path) -> tuple[float, list[str]]:

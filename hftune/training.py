@@ -103,13 +103,12 @@ def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with (
         OutputDir(recipe) as output,
-        RoundWatch() as rounds,
+        RoundWatch(promises=kept.memory is not None) as rounds,
+        rounds.outlived(),  # a store that is lost before the session has begun
         Session(recipe, rounds=rounds) as session,
         rounds.outlived(session.heartbeat.has_failed),
     ):
         settle(recipe)
-        if kept.memory is not None:
-            rounds.promise()
         claim(output, session, kept.memory)
         parts = build(recipe, session.progress, kept.datasets)
         kept.datasets = parts.datasets
@@ -303,6 +302,7 @@ def open_run(
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
+    output.keep_copies(strategy, session.at_end, run.checkpointer)
     return run
 
 
@@ -418,12 +418,14 @@ def fit_and_save(run: Run, output: OutputDir, kept: Kept) -> TrainResult:
         run.profiler.close()
         kept.run = None  # the test replaces the model; all is in the last checkpoint
         result = finish(run, output)
+        output.complete_copies()
     except RoundOver:
         run.profiler.close()
         raise
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
+        output.complete_copies()
         over = wait_for_agent(lambda: bool(run.stop))
         if over is not None and run.rounds.has_promised and not run.stop:
             raise RoundOver(over.reason) from None

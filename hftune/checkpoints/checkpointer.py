@@ -18,6 +18,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
     Raises:
         BrokenCheckpoint: a file is missing or has changed, or this version of hftune cannot read it.
     """
+    manifest = verify(path, to_resume)
+    tensors = {}
+    for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
+        try:
+            tensors[file.stem] = load_file(file)
+        except SafetensorError as error:
+            raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
+    return Checkpoint(path, manifest["step"], _progress(path), tensors, tensor_hashes(manifest["files"]))
+
+
+def verify(path: Path, to_resume: bool = True) -> dict[str, Any]:
+    """Verify every byte of a checkpoint without loading it, and return its manifest. Arguments and errors as above."""
     manifest = _manifest(path)
     if to_resume and manifest.get("format", 0) < FORMAT:
         raise BrokenCheckpoint(
@@ -87,13 +100,7 @@ def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
             raise BrokenCheckpoint(f"{name} has {size:,} bytes instead of the {expected['bytes']:,} that were written")
         if sha256_of(file) != expected["sha256"]:
             raise BrokenCheckpoint(f"{name} has changed since it was written (its SHA-256 differs)")
-    tensors = {}
-    for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
-        try:
-            tensors[file.stem] = load_file(file)
-        except SafetensorError as error:
-            raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
-    return Checkpoint(path, manifest["step"], _progress(path), tensors, tensor_hashes(manifest["files"]))
+    return manifest
 
 
 def tensor_hashes(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -156,6 +163,15 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, skipped
 
 
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint that verifies, without loading it; 0 if there is none."""
+    for step in reversed(steps(folder)):
+        with suppress(BrokenCheckpoint):
+            verify(path_of(folder, step))
+            return step
+    return 0
+
+
 @dataclass
 class Checkpointer:
     """Writes checkpoints in a background thread, one at a time. Main process only.
@@ -173,6 +189,8 @@ class Checkpointer:
     """Called from the writing thread with the step of a complete checkpoint, and its ``tensor_hashes``."""
     is_ours: Callable[[], bool] = field(default=lambda: True, repr=False)
     """Whether this process still has the output folder; see ``only_writer``."""
+    is_in_use: Callable[[int], bool] = field(default=lambda step: False, repr=False)
+    """Says of a step's checkpoint whether another machine copies it now; then it stays until the next one is written."""
     _writer: threading.Thread | None = field(default=None, repr=False)
 
     @property
@@ -227,8 +245,8 @@ class Checkpointer:
         others = [step for step in steps(self.folder) if step <= newest_step]
         kept = {best_step} | self.config.kept(others)
         for step in [*later, *others]:
-            if step not in kept:
-                _remove(path_of(self.folder, step))
+            if step not in kept and not self.is_in_use(step):
+                remove_checkpoint(path_of(self.folder, step))
 
 
 def _write_files(
@@ -246,7 +264,7 @@ def _write_files(
     return files
 
 
-def _remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a kill leaves no partial one under its name."""
     if path.exists():
         path.rename(gone := path.with_name(f".{path.name}.removed"))

@@ -447,6 +447,9 @@ class CheckpointConfig(Section):
     keep_every: Union[int, str, None] = None  # noqa: UP007
     """What to keep of older checkpoints. A number of steps: the first checkpoint in every so many steps, for good. doubling: at
     distances that double with their age, about log2(steps / checkpoint.every) in all. null: none of them."""
+    copies: int = 1
+    """Other machines that keep a copy of the output folder, in jobs whose machines come and go and have no common file system.
+    0: none; if the main machine is lost, so is the run."""
 
     def problems(self) -> Iterator[str]:
         for name in ("every", "keep", "keep_every"):
@@ -454,6 +457,8 @@ class CheckpointConfig(Section):
                 yield f"checkpoint.{name}={value} must be at least 1."
         if self.every_s is not None and not 0 < self.every_s < math.inf:
             yield f"checkpoint.every_s={self.every_s:g} must be above 0."
+        if self.copies < 0:
+            yield f"checkpoint.copies={self.copies} must be at least 0."
         if isinstance(self.keep_every, str) and self.keep_every != DOUBLING:
             hint = did_you_mean(self.keep_every, (DOUBLING,))
             yield f"checkpoint.keep_every={self.keep_every!r} is neither a whole number nor {DOUBLING} nor null.{hint}"

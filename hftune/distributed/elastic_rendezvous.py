@@ -60,6 +60,8 @@ LAST_CALL_S = 30.0
 REGROUP_EVERY_S = 60.0
 CONNECT_S = 10.0
 """For the machines of a round to reach its store."""
+CUT_S = 2.0
+"""A machine that is silent is lost: only later may another one say that it does not reach it."""
 PLACE_S = 30.0
 """For the meeting place to answer again."""
 FINISH_S = 300.0
@@ -168,7 +170,27 @@ def _find_place(params: RendezvousParameters, times: Times) -> tuple[MeetingPlac
             f"A job with a fixed number of machines meets at {host}:{port}. Give this one another port or another --rdzv-id."
         )
     address = params.local_addr or route_to(resolve(host)).address
-    return StorePlace(store, params.run_id), f"{host}:{port}", address, is_host
+    return StorePlace(store, params.run_id, lambda: connect(host, port, 2 * BEAT_S)), f"{host}:{port}", address, is_host
+
+
+def connect(host: str, port: int, seconds: float) -> TCPStore:
+    """Connect to a store that others serve, or raise OSError or DistError.
+
+    torch itself prints its call stack if nobody answers, hence the first attempt.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), BEAT_S)).close()
+            break
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(BEAT_S / 5)
+    timeout = timedelta(seconds=max(until - time.monotonic(), 1.0))
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timedelta(seconds=60))
+    return store
 
 
 def own_address() -> str:
@@ -217,6 +239,7 @@ class Attendance:
         self._looked_at = self._answered_at = time.monotonic()
         self._count, self._silence = 0, Silence(2 * BEAT_S)
         self._since: dict[Any, float] = {}
+        self._unreached: str | None = None
         self._cut_s = 0.0
         self._checkpoint: Any = None
         self._threads = [
@@ -270,9 +293,9 @@ class Attendance:
         own, now = self._view, time.monotonic()
         passed_s, self._looked_at = now - self._looked_at, now
         self._count += 1
-        sign = {"count": self._count, "cut": self._cut_s > self.times.keep_alive}
+        sign = {"count": self._count, "cut": self._unreached if self._cut_s > self.times.keep_alive + CUT_S else None}
         self.place.give_sign(self.me.id, json.dumps(sign))
-        text = self.place.read()
+        text = self.place.read() or self._bring_back()
         while True:
             membership = Membership.parse(text) if text else None
             silence, cut = self._watch(membership, passed_s)
@@ -302,6 +325,13 @@ class Attendance:
             self.membership = membership
             self.on_change(membership)
 
+    def _bring_back(self) -> str:
+        """Put the document, as last seen, into a meeting place that has been started anew; return what is there."""
+        if self.job is None or self.membership is None:
+            return ""
+        self.place.note(f"facts-{self.job}", json.dumps(self.facts))
+        return self.place.swap("", self.membership.to_text())
+
     def _watch(self, membership: Membership | None, passed_s: float) -> tuple[dict[str, float], frozenset[str]]:
         """Return how long each machine has been silent, and the machines that say that they are cut off."""
         found = self.place.signs(list(membership.machines)) if membership is not None else {}
@@ -310,7 +340,11 @@ class Attendance:
             with suppress(ValueError):  # it is being written
                 signs[name] = json.loads(text)
         silence = self._silence.look({name: signs.get(name, {}).get("count") for name in found}, passed_s)
-        return silence, frozenset(name for name, sign in signs.items() if sign["cut"])
+        first = membership.first if membership is not None else None
+        # Who has not reached the first machine of an earlier round, which was lost, says nothing about the present one.
+        return silence, frozenset(
+            name for name, sign in signs.items() if sign["cut"] in (name, first and first.id) and sign["cut"]
+        )
 
     def _may_come(self, membership: Membership | None, silence: dict[str, float]) -> bool:
         """Whether it is clear if anybody is alive in this job: it may have been left without a word."""
@@ -353,8 +387,7 @@ class Attendance:
 
     def _lets_in(self, membership: Membership, cut: frozenset[str]) -> bool:
         """Whether it is time to take newcomers in: at the next checkpoint, or once they have waited long enough."""
-        first = membership.here(membership.members)[:1]
-        decides = bool(first) and first[0].id == self.me.id and membership.phase is Phase.RUNNING
+        decides = membership.phase is Phase.RUNNING and membership.members[:1] == [self.me.id]
         waits = decides and any(one.id not in cut for one in membership.newcomers)
         waited_s = self._lasts("newcomers", waits)
         if not waits:
@@ -383,24 +416,24 @@ class Attendance:
         last = time.monotonic()
         while True:
             time.sleep(2 * BEAT_S)
-            now, is_reached = time.monotonic(), self._reaches_the_first()
-            self._cut_s = 0.0 if is_reached else self._cut_s + min(time.monotonic() - last, 4 * BEAT_S)
-            last = now
+            now, unreached = time.monotonic(), self._find_unreached()
+            is_known = unreached is not None and unreached == self._unreached
+            self._cut_s = self._cut_s + min(time.monotonic() - last, 4 * BEAT_S) if is_known else 0.0
+            self._unreached, last = unreached, now
 
-    def _reaches_the_first(self) -> bool:
+    def _find_unreached(self) -> str | None:
+        """Return the id of the first machine if it is not reached, or that of this one if its cable was pulled."""
         if not any(self.me.address in addresses for addresses in interfaces().values()):
-            return False  # the cable was pulled
+            return self.me.id
         membership = self.membership
-        if membership is None or membership.phase is not Phase.RUNNING or not membership.here(membership.members):
-            return True
-        first = membership.here(membership.members)[0]
-        if first.id == self.me.id:
-            return True
+        first = membership.first if membership is not None else None
+        if first is None or first.id == self.me.id:
+            return None
         try:
             socket.create_connection((first.address, first.port), timeout=2 * BEAT_S).close()
         except OSError:
-            return False
-        return True
+            return first.id
+        return None
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -418,7 +451,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
         self._earlier_server: TCPStore | None = None  # processes that stay leave it only when they join the new one
         self._told: rounds.Over | None = None
-        self._has_left = self._is_leaving = False
+        self._has_left = self._is_leaving = self._misses_place = False
         self._inner_handlers: dict[int, Any] = {}
         os.environ[rounds.FOLDER] = str(self.folder.path)
         allow_open_files()
@@ -461,7 +494,8 @@ class ElasticRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Say whether the round is over: more than 0 lets the agent end its processes and meet for the next one."""
         self._hear_signals()
-        self._check_place()
+        if not self._has_place():
+            return 0
         membership = self.attendance.membership
         assert membership is not None
         if self._goes_on(membership) or self._is_leaving or membership.phase is Phase.ENDED:
@@ -554,12 +588,8 @@ class ElasticRendezvous(RendezvousHandler):
             return True
         if membership.store is None:
             return False
-        with suppress(DistError):  # the others notice, and leave this machine or the first one out
-            address, port = membership.store
-            timeout = timedelta(seconds=CONNECT_S - 2)
-            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            store.set_timeout(timedelta(seconds=60))
-            self.store = store
+        with suppress(DistError, OSError):  # the others notice, and leave this machine or the first one out
+            self.store = connect(*membership.store, CONNECT_S - 2)
             attendance.say(connected=membership.attempt)
         return True
 
@@ -604,26 +634,42 @@ class ElasticRendezvous(RendezvousHandler):
                 else "it is let in at the next checkpoint"
             )
             return f"{me} waits, as round {membership.round} runs: {why}."
+        if membership.phase is Phase.MEETING:
+            return f"{me} waits until {', '.join(map(str, membership.here(membership.chosen)))} have reached each other."
         if membership.awaited:
-            names = ", ".join(map(str, membership.awaited))
-            return f"{me} waits for {names}, whose processes have not ended yet."
+            return f"{me} waits for {', '.join(map(str, membership.awaited))} to end the last round."
         names, least = ", ".join(map(str, here)), membership.least
         count = f"{len(here)} machine{'s are' if len(here) != 1 else ' is'} here ({names})"
-        if len(here) >= least:
+        if len(here) >= least and membership.round < 0:
             return f"{count}; waiting up to {self.attendance.times.last_call:.0f} s for more, {membership.most} at most."
         return f"{count}, and at least {least} are needed. Start the same command on more machines; they meet at {self.where}."
 
     def _give_up(self, membership: Membership, waited_s: float) -> None:
         leave(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
 
+    def _has_place(self) -> bool:
+        """Whether the meeting place answers. If it does not, the round goes on for as long as it lasts."""
+        if self.attendance.unanswered_s < PLACE_S:
+            self._misses_place = False
+            return True
+        if len(self._members) == 1 and self.attendance.error is None:
+            self._check_place()  # cut off, and alone: others may begin a round without this machine
+        if not self._misses_place:
+            say(f"{self._unanswered()} Training goes on, but no machine can be replaced.")
+            self._misses_place = True
+        return False
+
     def _check_place(self) -> None:
-        """End the launcher if the meeting place does not answer any more."""
+        """End the launcher if the meeting place, which it needs now, does not answer."""
         if self.attendance.unanswered_s > PLACE_S:
-            why = f" ({self.attendance.error})" if self.attendance.error is not None else ""
-            leave(
-                f"The place where the machines meet, {self.where}, has not answered for {PLACE_S:.0f} s{why}: the machine that "
-                "serves it has ended, or this one is cut off. The same command goes on from the newest checkpoint."
-            )
+            leave(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
+
+    def _unanswered(self) -> str:
+        why = f" ({self.attendance.error})" if self.attendance.error is not None else ""
+        return (
+            f"The place where the machines meet, {self.where}, has not answered for {self.attendance.unanswered_s:.0f} s{why}: "
+            "what serves it has ended, or this machine is cut off."
+        )
 
     def _check_job(self, membership: Membership) -> None:
         """End the launcher if there is nothing left to do."""
@@ -646,7 +692,7 @@ class ElasticRendezvous(RendezvousHandler):
             return
         self._has_left = True
         membership = self.attendance.membership
-        if membership is not None:
+        if membership is not None and self.attendance.unanswered_s < PLACE_S:
             is_done = membership.phase is Phase.ENDED
             self.attendance.leave("" if is_done else f"{self.attendance.me} has left")
             if self.is_host:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,25 +40,37 @@ class MeetingPlace(Protocol):
 
 
 class StorePlace:
-    """A TCPStore, of the agent at an address or of ``hftune meeting``."""
+    """A TCPStore, of the agent at an address or of ``hftune meeting``, which may be started again with an empty store."""
 
-    def __init__(self, store: Any, job: str):
-        self._store, self._key = store, f"hftune/elastic/{job}"
+    def __init__(self, store: Any, job: str, connect: Callable[[], Any]):
+        self._store, self._key, self._connect = store, f"hftune/elastic/{job}", connect
 
     def read(self) -> str:
         return self.swap("", "")
 
     def swap(self, seen: str, wanted: str) -> str:
-        return self._store.compare_set(f"{self._key}/membership", seen, wanted).decode()
+        return self._exchange("membership", seen, wanted)
 
     def give_sign(self, name: str, sign: str) -> None:
-        self._store.set(f"{self._key}/sign/{name}", sign)
+        if self._store is None:
+            self._store = self._connect()
+        self._do(lambda store: store.set(f"{self._key}/sign/{name}", sign))
 
     def signs(self, names: list[str]) -> dict[str, str]:
-        return {name: self._store.compare_set(f"{self._key}/sign/{name}", "", "").decode() for name in names}
+        return {name: self._exchange(f"sign/{name}", "", "") for name in names}
 
     def note(self, name: str, text: str = "") -> str:
-        return self._store.compare_set(f"{self._key}/note/{name}", "", text).decode()
+        return self._exchange(f"note/{name}", "", text)
+
+    def _exchange(self, key: str, seen: str, wanted: str) -> str:
+        return self._do(lambda store: store.compare_set(f"{self._key}/{key}", seen, wanted)).decode()
+
+    def _do(self, request: Callable[[Any], Any]) -> Any:
+        try:
+            return request(self._store)
+        except RuntimeError:
+            self._store = None  # its connection does not come back; the next sign of life makes another
+            raise
 
 
 class FolderPlace:

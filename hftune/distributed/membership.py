@@ -70,7 +70,7 @@ class Membership:
     round: int = -1
     """The newest round that has begun; -1 before the first."""
     members: list[str] = field(default_factory=list)
-    """Ids of the machines that began it, by machine rank."""
+    """Ids of the machines that began it and are still here, by machine rank."""
     machines: dict[str, Machine] = field(default_factory=dict)
     """Everybody who is here: members, newcomers, and those in reserve."""
     over: Over | None = None
@@ -111,6 +111,12 @@ class Membership:
         rank = {name: index for index, name in enumerate(self.members)}
         ready = [one for one in self.machines.values() if one.is_ready and not one.is_leaving]
         return sorted(ready, key=lambda one: (not one.stays, rank.get(one.id, len(rank)), one.arrival))
+
+    @property
+    def first(self) -> Machine | None:
+        """The machine that all others must reach, as it serves the store of the round, or will."""
+        chosen = {Phase.RUNNING: self.members, Phase.MEETING: self.chosen}.get(self.phase)
+        return next(iter(self.candidates if chosen is None else self.here(chosen)), None)
 
     @property
     def newcomers(self) -> list[Machine]:
@@ -196,8 +202,10 @@ def _place(now: Membership, view: View) -> None:
 def _remove(now: Membership, name: str, reason: str) -> None:
     """Take a machine out of the job."""
     gone = now.machines.pop(name)
-    if name in now.members and not gone.is_done and not gone.is_leaving:  # else it is over already
-        _over(now, reason, is_planned=False)
+    if name in now.members:
+        if not gone.is_done and not gone.is_leaving:  # else it is over already
+            _over(now, reason, is_planned=False)
+        now.members.remove(name)  # if it comes back, it is a newcomer
     if name in now.chosen:
         _try_again(now)
 
@@ -214,13 +222,10 @@ def _over(now: Membership, reason: str, *, is_planned: bool) -> None:
 
 def _leave_out_the_cut(now: Membership, view: View) -> None:
     """Leave out who is alive and cannot reach the others: the first machine if it says so or most do not reach it."""
-    members = now.here(now.members)
-    if now.phase is not Phase.RUNNING or not members:
+    if now.phase is not Phase.RUNNING or not now.members:
         return
-    first, others = members[0], [one for one in members[1:] if not one.is_done]
+    first, *others = (one for one in now.here(now.members) if not one.is_done or one.id == now.members[0])
     cut = [one for one in others if one.id in view.cut]
-    if first.id != now.members[0]:
-        return
     if first.id in view.cut or (len(others) > 1 and 2 * len(cut) > len(others)):
         _remove(now, first.id, f"Lost {first}: the others do not reach it over the network")
         return
@@ -230,7 +235,7 @@ def _leave_out_the_cut(now: Membership, view: View) -> None:
 
 def _let_in(now: Membership, view: View) -> None:
     """End the round for newcomers, once it is time and if there is room."""
-    room = now.most - len(now.here(now.members))
+    room = now.most - len(now.members)
     come = [str(one) for one in now.newcomers if one.id not in view.cut][: max(room, 0)]
     if view.lets_in and come:
         _over(now, f"{', '.join(come)} {'has' if len(come) == 1 else 'have'} come", is_planned=True)
@@ -238,14 +243,13 @@ def _let_in(now: Membership, view: View) -> None:
 
 def _end(now: Membership) -> None:
     """End the job once all who are left of the round have trained to the end."""
-    members = now.here(now.members)
-    if now.phase is Phase.RUNNING and members and all(one.is_done for one in members):
+    if now.phase is Phase.RUNNING and now.members and all(one.is_done for one in now.here(now.members)):
         now.phase = Phase.ENDED
 
 
 def _choose(now: Membership, view: View) -> None:
     """Choose the machines of the next round, once all who are awaited are here and they are enough."""
-    candidates = [one for one in now.candidates if one.id not in view.cut or one.id in now.members]
+    candidates = [one for one in now.candidates if one.id not in view.cut]
     is_finishing = any(one.is_done for one in now.here(now.members))
     enough = len(candidates) >= (1 if is_finishing else now.least)
     if now.awaited or not candidates or not enough:

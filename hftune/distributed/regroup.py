@@ -36,15 +36,19 @@ class RoundWatch:
 
     A thread waits for the agent's word. Until the process has promised to stay, that word changes nothing here: the agent ends
     the process itself.
+
+    Args:
+        promises: it promises at once, as it has a state to go on from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, promises: bool = False) -> None:
         number = present_round()
         self.folder = None if number is None else AgentFolder.from_environment()
         self.number = 0 if number is None else number
         self.over: Over | None = None
         """Why the round is over; None while it goes on."""
         self.has_promised = False
+        self._promises = promises
         self._left = threading.Event()
         self._joined: Callable[[], set[str]] = set
         """Returns the connections to the other processes."""
@@ -62,14 +66,16 @@ class RoundWatch:
     def __enter__(self) -> RoundWatch:
         if self.is_elastic:
             threading.Thread(target=self._listen, name="hftune round", daemon=True).start()
+        if self._promises:
+            self.promise()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._left.set()
 
     def promise(self) -> None:
-        """Promise the agent that this process outlives the round."""
-        if self.folder is not None and not self.has_promised:
+        """Promise the agent that this process outlives the round. HFTUNE_REGROUP=restart forbids it."""
+        if self.folder is not None and not self.has_promised and os.environ.get("HFTUNE_REGROUP") != "restart":
             self.has_promised = True
             self.folder.stay(self.number, ProcessInfo.from_environment().local_rank)
 
@@ -91,7 +97,7 @@ class RoundWatch:
         self._joined = lambda: joined
 
     @contextmanager
-    def outlived(self, has_failed: Callable[[], bool]) -> Iterator[None]:
+    def outlived(self, has_failed: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Turn the error of a broken connection into a RoundOver if the agent says that the round is over.
 
         Args:
@@ -105,14 +111,12 @@ class RoundWatch:
         except Interrupted:
             raise
         except RuntimeError as error:
-            is_lost = self.over is not None and not self.over.is_planned
-            if not self.has_promised or not (is_second_hand(error) or (is_lost and _is_about_store(error))):
+            is_settled = hasattr(error, "report")  # the processes of this round have agreed that the job ends
+            if is_settled or not self.has_promised or not (is_second_hand(error) or _is_about_store(error)):
                 raise
             if (over := wait_for_agent(has_failed)) is None:
                 raise
-        else:
-            return
-        raise RoundOver(over.reason)  # outside the handler, whose error would keep the broken step in memory
+            raise RoundOver(over.reason) from None
 
     def hang_up(self) -> None:
         """Shut the connections to the other processes: whoever waits in a collective, here and there, gets an error."""
@@ -131,7 +135,7 @@ def _is_about_store(error: RuntimeError) -> bool:
     """Say whether the launcher's store did not answer; it may have been on the machine that is lost."""
     import torch.distributed as dist
 
-    return isinstance(error, (dist.DistError, TrainingError))
+    return isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
 
 
 def can_hang_up() -> bool:
@@ -199,9 +203,10 @@ class Environment:
             time.sleep(LOOK_S / 5)
         for name in [name for name in os.environ if name.startswith(SET_BY_TRAINING) and name not in self._before]:
             del os.environ[name]
-        rank, size = str(members.first_rank + info.local_rank), str(members.world_size)
+        local_rank = info.local_rank if members.local_ranks is None else members.local_ranks[info.local_rank]
         told = {
-            **{"RANK": rank, "WORLD_SIZE": size},
+            **{"RANK": str(members.first_rank + local_rank), "WORLD_SIZE": str(members.world_size)},
+            **{"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(members.local_world_size or info.local_world_size)},
             **{"GROUP_RANK": str(members.machine_rank), "GROUP_WORLD_SIZE": str(members.num_machines)},
             **{"MASTER_ADDR": members.address, "MASTER_PORT": str(members.port)},
             ROUND: str(members.round),

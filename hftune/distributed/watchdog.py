@@ -301,6 +301,9 @@ class Watchdog:
         if self.here.round is None:
             return False
         self._lost_at = self._lost_at or time.monotonic()
+        rounds = self._rounds
+        if rounds is not None and rounds.over is not None and rounds.has_promised:  # perhaps it was planned: nobody was woken
+            rounds.hang_up()
         return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hftune.distributed.failure_report import STOPPED, say_last
+from hftune.distributed.failure_report import INTERRUPTED, STOPPED, say_last
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Members, Over
 from hftune.launchers.forks import (
     POLL_S,
@@ -41,6 +41,8 @@ MOST_LOSSES = 3
 """So many losses without a further step end the job: a further attempt would not get further, either."""
 SAME_S = 1.0
 """Losses within this time are one: whoever kills several processes does not kill them at the same moment."""
+REPORTED = (1, 2, STOPPED, INTERRUPTED)
+"""Exit codes of processes that end for a reason that one of them has reported."""
 STORE = -1
 """In the place of a local rank where the store was lost."""
 LEAVE_S = 5.0
@@ -233,6 +235,8 @@ class Agent:
             return f"{who} lost its GPU ({found[0]})" if found else None
         if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return f"{who} {how_it_ended(-ended.si_status)}"
+        if ended.si_status not in REPORTED:
+            return f"{who} {how_it_ended(ended.si_status)}"
         could_not_stay = ended.si_status == STOPPED and ended.si_pid in self._stays
         return f"{who} could not go on in the new round" if could_not_stay else None
 
@@ -254,9 +258,9 @@ class Agent:
 
     def _end_round(self, lost: Mapping[int, str]) -> int | None:
         """Prepare the next round after a loss; return an exit code if there is none."""
+        self._notes.end(self.round, Over("; ".join(lost.values()), is_planned=False))  # at once: the others wait for it
         count = self._losses.note()
         reason = f"{'; '.join(lost.values())} {self._losses.place}"
-        self._notes.end(self.round, Over(reason, is_planned=False))
         is_last = count >= MOST_LOSSES
         is_lower = count > 1 and not is_last and self._lower(lost)
         self._stays = {} if is_last else self._able_to_stay(len(lost))
@@ -270,13 +274,11 @@ class Agent:
         if self.signals.first and not self._stays:
             return self._stopped()
         self.round += 1
-        why = f", fewer than before: this was loss {count} without a further step" if is_lower else ""
-        new = self.count - len(self._stays)
-        print(
-            f"hftune: {reason}. Round {self.round}: {self.count} processes, {new} of them new{why}.",
-            file=sys.stderr,
-            flush=True,
-        )
+        new, why = self.count - len(self._stays), ""
+        if is_lower:
+            why = f", fewer than before: this was loss {count} without a further step"
+        here = f"{self.count} processes, {new or 'none'} of them new{why}"
+        print(f"hftune: {reason}. Round {self.round}: {here}.", file=sys.stderr, flush=True)
         return None
 
     def _lower(self, lost: Mapping[int, str]) -> bool:

@@ -82,7 +82,7 @@ class ElasticJob:
     Args:
         folder: for the output folder, and for what the agents say.
         endpoint: of the meeting, HOST:PORT or a folder.
-        words: of the recipe.
+        words: of the recipe, whose task is Braked (tests/support/tasks.py): its steps take their time until ``brake`` is removed.
         nodes: MIN:MAX.
         python: the interpreter to start.
     """
@@ -97,7 +97,8 @@ class ElasticJob:
     variables: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.output_dir = self.folder / "out"
+        self.output_dir, self.brake = self.folder / "out", self.folder / "brake"
+        self.brake.touch()
         self.agents: list[Agent] = []
         self.seen: list[Seen] = []
         self._read = 0
@@ -112,7 +113,8 @@ class ElasticJob:
             *("--rdzv_endpoint", self.endpoint, "--rdzv_id", "job", "--local-addr", machine.address, *conf),
             *("--max_restarts", str(self.max_restarts), *launcher),
         ]
-        return self.run(machine, *torchrun, "-m", "hftune.run", *self.words, f"output_dir={self.output_dir}", *words)
+        own = (f"output_dir={self.output_dir}", f"task.brake={self.brake}")
+        return self.run(machine, *torchrun, "-m", "hftune.run", *self.words, *own, *words)
 
     def run(self, machine: Machine, *words: str) -> Agent:
         """Start any program there whose end belongs to the job's end."""
@@ -204,8 +206,9 @@ class ElasticJob:
         return [agent.process.returncode for agent in agents]
 
     def words_of_all(self) -> str:
-        """What all agents have said."""
-        return "".join(f"\n--- {agent.log.name} (exit code {agent.process.poll()})\n{agent.said}" for agent in self.agents)
+        """What all agents have said, but for the lines of steps."""
+        said = [(agent, re.sub(r"^step \d+/.*\n", "", agent.said, flags=re.MULTILINE)) for agent in self.agents]
+        return "".join(f"\n--- {agent.log.name} (exit code {agent.process.poll()})\n{text}" for agent, text in said)
 
     def end(self) -> None:
         """Kill what still runs."""

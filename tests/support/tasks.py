@@ -107,25 +107,26 @@ class Tagging(Task):
 
 
 @dataclass
-class PacedTagging(Tagging):
-    """Sleeps ``pause_s`` for each micro-batch."""
+class Braked(Task):
+    """Each micro-batch takes ``pause_s`` as long as the file ``brake`` exists: what is done meanwhile can take as long as it may."""
 
-    pause_s: float = 0.0
+    pause_s: float = 0.1
+    brake: str = ""
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        time.sleep(self.pause_s)
+        if Path(self.brake).is_file():
+            time.sleep(self.pause_s)
         return super().inputs(batch)
 
 
 @dataclass
-class PacedReviews(SequenceClassification):
-    """Sleeps ``pause_s`` for each micro-batch."""
+class BrakedTagging(Braked, Tagging):
+    """See Braked."""
 
-    pause_s: float = 0.0
 
-    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        time.sleep(self.pause_s)
-        return super().inputs(batch)
+@dataclass
+class BrakedReviews(Braked, SequenceClassification):
+    """See Braked."""
 
 
 class Net(nn.Module):
@@ -252,7 +253,7 @@ class FailingAt(Task):
 class Faulty(Task):
     """Learns at once, but for ``fault``, which strikes the process ``rank`` when it loads sample ``sample`` for training.
 
-    In the first attempt only, where a launcher restarts the processes. The time goes into the file ``note``.
+    In the first attempt or round only, where a launcher restarts the processes. The time goes into the file ``note``.
     """
 
     fault: str = "none"
@@ -279,6 +280,8 @@ class Faulty(Task):
 
     def strike(self) -> None:
         if int(os.environ["RANK"]) != self.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+            return
+        if os.environ.get("HFTUNE_ROUND", "0") != "0":  # a process that was in the first one, too
             return
         if self.note is not None:
             Path(self.note).write_text(str(time.time()))

@@ -47,7 +47,9 @@ class World:
         membership = self.membership
         if membership.phase is Phase.RUNNING:
             known = self.rounds.setdefault(membership.round, membership.members)
-            assert membership.members == known and len(known) <= membership.most
+            assert (
+                membership.members == [name for name in known if name in membership.machines] and len(known) <= membership.most
+            )
             assert [*self.rounds] == sorted(self.rounds)
 
 
