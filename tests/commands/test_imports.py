@@ -68,6 +68,8 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
     recipe = f"recipe={finished}/recipe.yaml"
     refusals = {
         ("train", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
+        ("train", "recipe=yelp_demo", "--processes", "4-1"): "--processes 4-1: the least number exceeds the most, 1. ",
+        ("train", "recipe=yelp_demo", "--processes", "few"): "--processes few is neither a number, such as 4, nor ",
         ("train", "recipe=yelp_demo", "train.lr=0"): "train.lr=0.0 must be above 0.",
         ("show", "recipe=yelp_demo", "seed=x"): "seed='x' is not a whole number, such as 42.",
         ("plan", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
