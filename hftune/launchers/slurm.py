@@ -252,6 +252,7 @@ def _meeting(job: Job) -> str:
 node=()
 if ((SLURM_JOB_NUM_NODES > 1)); then
     {python} -m hftune.cli meeting "$MEETING_PORT" &
+    trap "kill $!" EXIT
     until : < "/dev/tcp/127.0.0.1/$MEETING_PORT"; do
         kill -0 "$!" || exit
         sleep 0.2
@@ -281,7 +282,7 @@ def _launch(job: Job) -> str:
     port, elastic = '"$MEETING_PORT"', ""
     if job.is_elastic:  # accelerate refuses a port that is open on this machine, as that of the meeting is
         port = "0"
-        conf = f'"min_machines={job.fewest_nodes},meeting=$MEETING_HOST:$MEETING_PORT"'
+        conf = f'"min_machines={job.fewest_nodes},join_timeout=120,meeting=$MEETING_HOST:$MEETING_PORT"'
         elastic = f" --rdzv_conf {conf} --max_restarts 3"
     return f"""
 # One launcher per node. They meet on the first node, at a port derived from the job id; a missing node is named.

@@ -411,7 +411,7 @@ def test_job_on_one_to_two_nodes_starts_as_many_processes_as_it_got(capsys, monk
         assert command == ["python"]
     else:
         assert launch_options([*command, "-m", "hftune.run"]).num_processes == 2  # as the processes themselves find out
-        conf = "min_machines=1,meeting=node1:10007"
+        conf = "min_machines=1,join_timeout=120,meeting=node1:10007"
         assert command[-6:] == ["--rdzv_backend", "hftune", "--rdzv_conf", conf, "--max_restarts", "3"]
 
 
