@@ -179,8 +179,10 @@ class Watchdog:
         self._enter(State.CLOSED)
         self._wake.set()
         self._wakeup_w.send(b"\0")
+        over = agents_word()  # with a machine that hangs, the store may be lost: nobody reads the goodbye there
+        patience_s = RETURN_S if over is None or over.is_planned else BEAT_S / 10
         for thread in self._threads:
-            thread.join(timeout=RETURN_S)  # longer only if the store does not answer
+            thread.join(timeout=patience_s)  # longer only if the store does not answer
         if self._got_sigterm and self.report is not None and not self.report.is_printed_by(self.here):
             os._exit(self.report.code)  # its launcher waits for it, and another process prints the report
         if not any(thread.is_alive() for thread in self._threads):

@@ -303,15 +303,19 @@ def test_train_is_hftune_run_and_with_processes_the_local_launcher(capsys, monke
     monkeypatch.setattr(run, "main", lambda words: asked.append(words) or 7)
     assert cli.main(["train", "recipe=yelp_demo", "train.lr=1"]) == 7
     assert asked.pop() == ["recipe=yelp_demo", "train.lr=1"]
-    monkeypatch.setattr(local, "launch", lambda recipe, count: asked.append((recipe.train.lr, count)))
+    monkeypatch.setattr(local, "start_training", lambda recipe, count: asked.append((recipe.train.lr, count)))
     assert cli.main(["train", "--processes", "2", "recipe=yelp_demo", "train.lr=1"]) == 0
-    assert asked.pop() == (1, 2)
-    assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo; starting 2 processes ...\n"
+    assert cli.main(["train", "--processes", "2-4", "recipe=yelp_demo", "train.lr=2", "output_dir=x"]) == 0
+    assert asked == [(1, 2), (2, (2, 4))]
+    assert capsys.readouterr().out == (
+        f"hftune {__version__}: recipe yelp_demo; starting 2 processes ...\n"
+        f"hftune {__version__}: recipe yelp_demo; starting 2 to 4 processes ...\n"
+    )
 
     def stop(recipe, count):
         raise Interrupted("SIGTERM: stopped.")
 
-    monkeypatch.setattr(local, "launch", stop)
+    monkeypatch.setattr(local, "start_training", stop)
     assert cli.main(["train", "recipe=yelp_demo", "--processes", "2"]) == 75
     assert capsys.readouterr().err == "hftune: SIGTERM: stopped.\n"
 
