@@ -117,6 +117,12 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def pause(message: str) -> NoReturn:
+    """End the launcher for now: a scheduler may start it again, which would not help after a refusal."""
+    say(message)
+    sys.exit(STOPPED)
+
+
 def recipe_of_launcher() -> Recipe | None:
     """Return the recipe in this launcher's command line; None if it does not train a recipe.
 
@@ -661,7 +667,7 @@ class ElasticRendezvous(RendezvousHandler):
         return f"{count}, and at least {least} are needed. Start the same command on more machines; they meet at {self.where}."
 
     def _give_up(self, membership: Membership, waited_s: float) -> None:
-        leave(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
+        pause(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
 
     def _has_place(self) -> bool:
         """Whether the meeting place answers. If nothing serves it any more, the round goes on for as long as it lasts.
@@ -681,8 +687,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _check_place(self) -> None:
         """End the launcher if the meeting place, which it needs now, does not answer."""
         if self.attendance.unanswered_s > PLACE_S:
-            say(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
-            sys.exit(STOPPED)
+            pause(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
 
     def _unanswered(self) -> str:
         why = f" ({self.attendance.error})" if self.attendance.error is not None else ""
