@@ -67,6 +67,8 @@ PLACE_S = 20.0
 """For the meeting place to answer again. Who gets no answer for so long ends; only then do others replace a whole round."""
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
+END_S = 15.0
+"""For the processes of the other machines to end once those of the first one have."""
 LEAVE_S = 5.0
 ROLE = "torchelastic/role_info/"
 """Beginning of the keys under which torchrun's agents tell each other their numbers of processes."""
@@ -470,6 +472,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
         self._earlier_server: TCPStore | None = None  # processes that stay leave it only when they join the new one
         self._told: rounds.Over | None = None
+        self._ended_at: float | None = None
         self._has_left = self._is_leaving = self._misses_place = False
         self._inner_handlers: dict[int, Any] = {}
         os.environ[rounds.FOLDER] = str(self.folder.path)
@@ -517,6 +520,9 @@ class ElasticRendezvous(RendezvousHandler):
             return 0
         membership = self.attendance.membership
         assert membership is not None
+        if membership.phase is Phase.ENDED and self._ends_in_s() < 0:
+            say("The job has ended, and the processes of this machine wait for others: they are ended.")
+            sys.exit(0)
         if self._goes_on(membership) or self._is_leaving or membership.phase is Phase.ENDED:
             return 0
         is_here = self.attendance.me.id in membership.machines
@@ -708,9 +714,21 @@ class ElasticRendezvous(RendezvousHandler):
         until = time.monotonic() + FINISH_S
         while time.monotonic() < until and self.attendance.unanswered_s < PLACE_S:
             membership = self.attendance.membership
-            if membership is None or not self._goes_on(membership):
+            if membership is None or membership.job != self.attendance.job or self.attendance.me.id not in membership.machines:
                 return
+            if membership.phase is Phase.RUNNING and self.attendance.me.id not in membership.members:
+                return  # the others train on without it
+            if membership.phase is Phase.ENDED:
+                until = min(until, time.monotonic() + self._ends_in_s())
+                if all(one.is_done for one in membership.here(membership.members)):
+                    return
             self.attendance.wait(BEAT_S)
+
+    def _ends_in_s(self) -> float:
+        """Return the seconds that the processes of all machines have from now to end by themselves, as the job has ended."""
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        return self._ended_at + END_S - time.monotonic()
 
     def _end(self) -> None:
         if self._has_left:
