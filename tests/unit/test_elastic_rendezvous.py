@@ -13,8 +13,9 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from hftune.distributed import elastic_rendezvous, rounds
-from hftune.distributed.elastic_rendezvous import Attendance, ElasticRendezvous, Times
+from hftune.distributed import attendance, elastic_rendezvous, rounds
+from hftune.distributed.attendance import Attendance, Times
+from hftune.distributed.elastic_rendezvous import ElasticRendezvous
 from hftune.distributed.meeting_places import FolderPlace, StorePlace
 from hftune.distributed.membership import Machine, Membership, Phase
 from hftune.distributed.rendezvous import range_problem
@@ -29,7 +30,8 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name in (rounds.FOLDER, rounds.ROUND, rounds.JOB):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(elastic_rendezvous, "BEAT_S", 0.1)
+    for module in (attendance, elastic_rendezvous):
+        monkeypatch.setattr(module, "BEAT_S", 0.1)
     begun: list[ElasticRendezvous] = []
 
     def make(least: int = 1, most: int = 2, **config: object) -> ElasticRendezvous:
