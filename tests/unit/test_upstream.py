@@ -207,6 +207,15 @@ def torchrun_finds_static_rendezvous_methods():
     assert parse_rendezvous_endpoint("host:7", 1) == ("host", 7)
 
 
+def agents_exchange_sizes_and_ranks_in_their_store():
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, _RoleInstanceInfo
+
+    exchange = inspect.getsource(SimpleElasticAgent._assign_worker_ranks)
+    assert "torchelastic/role_info/" in exchange and 'json.loads(store.get(f"{ASSIGNED_RANKS_PREFIX}{group_rank}"))' in exchange
+    assert _RoleInstanceInfo.deserialize(b'{"role": "default", "rank": 0, "local_world_size": 2}').local_world_size == 2
+    assert "store_util.barrier" in inspect.getsource(SimpleElasticAgent._exit_barrier)
+
+
 # accelerate
 
 
@@ -520,6 +529,13 @@ TABLE = [
         "pytorch/pytorch#168242, closed unmerged",
         torchrun_finds_static_rendezvous_methods,
     ),
+    Upstream(
+        "torchelastic/role_info/",
+        "distributed",
+        "agents whose processes stay tell their number of processes to those that start processes",
+        NO_ISSUE,
+        agents_exchange_sizes_and_ranks_in_their_store,
+    ),
     *(
         Upstream(name, "distributed", why, until, state_is_shared_and_can_be_reset)
         for name, why, until in (
@@ -601,7 +617,7 @@ TABLE = [
         wandb_writes_its_file_each_second_in_a_process_of_its_own,
     ),
     Upstream("wandb.errors", "tracking", "a wrong key is refused before training", NO_ISSUE, wandb_refuses_a_wrong_key),
-    Upstream("_exit", "run distributed", "documented despite its name", "nothing to wait for", exists("os._exit")),
+    Upstream("_exit", "run distributed launchers", "documented despite its name", "nothing to wait for", exists("os._exit")),
     Upstream("_current_frames", "distributed", "documented despite its name", "nothing to wait for", threads_show_their_frames),
 ]
 
