@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from hftune import cli
 from hftune.distributed import attendance, elastic_rendezvous, rounds
 from hftune.distributed.attendance import Attendance, Times
 from hftune.distributed.elastic_rendezvous import ElasticRendezvous
@@ -204,3 +205,9 @@ def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     assert Membership.parse(again.read()).job == attendance.job
     assert json.loads(again.note(f"facts-{attendance.job}")) == {"host": "a"}
     attendance.leave("")
+
+
+@pytest.mark.parametrize("port", [0, 70000])
+def test_a_port_that_is_none_is_refused(capsys, port):
+    assert cli.main(["meeting", str(port)]) == 2
+    assert f"port {port} must be between 1 and 65535" in capsys.readouterr().err
