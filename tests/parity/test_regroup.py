@@ -13,7 +13,7 @@ from tests.support.runs import SMALL, Run, train_on
 
 WORDS = (
     *(*SMALL, "task.dataset=tests.support.tasks:few_reviews", "train.epochs=15", "train.ema_decay=0.9"),
-    *("eval.every=30", "checkpoint.every=1000", "train.dead_after_s=20"),
+    *("eval.every=30", "checkpoint.every=1000", "train.dead_after_s=20", "train.num_workers=1"),
 )
 """105 steps, and no checkpoint between the evaluations: what goes on goes on from memory."""
 

@@ -27,11 +27,13 @@ class Agents:
         variables = {"AGENTS": str(folder / "agents")}
         self.group = Group(count, [[MEMBER, words, None, variables]], self.log, last_words_s=300)
         self.round, self.present = -1, [0]
+        self.store: TCPStore | None = None
 
     def meet(self, *present: int) -> None:
         """Begin the next round with these processes, in the order of their ranks, and a store of its own."""
         self.round, self.present = self.round + 1, list(present)
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the last round's is gone
+        self.left = self.store  # those that finish their step still use it; the one before is gone
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, number in enumerate(present):
             told = Members(self.round, rank, len(present), len(present), rank, "127.0.0.1", self.store.port)
             self.folders[number].begin(told)
@@ -45,6 +47,7 @@ class Agents:
         os.kill(self.group.pids[number], deed)
         time.sleep(0.5)
         self.end_round(f"Lost machine {number}: no sign of life for 0.5 s", is_planned=False)
+        self.store = None  # it may have been on that machine
         self.meet(*(other for other in self.present if other != number))
 
     def take_in(self, number: int) -> None:
@@ -52,9 +55,17 @@ class Agents:
         self.end_round(f"Machine {number} has come", is_planned=True)
         self.meet(*self.present, number)
 
+    def show_stacks(self) -> None:
+        """Let the present processes write into the log where they are, and end."""
+        for number in self.present:
+            os.kill(self.group.pids[number], signal.SIGABRT)
+        time.sleep(1)
+
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
         while not condition():
             assert self.group.poll() is None, self.log.read_text()
-            assert time.monotonic() < until, f"no {what} within {seconds} s\n{self.log.read_text()}"
+            if time.monotonic() > until:
+                self.show_stacks()
+                raise AssertionError(f"no {what} within {seconds} s\n{self.log.read_text()}")
             time.sleep(0.01)
