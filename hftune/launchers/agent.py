@@ -296,12 +296,12 @@ class Agent:
             self.running.pop(pid, None)
 
     def _give_up(self, reason: str) -> int:
-        text = f"{reason}. It was loss {MOST_LOSSES} without a further step, so training ends. The same command resumes it."
+        text = f"{reason}. It was loss {MOST_LOSSES} without a further step, so training ends.{self._losses.how_to_resume}"
         return self.say_last(text, "TrainingError", 1)
 
     def _stopped(self) -> int:
         name = signal.Signals(self.signals.first).name
-        text = f"{name}: stopped {self._losses.place}, while processes were being replaced. The same command resumes it."
+        text = f"{name}: stopped {self._losses.place}, while processes were being replaced.{self._losses.how_to_resume}"
         return self.say_last(text, "Interrupted", 128 + self.signals.first)
 
     def say_last(self, text: str, kind: str, code: int) -> int:
@@ -326,6 +326,11 @@ class Losses:
     def place(self) -> str:
         """Where training was at the last loss."""
         return f"after step {self._step}" if self._step else "before the first step"
+
+    @property
+    def how_to_resume(self) -> str:
+        """A last sentence, if there is something to resume."""
+        return " The same command resumes from the newest checkpoint." if self._step else ""
 
     def note(self) -> int:
         """Note a loss, and return how many there have been since the last further step."""

@@ -103,8 +103,7 @@ def test_three_losses_without_a_further_step_end_the_job_with_one_process_fewer_
     assert code == 1 and {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-3", "1-of-3", "2-of-2"}
     error = read_failure(tmp_path / "files")
     assert isinstance(error, TrainingError) and str(error).endswith(
-        ") was killed by SIGKILL before the first step. It was loss 3 without a further step, so training ends. The same command "
-        "resumes it."
+        ") was killed by SIGKILL before the first step. It was loss 3 without a further step, so training ends."
     )
     assert (
         "Round 2: 2 processes, 2 of them new, fewer than before: this was loss 2 without a further step."
@@ -206,6 +205,7 @@ def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
     def work(rank, number, folder):
         if rank == 0:
             time.sleep(0.2)
+            train(tmp_path, 3)
             return killed()
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) or os._exit(75))
         return until_asked()
@@ -214,7 +214,7 @@ def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
     assert code == 128 + signal.SIGINT
     error = read_failure(tmp_path / "files")
     assert isinstance(error, Interrupted) and str(error) == (
-        "SIGINT: stopped before the first step, while processes were being replaced. The same command resumes it."
+        "SIGINT: stopped after step 3, while processes were being replaced. The same command resumes from the newest checkpoint."
     )
 
 
