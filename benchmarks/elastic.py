@@ -94,7 +94,7 @@ class Machines:
         machine = self.draw.choice(self.down if kind == "arrival" else self.alive)
         print(f"  step {self.job.step}: {kind}, {machine.name}", end="", flush=True)
         began, undo = time.monotonic(), KINDS[kind](self, machine)
-        found = self.job.wait_for_resumption(began)
+        found = self.job.wait_for_resumption(began, comes=self.agents[machine.name] if kind == "arrival" else None)
         print(f": {found.seconds:.1f} s, {found.lost_steps} steps lost, {found.world_size} machines go on", flush=True)
         if kind == "SIGTERM":
             self.job.wait_for_end(self.agents[machine.name])

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from hftune.config import Recipe
 from hftune.distributed import rounds
 from hftune.distributed.consistency import differences, fingerprint, remedies
+from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePlace
 from hftune.distributed.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.distributed.network import interfaces, is_own_address, outward_interfaces, resolve, route_to
@@ -62,8 +63,8 @@ CONNECT_S = 10.0
 """For the machines of a round to reach its store."""
 CUT_S = 2.0
 """A machine that is silent is lost: only later may another one say that it does not reach it."""
-PLACE_S = 30.0
-"""For the meeting place to answer again."""
+PLACE_S = 20.0
+"""For the meeting place to answer again. Who gets no answer for so long ends; only then do others replace a whole round."""
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
 LEAVE_S = 5.0
@@ -89,16 +90,14 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
     """
     config, most = params.config, params.max_nodes
     least = _number(config, "min_machines", params.min_nodes)
-    if not (least.is_integer() and least <= most):
-        refuse(f"--rdzv_conf min_machines={config['min_machines']} is no whole number up to the most, {most}.")
+    if not (least.is_integer() and 1 <= least <= most):
+        refuse(f"--rdzv_conf min_machines={config['min_machines']} is no whole number from 1 to the most, {most}.")
     recipe = recipe_of_launcher()
     times = Times(
         join=join_timeout_s(config.get("join_timeout")),
         last_call=_number(config, "last_call", LAST_CALL_S),
-        keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S),
-        regroup_every=_number(
-            config, "regroup_every", getattr(getattr(recipe, "parallel", None), "regroup_every_s", REGROUP_EVERY_S)
-        ),
+        keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S, least=BEAT_S),
+        regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S if recipe is None else recipe.parallel.regroup_every_s),
     )
     try:
         place, where, address, is_host = _find_place(params, times)
@@ -116,6 +115,12 @@ def refuse(message: str) -> NoReturn:
     """End the launcher, which cannot be started like this."""
     say(message)
     sys.exit(2)
+
+
+def pause(message: str) -> NoReturn:
+    """End the launcher for now: a scheduler may start it again, which would not help after a refusal."""
+    say(message)
+    sys.exit(STOPPED)
 
 
 def recipe_of_launcher() -> Recipe | None:
@@ -139,13 +144,13 @@ def recipe_of_launcher() -> Recipe | None:
         sys.path.pop(0)
 
 
-def _number(config: dict[str, Any], name: str, default: float) -> float:
+def _number(config: dict[str, Any], name: str, default: float, least: float = 0.0) -> float:
     try:
         value = float(config.get(name, default))
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        refuse(f"--rdzv_conf {name}={config.get(name, default)} is not a number above 0.")
+    if not least <= value < math.inf:
+        refuse(f"--rdzv_conf {name}={config.get(name, default)} is not a number of at least {least:g}.")
     return value
 
 
@@ -228,6 +233,8 @@ class Attendance:
         self.me = replace(me, port=self._listener.getsockname()[1])
         self.membership: Membership | None = None
         """As last seen; None before the first look."""
+        self.earlier: Membership | None = None
+        """The document that this agent has found, while it is unclear whether anybody is alive."""
         self.job: str | None = None
         """The job that this agent is in; None before it has come."""
         self.error: Exception | None = None
@@ -300,7 +307,8 @@ class Attendance:
             membership = Membership.parse(text) if text else None
             silence, cut = self._watch(membership, passed_s)
             passed_s = 0.0
-            if self.job is None and not self._may_come(membership, silence):
+            if self.job is None and (own.ready_after is None or not self._may_come(membership, silence)):
+                self.earlier = membership
                 return
             if self.job is None and (membership is None or self._is_over(membership, silence)):
                 membership = Membership(uuid.uuid4().hex, self.least, self.most)
@@ -369,8 +377,14 @@ class Attendance:
         )
 
     def _is_over(self, membership: Membership, silence: dict[str, float]) -> bool:
-        living = [name for name in membership.machines if silence.get(name, 0.0) <= self.times.keep_alive]
-        return membership.phase is Phase.ENDED or not living
+        return membership.phase is Phase.ENDED or self._silent(membership, silence).keys() == membership.machines.keys()
+
+    def _silent(self, membership: Membership, silence: dict[str, float]) -> dict[str, float]:
+        """Return the machines that are lost. All of a round at once may be cut off from here only, until they notice it."""
+        lost = {name: seconds for name, seconds in silence.items() if seconds > self.times.keep_alive}
+        if membership.phase is Phase.RUNNING and set(membership.members) <= lost.keys():
+            lost = {name: seconds for name, seconds in lost.items() if seconds > self.times.keep_alive + PLACE_S}
+        return lost
 
     def _notice(self, own: View, membership: Membership, silence: dict[str, float], cut: frozenset[str]) -> View:
         """Return what this agent wants, with what it has noticed."""
@@ -378,7 +392,7 @@ class Attendance:
         is_meeting = membership.phase is Phase.MEETING
         return replace(
             own,
-            silent={name: seconds for name, seconds in silence.items() if seconds > self.times.keep_alive},
+            silent=self._silent(membership, silence),
             cut=cut,
             lets_in=self._lets_in(membership, cut),
             last_call_is_over=self._lasts("last call", enough) > self.times.last_call,
@@ -556,8 +570,12 @@ class ElasticRendezvous(RendezvousHandler):
             self._check_place()
             if attendance.refusal is not None:
                 refuse(f"{self.where}: {attendance.refusal}")
-            membership = attendance.membership
+            membership, waited_s = attendance.membership, time.monotonic() - began
             if membership is None:
+                if attendance.earlier is not None and waited_s > reminder_s:
+                    names = ", ".join(map(str, attendance.earlier.machines.values()))
+                    say(f"An earlier launch has left {names} here. Waiting for up to {PLACE_S:.0f} s to see who is alive.")
+                    reminder_s += REMINDER_S
                 continue
             self._check_job(membership)
             if self._is_in_new_round(membership):
@@ -565,7 +583,6 @@ class ElasticRendezvous(RendezvousHandler):
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt
-            waited_s = time.monotonic() - began
             if membership.phase is Phase.GATHERING and waited_s > attendance.times.join and not membership.awaited:
                 self._give_up(membership, waited_s)
             if waited_s > reminder_s:
@@ -645,15 +662,18 @@ class ElasticRendezvous(RendezvousHandler):
         return f"{count}, and at least {least} are needed. Start the same command on more machines; they meet at {self.where}."
 
     def _give_up(self, membership: Membership, waited_s: float) -> None:
-        leave(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
+        pause(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
 
     def _has_place(self) -> bool:
-        """Whether the meeting place answers. If it does not, the round goes on for as long as it lasts."""
+        """Whether the meeting place answers. If nothing serves it any more, the round goes on for as long as it lasts.
+
+        But if this machine is cut off, others may begin a round without it.
+        """
         if self.attendance.unanswered_s < PLACE_S:
             self._misses_place = False
             return True
-        if len(self._members) == 1 and self.attendance.error is None:
-            self._check_place()  # cut off, and alone: others may begin a round without this machine
+        if not isinstance(self.attendance.error, ConnectionRefusedError):
+            self._check_place()
         if not self._misses_place:
             say(f"{self._unanswered()} Training goes on, but no machine can be replaced.")
             self._misses_place = True
@@ -662,7 +682,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _check_place(self) -> None:
         """End the launcher if the meeting place, which it needs now, does not answer."""
         if self.attendance.unanswered_s > PLACE_S:
-            leave(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
+            pause(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
 
     def _unanswered(self) -> str:
         why = f" ({self.attendance.error})" if self.attendance.error is not None else ""

@@ -15,6 +15,7 @@ from tests.support.elastic import PORT, Agent, ElasticJob, Resumption
 from tests.support.machines import Machine, NotAllowed, several_machines
 from tests.support.runs import Run, train_on, warm_python
 
+CONFIG = str(Path(__file__).parents[2] / "accelerate_configs" / "2node.yaml")
 TAGGING = str(Path(__file__).parents[1] / "support" / "tagging.yaml")
 WORDS = (
     *("task.type=tests.support.tasks.BrakedTagging", "task.dropout=0.1", "train.epochs=1000", "train.max_steps=400"),
@@ -84,7 +85,7 @@ def test_a_job_outlives_each_of_its_machines_by_new_processes(machines, begin, u
     job = begin(str(tmp_path / "meeting"), nodes="1:3", variables={"HFTUNE_REGROUP": "restart"})
     first = job.start(one)
     job.wait_for_step(1)
-    second = job.start(two)
+    job.start(two)
     assert struck(job, lambda: None, 2).lost_steps == 0
     killed = struck(job, two.kill, 1)
     assert killed.lost_steps <= 5
@@ -94,7 +95,6 @@ def test_a_job_outlives_each_of_its_machines_by_new_processes(machines, begin, u
     struck(job, third.kill_worker, 1)  # counts as a failure; its launcher starts another
     finish(job, third)
     assert_as_undisturbed(job, undisturbed, 1, 2, 1, 2, 1, 1)
-    assert (first.process.returncode, second.process.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
     assert re.search(r"hftune: Round 2: 1 machine, machineA \(10\.77\.0\.1\)\. Lost machineB \(10\.77\.0\.2\)", first.said)
     assert re.search(
         r"Round 2, 1 process on 1 machine: going on from step \d+ of 400 .*, from .*/checkpoints/step_", first.said
@@ -109,9 +109,10 @@ def test_living_processes_go_on_without_a_machine_that_is_cut_off_hangs_or_leave
     agents = [job.start(machine) for machine in (one, two, three)]
     job.wait_for_step(1)
     assert job.seen[0].values["world_size"] == 3, job.words_of_all()
-    other = job.start(stays, "train.lr=0.5")
-    assert job.wait_for_end(other) == [2], other.said
+    other, another = job.start(stays, "train.lr=0.5"), job.start(stays, f"output_dir={job.output_dir}-2")
+    assert job.wait_for_end(other, another) == [2, 2], other.said + another.said
     assert "train.lr 0.5 instead of 0.01" in other.said and "Traceback" not in other.said
+    assert "output_dir" in another.said and "--rdzv-id" in another.said and "Traceback" not in another.said
 
     assert struck(job, one.cut, 2).lost_steps == 0
     assert struck(job, one.mend, 3).lost_steps == 0
@@ -121,3 +122,36 @@ def test_living_processes_go_on_without_a_machine_that_is_cut_off_hangs_or_leave
     finish(job, *agents[:2])
     assert_as_undisturbed(job, undisturbed, 3, 2, 3, 2, 3, 2)
     assert "has left the job after SIGTERM" in agents[2].said and "Traceback" not in agents[2].said
+
+
+def test_accelerate_launch_is_told_the_least_number_of_machines(machines, begin, undisturbed):
+    one, two, _, stays = machines
+    job = begin(f"{stays.address}:{PORT}")
+    job.run(stays, "-m", "hftune.cli", "meeting", str(PORT))
+    launch = (
+        *("-m", "accelerate.commands.launch", "--config_file", CONFIG, "--num_machines", "2", "--num_processes", "2"),
+        *("--rdzv_conf", f"min_machines=1,{QUICK}", "--main_process_ip", stays.address, "--main_process_port", str(PORT)),
+    )
+    first = job.run(one, *launch, *job.training)
+    job.wait_for_step(1)
+    second = job.run(two, *launch, *job.training)
+    assert struck(job, lambda: None, 2).lost_steps == 0
+    assert struck(job, lambda: second.process.send_signal(signal.SIGTERM), 1).lost_steps == 0
+    finish(job, first)
+    assert_as_undisturbed(job, undisturbed, 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [
+        (("--rdzv_conf", "min_machines=5"), r"min_machines=5 .* the most, 2\."),
+        (("--rdzv_conf", "min_machines=0"), r"min_machines=0 "),
+        (("--rdzv_backend", "c10d", "--rdzv_endpoint", f"10.77.0.1:{PORT}"), r"--rdzv[-_]backend hftune"),
+    ],
+)
+def test_a_range_that_cannot_be_is_refused_in_a_sentence(machines, begin, tmp_path, launcher, says):
+    """torchrun itself refuses a least number that is 0 or above the most."""
+    job = begin(str(tmp_path / "meeting"), nodes="1:2")
+    agent = job.start(machines[0], launcher=launcher)
+    assert job.wait_for_end(agent, timeout_s=60) != [0] and "Traceback" not in agent.said, agent.said
+    assert re.search(f"hftune: .*{says}", agent.said), agent.said

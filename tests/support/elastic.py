@@ -113,8 +113,12 @@ class ElasticJob:
             *("--rdzv_endpoint", self.endpoint, "--rdzv_id", "job", "--local-addr", machine.address, *conf),
             *("--max_restarts", str(self.max_restarts), *launcher),
         ]
-        own = (f"output_dir={self.output_dir}", f"task.brake={self.brake}")
-        return self.run(machine, *torchrun, "-m", "hftune.run", *self.words, *own, *words)
+        return self.run(machine, *torchrun, *self.training, *words)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """What a launcher is to start."""
+        return ("-m", "hftune.run", *self.words, f"output_dir={self.output_dir}", f"task.brake={self.brake}")
 
     def run(self, machine: Machine, *words: str) -> Agent:
         """Start any program there whose end belongs to the job's end."""
@@ -191,10 +195,18 @@ class ElasticJob:
         found = self.wait_for(lambda: re.search(pattern, agent.said), f"{pattern!r} of {agent.machine.name}", timeout_s)
         return found[0]
 
-    def wait_for_resumption(self, event: float, world_size: int | None = None, timeout_s: float = 120.0) -> Resumption:
-        """Wait until the job has gone on after a moment, with so many processes if it is said."""
+    def wait_for_resumption(
+        self, event: float, world_size: int | None = None, timeout_s: float = 120.0, comes: Agent | None = None
+    ) -> Resumption:
+        """Wait until the job has gone on after a moment, with so many processes if it is said.
+
+        Args:
+            comes: who must not end meanwhile.
+        """
 
         def gone_on() -> Resumption | None:
+            if comes is not None and not comes.is_alive:
+                raise Stuck(f"{comes.machine.name} was not let in.\n{self.words_of_all()}")
             found = self.resumption(event)
             return found if found and world_size in (None, found.world_size) else None
 
