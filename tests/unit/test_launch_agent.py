@@ -173,20 +173,34 @@ def test_one_that_cannot_go_on_after_all_is_replaced_too(run, tmp_path):
     assert code == 0 and made.round == 2
 
 
-def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path):
+def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path, capfd):
+    said = [
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "DataLoader worker (pid 7) is killed by signal: Killed. ",
+    ]
+
     def work(rank, number, folder):
         (tmp_path / f"{number}-on-{os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
         if number == 2:
             return 0
-        if rank == 0:
+        folder.stay(number, rank)
+        if rank != 1:
             return until_asked()
-        text = "Traceback ...\ntorch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nCompile with ..."
-        report(text)
+        report(f"Traceback ...\n{said[number]}\nCompile with ...")
         return 1
 
     code, _ = run(work, 1, 8, gpus=["0", "1", "2"])
     assert code == 0 and {path.name for path in tmp_path.glob("*-on-*")} >= {"2-on-0,2"}
     assert read_failure(tmp_path / "files") is None
+    shown = capfd.readouterr().err
+    assert (
+        ") ended with CUDA error: uncorrectable ECC error encountered before the first step. Round 1: 3 processes, 3 of them new."
+        in shown
+    )
+    assert (
+        ") ended with DataLoader worker (pid 7) is killed by signal: Killed before the first step. Round 2: 2 processes, 2 of them new, fewer"
+        in shown
+    )
 
 
 def test_a_store_that_ends_is_a_loss(run, tmp_path, monkeypatch):
