@@ -269,7 +269,8 @@ class Agent:
         if is_lower:
             why = f", fewer than before: this was loss {count} without a further step"
         here = f"{self.count} process{'es' * (self.count > 1)}, {new or 'none'} of them new{why}"
-        print(f"hftune: {reason}. Round {self.round}: {here}.", file=sys.stderr, flush=True)
+        below = "\n" if sys.stderr.isatty() else ""  # the process that was lost may have left a progress bar there
+        print(f"{below}hftune: {reason}. Round {self.round}: {here}.", file=sys.stderr, flush=True)
         return None
 
     def _lower(self, lost: Mapping[int, str]) -> bool:
