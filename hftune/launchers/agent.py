@@ -45,10 +45,14 @@ STORE = -1
 """In the place of a local rank where the store was lost."""
 LEAVE_S = 5.0
 """How long processes of a broken round may take to end before they are killed; what they compute is lost in any case."""
-LOST_GPU = re.compile(
+NOT_ITS_FAULT = re.compile(
     r"CUDA error: (uncorrectable|hardware stack error|unknown error|no CUDA-capable device|CUDA-capable device\(s\)).*"
+    r"|DataLoader worker \(pid \d+\) is killed by signal: Killed"
 )
-"""What torch says where a GPU has failed, and not the program. Source: cudaGetErrorString of these errors in driver_types.h."""
+"""What torch says where a GPU has failed, or the system has killed a process that loads data: not the program's fault.
+
+Source: cudaGetErrorString of these errors in driver_types.h; torch/csrc/DataLoader.cpp.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -214,8 +218,8 @@ class Agent:
         """Say how a process was lost; None if it ended for a reason that would end its successor, too."""
         who = f"Process {self.running[ended.si_pid]} (pid {ended.si_pid})"
         if (path := self._error_files[ended.si_pid]).is_file():
-            found = LOST_GPU.search(json.loads(path.read_text(encoding="utf-8"))["message"]["message"])
-            return f"{who} lost its GPU ({found[0]})" if found else None
+            found = NOT_ITS_FAULT.search(json.loads(path.read_text(encoding="utf-8"))["message"]["message"])
+            return f"{who} ended with {found[0]}" if found else None
         if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return f"{who} {how_it_ended(-ended.si_status)}"
         if ended.si_status == STOPPED and ended.si_pid in self._stays:
@@ -264,8 +268,9 @@ class Agent:
         new, why = self.count - len(self._stays), ""
         if is_lower:
             why = f", fewer than before: this was loss {count} without a further step"
-        here = f"{self.count} processes, {new or 'none'} of them new{why}"
-        print(f"hftune: {reason}. Round {self.round}: {here}.", file=sys.stderr, flush=True)
+        here = f"{self.count} process{'es' * (self.count > 1)}, {new or 'none'} of them new{why}"
+        below = "\n" if sys.stderr.isatty() else ""  # the process that was lost may have left a progress bar there
+        print(f"{below}hftune: {reason}. Round {self.round}: {here}.", file=sys.stderr, flush=True)
         return None
 
     def _lower(self, lost: Mapping[int, str]) -> bool:
@@ -281,6 +286,8 @@ class Agent:
     def _able_to_stay(self, num_lost: int) -> dict[int, int]:
         """Return the living processes, by process id with their local ranks, if all of them can go on in the next round."""
         has_all = len(self.running) + num_lost == len(self._pids)  # some may have come to their end
+        if any(self._is_explained(rank) for rank in self._pids):
+            return {}  # they all know of that failure, and end
         fit = len(self.running) <= self.count and all(self._notes.stays(self.round, rank) for rank in self.running.values())
         return dict(sorted(self.running.items(), key=lambda item: item[1])) if has_all and fit else {}
 
@@ -296,12 +303,12 @@ class Agent:
             self.running.pop(pid, None)
 
     def _give_up(self, reason: str) -> int:
-        text = f"{reason}. It was loss {MOST_LOSSES} without a further step, so training ends. The same command resumes it."
+        text = f"{reason}. It was loss {MOST_LOSSES} without a further step, so training ends.{self._losses.how_to_resume}"
         return self.say_last(text, "TrainingError", 1)
 
     def _stopped(self) -> int:
         name = signal.Signals(self.signals.first).name
-        text = f"{name}: stopped {self._losses.place}, while processes were being replaced. The same command resumes it."
+        text = f"{name}: stopped {self._losses.place}, while processes were being replaced.{self._losses.how_to_resume}"
         return self.say_last(text, "Interrupted", 128 + self.signals.first)
 
     def say_last(self, text: str, kind: str, code: int) -> int:
@@ -326,6 +333,11 @@ class Losses:
     def place(self) -> str:
         """Where training was at the last loss."""
         return f"after step {self._step}" if self._step else "before the first step"
+
+    @property
+    def how_to_resume(self) -> str:
+        """A last sentence, if there is something to resume."""
+        return " The same command resumes from the newest checkpoint." if self._step else ""
 
     def note(self) -> int:
         """Note a loss, and return how many there have been since the last further step."""

@@ -103,8 +103,7 @@ def test_three_losses_without_a_further_step_end_the_job_with_one_process_fewer_
     assert code == 1 and {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-3", "1-of-3", "2-of-2"}
     error = read_failure(tmp_path / "files")
     assert isinstance(error, TrainingError) and str(error).endswith(
-        ") was killed by SIGKILL before the first step. It was loss 3 without a further step, so training ends. The same command "
-        "resumes it."
+        ") was killed by SIGKILL before the first step. It was loss 3 without a further step, so training ends."
     )
     assert (
         "Round 2: 2 processes, 2 of them new, fewer than before: this was loss 2 without a further step."
@@ -174,20 +173,34 @@ def test_one_that_cannot_go_on_after_all_is_replaced_too(run, tmp_path):
     assert code == 0 and made.round == 2
 
 
-def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path):
+def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path, capfd):
+    said = [
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "DataLoader worker (pid 7) is killed by signal: Killed. ",
+    ]
+
     def work(rank, number, folder):
         (tmp_path / f"{number}-on-{os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
         if number == 2:
             return 0
-        if rank == 0:
+        folder.stay(number, rank)
+        if rank != 1:
             return until_asked()
-        text = "Traceback ...\ntorch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nCompile with ..."
-        report(text)
+        report(f"Traceback ...\n{said[number]}\nCompile with ...")
         return 1
 
     code, _ = run(work, 1, 8, gpus=["0", "1", "2"])
     assert code == 0 and {path.name for path in tmp_path.glob("*-on-*")} >= {"2-on-0,2"}
     assert read_failure(tmp_path / "files") is None
+    shown = capfd.readouterr().err
+    assert (
+        ") ended with CUDA error: uncorrectable ECC error encountered before the first step. Round 1: 3 processes, 3 of them new."
+        in shown
+    )
+    assert (
+        ") ended with DataLoader worker (pid 7) is killed by signal: Killed before the first step. Round 2: 2 processes, 2 of them new, fewer"
+        in shown
+    )
 
 
 def test_a_store_that_ends_is_a_loss(run, tmp_path, monkeypatch):
@@ -206,6 +219,7 @@ def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
     def work(rank, number, folder):
         if rank == 0:
             time.sleep(0.2)
+            train(tmp_path, 3)
             return killed()
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) or os._exit(75))
         return until_asked()
@@ -214,7 +228,7 @@ def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
     assert code == 128 + signal.SIGINT
     error = read_failure(tmp_path / "files")
     assert isinstance(error, Interrupted) and str(error) == (
-        "SIGINT: stopped before the first step, while processes were being replaced. The same command resumes it."
+        "SIGINT: stopped after step 3, while processes were being replaced. The same command resumes from the newest checkpoint."
     )
 
 
