@@ -21,6 +21,7 @@ from hftune.commands import (
     doctor,
     evaluate_output,
     folds,
+    meeting,
     merge,
     plan,
     predict,
@@ -79,6 +80,7 @@ COMMANDS = {
     ),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
+    "meeting": (meeting, "serve the place where the machines of elastic jobs meet, on a host that stays"),
     "audit": (audit, "prove that every epoch used each sample exactly once"),
     "replay": (
         replay,

@@ -106,7 +106,7 @@ def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
         RoundWatch(promises=kept.memory is not None) as rounds,
         rounds.outlived(),  # a store that is lost before the session has begun
         Session(recipe, rounds=rounds) as session,
-        rounds.outlived(session.heartbeat.has_failed),
+        rounds.outlived(session.heartbeat.has_failed, lambda: bool(session.stop)),
     ):
         settle(recipe)
         claim(output, session, kept.memory)
@@ -247,7 +247,7 @@ def open_run(
     From here on a signal is a request to stop after the current step.
     """
     session.progress.stage("opening the output folder")
-    recipe, state, ledger = output.recipe, restored.state, Ledger(output.path / LEDGER)
+    recipe, state, ledger = output.recipe, restored.state, Ledger(output.path / LEDGER, output.is_ours)
     run = Run(
         recipe,
         strategy,

@@ -18,7 +18,7 @@ from hftune.atomic import atomic_path
 from hftune.distributed.rounds import present_job, present_round
 from hftune.errors import ConfigError, TrainingError
 
-RETURN_S = 10.0
+RETURN_S = 1.5
 """For the main process of an earlier round to end and release its folder."""
 
 

@@ -46,7 +46,8 @@ def start_accelerator(train: TrainConfig) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with a different precision
     set_float32(train)
     set_deterministic(train)
-    expected = ProcessInfo.from_environment().world_size
+    process = ProcessInfo.from_environment()
+    expected = process.world_size
     # One machine may still be downloading what another one has. The default, 10 minutes under NCCL, is short for that.
     group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
     state = PartialState(cpu=on_cpu(), **group.to_kwargs())
@@ -69,7 +70,8 @@ def start_accelerator(train: TrainConfig) -> Accelerator:
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
         step_scheduler_with_optimizer=False,
     )
-    if asks_for_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
+    is_last = process.round is not None and expected == 1  # of an elastic job, with nothing to shard over
+    if asks_for_fsdp() and accelerator.distributed_type != DistributedType.FSDP and not is_last:
         raise ConfigError(
             f"The launcher asks for FSDP, but Accelerate chose {accelerator.distributed_type.value}: nothing would be sharded. "
             "Start the processes with accelerate launch --config_file accelerate_configs/fsdp.yaml."

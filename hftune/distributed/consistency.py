@@ -13,7 +13,7 @@ import pickle
 import platform
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -138,8 +138,13 @@ def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str
     who = f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
     return (
         f"Compared with process 0 on {main['host']}, {who} on {own['host']} {'has' if len(ranks) == 1 else 'have'} "
-        f"{'; '.join(different.values())}. {' '.join(_REMEDIES[kind] for kind in different)}"
+        f"{'; '.join(different.values())}. {remedies(different)}"
     )
+
+
+def remedies(kinds: Iterable[str]) -> str:
+    """Say what to do about differences of these kinds."""
+    return " ".join(_REMEDIES[kind] for kind in kinds)
 
 
 def check_same(collectives: Any, own: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from hftune.config.sections import UNSHARDED, TrainConfig
 from hftune.distributed.accelerator import asks_for_fsdp, on_cpu
 from hftune.distributed.network import check_interfaces, choose_interface, stay_on_this_machine
 from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.rounds import present_round
 from hftune.errors import ConfigError, format_value
 
 LAUNCHERS = (
@@ -266,8 +267,8 @@ def check_num_processes() -> None:
             "recipe decides that: train.batch_size is the global batch, train.micro_batch_size what a process computes at once."
         )
     asked = options.num_processes or None
-    if asked is None or asked == started:
-        return
+    if asked is None or asked == started or (present_round() is not None and started < asked):
+        return  # an elastic job may be smaller than the most that was asked for
     if started == 1:
         raise ConfigError(
             f"accelerate launch was asked for {asked} processes and started only one: with --cpu, without --multi_gpu, or "

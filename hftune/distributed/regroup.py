@@ -97,14 +97,19 @@ class RoundWatch:
         self._joined = lambda: joined
 
     @contextmanager
-    def outlived(self, has_failed: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def outlived(
+        self, has_failed: Callable[[], bool] = lambda: False, is_to_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Turn the error of a broken connection into a RoundOver if the agent says that the round is over.
 
         Args:
             has_failed: whether a process is known to have failed by itself: then the job ends, whatever the agent says.
+            is_to_stop: whether this process was asked to stop. It cannot finish its step: its agent hung, or was cut off, and
+                the others go on without it.
 
         Raises:
             RoundOver: to be handled where the next round begins.
+            Interrupted: this process was asked to stop.
         """
         try:
             yield
@@ -114,7 +119,12 @@ class RoundWatch:
             is_settled = hasattr(error, "report")  # the processes of this round have agreed that the job ends
             if is_settled or not self.has_promised or not (is_second_hand(error) or _is_about_store(error)):
                 raise
-            if (over := wait_for_agent(has_failed)) is None:
+            over = wait_for_agent(lambda: has_failed() or is_to_stop())
+            if is_to_stop() and not has_failed():
+                raise Interrupted(
+                    "Asked to stop in a step that cannot be finished: the other processes have left it."
+                ) from None
+            if over is None:
                 raise
             raise RoundOver(over.reason) from None
 
@@ -124,8 +134,8 @@ class RoundWatch:
 
     def _listen(self) -> None:
         while not self._left.wait(LOOK_S):
-            if self.over is None or self.over.is_planned:  # one may be lost while all finish their step
-                self.over = self.folder.over(self.number)
+            if self.over is None or self.over.is_planned:  # a machine may be lost while all finish their step
+                self.over = self.folder.over(self.number) or self.over
             if self.over is not None and not self.over.is_planned and self.has_promised:
                 self.hang_up()  # again and again: the main thread may be making new ones
                 self._left.wait(4 * LOOK_S)

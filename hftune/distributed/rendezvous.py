@@ -7,11 +7,12 @@ cannot tell the groups apart: each machine counts its own restarts.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
@@ -36,6 +37,9 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """
     is_ours = threading.Event()
     if any(before in ("-m", "--module") and word.startswith("hftune.") for before, word in pairwise(sys.argv)):
+        if problem := range_problem(sys.argv):
+            print(f"hftune: {problem}", file=sys.stderr, flush=True)
+            sys.exit(2)
         threading.Thread(target=_remind, args=[is_ours], name="hftune remind", daemon=True).start()
 
     def create_handler(params: RendezvousParameters) -> RendezvousHandler:
@@ -45,6 +49,33 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
         return create_handler(params)
 
     return create_handler
+
+
+def range_problem(words: Sequence[str]) -> str | None:
+    """Say what is wrong with the range of machines in torchrun's command line; None if nothing is, or if there is no range."""
+    options = {}
+    for word, following in pairwise((*words, "")):
+        if word in ("-m", "--module"):
+            break
+        name, has_value, value = word.partition("=")
+        if name.startswith("--"):
+            options[name[2:].replace("_", "-")] = value if has_value else following
+    machines, backend = options.get("nnodes", ""), options.get("rdzv-backend", "static")
+    least, is_range, most = machines.partition(":")
+    if not is_range:
+        return None
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        return (
+            f"--nnodes {machines} is no range of machines: write the least number, which is at least 1, and the most, such as "
+            "--nnodes 1:4."
+        )
+    if backend == "hftune" or least == most or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return None
+    return (
+        f"--nnodes {machines} with --rdzv-backend {backend} does not work: it loses the job with the first machine, and "
+        "newcomers and the others may wait for each other without end (torch 2.13). Use --rdzv-backend hftune with "
+        "--rdzv-endpoint FOLDER on a file system that all machines share, or HOST:PORT of a machine that stays."
+    )
 
 
 def _remind(is_ours: threading.Event) -> None:

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -53,17 +53,16 @@ class Machine:
         return f"{self.host} ({self.address} on {self.interface})"
 
 
-def create_handler(params: RendezvousParameters) -> Meeting:
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Read the launcher's parameters.
 
     Raises:
         SystemExit: there is no address, or it is invalid.
     """
-    if params.min_nodes != params.max_nodes:
-        leave(
-            f"rdzv_backend hftune waits for all machines, but --nnodes {params.min_nodes}:{params.max_nodes} leaves their "
-            f"number open. Set --nnodes {params.max_nodes}, or use --rdzv-backend c10d."
-        )
+    if params.min_nodes != params.max_nodes or "min_machines" in params.config:
+        from hftune.distributed.elastic_rendezvous import create_elastic_handler
+
+        return create_elastic_handler(params)
     if not params.endpoint and params.max_nodes == 1:
         params.endpoint = "127.0.0.1:0"  # accelerate passes no address for one machine
     if not params.endpoint:
@@ -121,6 +120,23 @@ class Meeting(StaticTCPRendezvous):
         return super().next_rendezvous()
 
     def _meet(self) -> None:
+        self._store, is_host = self.find_store()
+        machines = PrefixStore(f"hftune/machines/{self.run_id}", self._store)
+        if is_host:
+            self.rank = 0
+            self._receive(machines)
+        else:
+            self.rank = self._join(machines)
+
+    def find_store(self) -> tuple[TCPStore, bool]:
+        """Open the store if this machine has its address and no other process has opened it, or connect to it.
+
+        Returns:
+            The store, and whether this process serves it.
+
+        Raises:
+            ConfigError: nothing answers in time, or another program does.
+        """
         self.began, self.next_reminder_s = time.monotonic(), PATIENCE_S
         self.until = self.began + self.timeout_s
         address = self._resolve()
@@ -128,12 +144,7 @@ class Meeting(StaticTCPRendezvous):
         route = route_to(address)
         self.machine = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
         store = self._open_store() if is_host else None
-        if store is not None:
-            self._store, self.rank = store, 0
-            self._receive(PrefixStore(f"hftune/machines/{self.run_id}", store))
-        else:
-            self._store = self._reach(address, is_taken=is_host)
-            self.rank = self._join(PrefixStore(f"hftune/machines/{self.run_id}", self._store))
+        return (self._reach(address, is_taken=is_host), False) if store is None else (store, True)
 
     def _resolve(self) -> str:
         """Return the main machine's address, once its name has one: a pod of Kubernetes may start before another one's name.

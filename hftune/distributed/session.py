@@ -61,6 +61,8 @@ class Session:
             rounds,
         )
         self.rounds = rounds or RoundWatch()
+        self.stop = StopRequest()
+        """Whether this process was asked to stop; see ``accept_stop_requests``."""
         self._compares_early = compares_early
         self._stack = ExitStack()
 
@@ -123,9 +125,9 @@ class Session:
 
     def accept_stop_requests(self) -> StopRequest:
         """From here on, take SIGTERM and the first Ctrl-C as requests to stop after the current step."""
-        stop = self._stack.enter_context(StopRequest())
+        self.stop = self._stack.enter_context(StopRequest())
         self.heartbeat.leave_sigterm()
-        return stop
+        return self.stop
 
     def sample_usage(self, device: Any, folder: Path) -> Callable[[], dict[str, float]]:
         """From here on sample what training uses of its machines; return what tells the main process of all of them.

@@ -160,7 +160,7 @@ class Watchdog:
         self._connection_is_broken = True
         self._wake.set()
         if not self._failure_is_known.wait(RETURN_S):
-            if self.here.rank == self.here.node_ranks[0]:
+            if self.here.rank == self.here.node_ranks[0] and self.here.round is None:
                 what = f"hftune: A connection to another process broke in {self.progress.current_stage}."
                 wait = f"Waiting up to {self.dead_after_s:.0f} s to learn which one and why."
                 print(what, wait, file=sys.stderr, flush=True)
@@ -179,8 +179,10 @@ class Watchdog:
         self._enter(State.CLOSED)
         self._wake.set()
         self._wakeup_w.send(b"\0")
+        over = agents_word()  # with a machine that hangs, the store may be lost: nobody reads the goodbye there
+        patience_s = RETURN_S if over is None or over.is_planned else BEAT_S / 10
         for thread in self._threads:
-            thread.join(timeout=RETURN_S)  # longer only if the store does not answer
+            thread.join(timeout=patience_s)  # longer only if the store does not answer
         if self._got_sigterm and self.report is not None and not self.report.is_printed_by(self.here):
             os._exit(self.report.code)  # its launcher waits for it, and another process prints the report
         if not any(thread.is_alive() for thread in self._threads):
@@ -284,7 +286,9 @@ class Watchdog:
 
     def _judge(self, passed_s: float) -> Report | None:
         """Return a report if another process is gone or silent, this one got SIGTERM, or all are stalled."""
-        if (report := self.peers.find_dead(passed_s, self._connection_is_broken)) is not None and not self._is_outlived():
+        if (report := self.peers.find_dead(passed_s, self._connection_is_broken)) is None:
+            self._lost_at = 0.0
+        elif not self._is_outlived():
             return report
         if self._got_sigterm and self.reports_sigterm:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
@@ -292,13 +296,17 @@ class Watchdog:
         return self.peers.find_stall(self._sign())
 
     def _is_outlived(self) -> bool:
-        """Say whether a loss is the agent's affair: the job goes on without the lost one. The agent has AGENT_S to say so."""
-        if self._rounds is None or not self._rounds.is_elastic:
+        """Say whether to leave a loss to the agent of an elastic job: the others go on, in this process or in another one.
+
+        It has AGENT_S to say that the round is over. A process that ended before that would count as one that failed.
+        """
+        if self.here.round is None:
             return False
         self._lost_at = self._lost_at or time.monotonic()
-        if self._rounds.over is not None and self._rounds.has_promised:  # perhaps it was planned: nobody has been woken
-            self._rounds.hang_up()
-        return self._rounds.over is not None or time.monotonic() - self._lost_at < AGENT_S
+        rounds = self._rounds
+        if rounds is not None and rounds.over is not None and rounds.has_promised:  # perhaps it was planned: nobody was woken
+            rounds.hang_up()
+        return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
         main = self.peers.beats.get(0)
@@ -322,6 +330,8 @@ class Watchdog:
         count, quiet_s = -1, 0.0
         while self.state is not State.CLOSED and self.report is None and self.loss is None:
             self._listen(BEAT_S)
+            if self._got_sigterm:
+                self._leave_round()
             quiet_s = quiet_s + BEAT_S if count == self._round_count else 0.0
             count = self._round_count
             if quiet_s > self.dead_after_s:
@@ -338,19 +348,19 @@ class Watchdog:
         """Wait; a signal or a change ends the wait."""
         if select.select([self._wakeup_r], [], [], seconds)[0] and signal.SIGTERM in self._wakeup_r.recv(4096):
             self._got_sigterm = True
-            self._leave_round()
             self._wake.set()
 
     def _leave_round(self) -> None:
         """End this process if its agent has asked for it, as the round of an elastic job is over, and nothing is to be saved.
 
-        A step that a lost machine was in cannot be finished, and before the first one there is nothing. In a step that can be
+        A step that a lost process was in cannot be finished, and before the first one there is nothing. In a step that can be
         finished, the main thread does so and ends the process itself.
         """
         if self.here.round is None or self.state is State.CLOSED:
             return
         over = agents_word()
-        if self.reports_sigterm or (over is not None and not over.is_planned):
+        is_lost = self._connection_is_broken or self._lost_at or (over is not None and not over.is_planned)
+        if self.reports_sigterm or is_lost:
             self.close_all(Report("The round is over.", STOPPED))
             os._exit(STOPPED)
 

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hftune.distributed.failure_report import INTERRUPTED, STOPPED, say_last
@@ -34,6 +33,7 @@ from hftune.launchers.forks import (
     open_store,
     wait_for,
 )
+from hftune.launchers.local import Wanted
 from hftune.tracking.ledger import NAME as LEDGER
 from hftune.tracking.ledger import whole_lines
 
@@ -41,8 +41,6 @@ MOST_LOSSES = 3
 """So many losses without a further step end the job: a further attempt would not get further, either."""
 SAME_S = 1.0
 """Losses within this time are one: whoever kills several processes does not kill them at the same moment."""
-REPORTED = (1, 2, STOPPED, INTERRUPTED)
-"""Exit codes of processes that end for a reason that one of them has reported."""
 STORE = -1
 """In the place of a local rank where the store was lost."""
 LEAVE_S = 5.0
@@ -51,21 +49,6 @@ LOST_GPU = re.compile(
     r"CUDA error: (uncorrectable|hardware stack error|unknown error|no CUDA-capable device|CUDA-capable device\(s\)).*"
 )
 """What torch says where a GPU has failed, and not the program. Source: cudaGetErrorString of these errors in driver_types.h."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How many processes are to train, and where."""
-
-    least: int
-    most: int
-    multiple: int
-    """Their number must be a multiple of this, the number of pipeline stages."""
-    output_dir: str
-
-    def words(self) -> str:
-        """Return it as one word of a command line."""
-        return json.dumps(asdict(self))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -225,20 +208,24 @@ class Agent:
                 return self._reap_lost()
             else:
                 break  # it failed by itself, or somebody asked it to stop
-        return wait_for(self.running, self.signals, lambda rank: self._error_files[self._pids[rank]].is_file())
+        return wait_for(self.running, self.signals, self._is_explained)
 
     def _loss(self, ended: os.waitid_result) -> str | None:
-        """Say how a process was lost; None if it ended by itself, so that another one would end in the same way."""
+        """Say how a process was lost; None if it ended for a reason that would end its successor, too."""
         who = f"Process {self.running[ended.si_pid]} (pid {ended.si_pid})"
         if (path := self._error_files[ended.si_pid]).is_file():
             found = LOST_GPU.search(json.loads(path.read_text(encoding="utf-8"))["message"]["message"])
             return f"{who} lost its GPU ({found[0]})" if found else None
         if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return f"{who} {how_it_ended(-ended.si_status)}"
-        if ended.si_status not in REPORTED:
-            return f"{who} {how_it_ended(ended.si_status)}"
-        could_not_stay = ended.si_status == STOPPED and ended.si_pid in self._stays
-        return f"{who} could not go on in the new round" if could_not_stay else None
+        if ended.si_status == STOPPED and ended.si_pid in self._stays:
+            return f"{who} could not go on in the new round"
+        is_reported = any(self._is_explained(rank) for rank in self._pids)
+        return None if is_reported or ended.si_status in (STOPPED, INTERRUPTED) else f"{who} {how_it_ended(ended.si_status)}"
+
+    def _is_explained(self, rank: int) -> bool:
+        """Whether a process has left a message of why it failed."""
+        return self._error_files[self._pids[rank]].is_file()
 
     def _reap(self, pid: int) -> None:
         os.waitpid(pid, 0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,12 +20,15 @@ import numpy as np
 
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.checkpoints.atomic_files import explain_write_errors
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, TrainingError
 from hftune.tracking.jsonl import strict_json
 
 NAME = "ledger.jsonl"
 FORMAT = 2
 """Of the lines that are written. 1, of hftune 0.2: no chain, no results, no recipe; a resume removed lines of later steps."""
+AWAY_S = 2.0
+"""Between two lines, after which a later round of the job may have taken over the file; by a clock that goes on in a suspended
+machine."""
 NOTHING = "0" * 64
 """Stands for the line before the first one."""
 KEYS = {
@@ -42,8 +46,9 @@ Line = dict[str, Any]
 class Ledger:
     """Writes ledger.jsonl. Main process only; checkpoints are noted from the thread that writes them."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True):
         self.path = path
+        self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
 
     def begin(self, step: int, facts: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> None:
@@ -113,8 +118,15 @@ class Ledger:
         self._append(json.dumps({"checkpoint": step, **hashes}))
 
     def _append(self, line: str) -> None:
-        """Write a line, given as a JSON object, with the hash of the one before."""
+        """Write a line, given as a JSON object, with the hash of the one before.
+
+        Raises:
+            TrainingError: this process was stopped for a while, and another one goes on with the file; or it cannot be written.
+        """
         with self._lock:
+            if abs(time.time() - self._written) > AWAY_S and not self._is_ours():
+                raise TrainingError(f"{self.path} is another process's by now: this one was stopped for a while.")
+            self._written = time.time()
             data = f'{line[:-1]}, "prev": "{self._end}"}}'.encode()
             rest = data + b"\n"
             try:

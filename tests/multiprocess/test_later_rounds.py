@@ -1,4 +1,7 @@
-"""Processes of an elastic job through three rounds: machines leave by word, then without one. The test is their agent."""
+"""Processes of an elastic job through three rounds: machines leave by word, then without one. The test is their agent.
+
+Under FSDP, where no process has all of the state, so that new ones are started for each round.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Over
 from hftune.tracking.ledger import audit, last_step
-from tests.support.runs import Command
+from tests.support.runs import FSDP, Command
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 
@@ -19,7 +22,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     words = (f"recipe={FAULTY}", f"output_dir={out}", "resume=never", "task.pause_s=0.1")
 
     def start(number: int, world_size: int, *more: str) -> Command:
-        return Command(world_size, *words, *more, **{ROUND: str(number), FOLDER: str(tmp_path), JOB: "job"})
+        return Command(world_size, *words, *more, **FSDP, **{ROUND: str(number), FOLDER: str(tmp_path), JOB: "job"})
 
     def wait_for_step(step: int, job: Command) -> None:
         while last_step(out / "ledger.jsonl") < step:
@@ -36,9 +39,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     said, errors = job.communicate()
     reached = last_step(out / "ledger.jsonl")
     assert job.wait() == [75, 75] and f"Round 0 ends after step {reached}, with a checkpoint." in errors, errors
-    assert (
-        len(audit(out).steps and [*out.glob("checkpoints/*")]) == 2 and (out / "checkpoints" / f"step_{reached:08d}").exists()
-    )
+    assert (out / "checkpoints" / f"step_{reached:08d}").exists()
 
     # A machine is lost. The other one does not wait for a step that cannot be finished.
     job = start(1, 2, "checkpoint.every=null")
@@ -54,6 +55,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     assert f"Round 1, 2 processes on 1 machine: going on from step {reached} of 16" in said and "No step is lost." in said
     lost = last_step(out / "ledger.jsonl")
 
+    # The last machine goes on alone, with the whole model.
     job = start(2, 1, "checkpoint.every=null")
     said, errors = job.communicate()
     assert job.wait() == [0], errors

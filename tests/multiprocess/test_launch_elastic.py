@@ -21,7 +21,7 @@ def test_a_killed_process_is_replaced_and_an_interruption_still_saves(monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", terminal := Terminal("step 8/16 "))
     monkeypatch.setattr(sys, "stderr", errors := Terminal(None))
-    words = ("task.fault=kill", "task.rank=0", "task.sample=4", "task.pause_s=0.1", "output_dir=out")
+    words = ("task.fault=kill", "task.rank=0", "task.sample=27", "task.pause_s=0.1", "output_dir=out")
     with pytest.raises(Interrupted):
         launch(Recipe.load(FAULTY, *words), num_processes=(1, 2))
     said = re.search(

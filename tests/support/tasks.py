@@ -106,6 +106,29 @@ class Tagging(Task):
         return int((target != -100).sum())
 
 
+@dataclass
+class Braked(Task):
+    """Each micro-batch takes ``pause_s`` as long as the file ``brake`` exists: what is done meanwhile can take as long as it may."""
+
+    pause_s: float = 0.1
+    brake: str = ""
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if Path(self.brake).is_file():
+            time.sleep(self.pause_s)
+        return super().inputs(batch)
+
+
+@dataclass
+class BrakedTagging(Braked, Tagging):
+    """See Braked."""
+
+
+@dataclass
+class BrakedReviews(Braked, SequenceClassification):
+    """See Braked."""
+
+
 class Net(nn.Module):
     """A small classifier with one thing in it that tempts distributed training to go wrong."""
 

@@ -11,9 +11,9 @@ import pytest
 from hftune.distributed.rounds import AgentFolder
 from hftune.errors import ConfigError, Interrupted, TrainingError
 from hftune.launchers import agent as agents
-from hftune.launchers.agent import Agent, Wanted
+from hftune.launchers.agent import Agent
 from hftune.launchers.forks import Signals
-from hftune.launchers.local import check_range, read_failure
+from hftune.launchers.local import Wanted, check_range, read_failure
 
 
 @pytest.fixture
@@ -59,6 +59,11 @@ def killed():
 def until_asked():
     time.sleep(30)
     return 0
+
+
+def report(text):
+    message = {"message": text, "extraInfo": {"timestamp": 1, "kind": "TrainingError"}}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def train(folder, step):
@@ -120,10 +125,17 @@ def test_the_least_number_stays(run):
     assert code == 1 and made.count == 2
 
 
-@pytest.mark.parametrize("exit_code", [1, 2])
-def test_one_that_fails_by_itself_ends_the_job_at_once(run, exit_code):
-    code, made = run(lambda rank, number, folder: exit_code if rank == 0 else until_asked(), 1, 2)
-    assert code == 1 and made.round == 0
+@pytest.mark.parametrize(("exit_code", "reports", "rounds"), [(1, True, 1), (2, True, 1), (75, False, 1), (1, False, 3)])
+def test_one_that_says_why_it_fails_ends_the_job_at_once(run, exit_code, reports, rounds):
+    def work(rank, number, folder):
+        if rank == 1:
+            return until_asked()
+        if reports:
+            report("hftune: Sample 17 has no label.")
+        return exit_code
+
+    code, made = run(work, 2, 2)
+    assert (code, made.round) == (1, rounds - 1)
 
 
 def test_those_that_promised_it_go_on_with_new_ranks(run, tmp_path):
@@ -170,8 +182,7 @@ def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path):
         if rank == 0:
             return until_asked()
         text = "Traceback ...\ntorch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nCompile with ..."
-        message = {"message": text, "extraInfo": {"timestamp": 1, "kind": "TrainingError"}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+        report(text)
         return 1
 
     code, _ = run(work, 1, 8, gpus=["0", "1", "2"])

@@ -14,7 +14,7 @@ from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.distributed import regroup
 from hftune.distributed.regroup import Environment, RoundOver, RoundWatch, connections, hang_up
 from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Members, Over
-from hftune.errors import TrainingError
+from hftune.errors import Interrupted, TrainingError
 from hftune.strategies.statistics import RunningStatistics
 from hftune.tracking.ledger import Ledger, holds_step, read_ledger
 
@@ -91,6 +91,13 @@ def test_a_broken_connection_is_a_loss_if_the_agent_says_so(agent):
     agent.end(3, Over("Lost a", is_planned=False))
     with RoundWatch(promises=True) as watch, pytest.raises(RoundOver, match="Lost a"), watch.outlived():
         raise RuntimeError(BROKEN)
+
+
+def test_who_is_asked_to_stop_when_the_others_are_gone_ends_at_once(agent):
+    with RoundWatch(promises=True) as watch, pytest.raises(Interrupted, match="cannot be finished") as raised:
+        with watch.outlived(is_to_stop=lambda: True):
+            raise RuntimeError(BROKEN)
+    assert type(raised.value) is Interrupted
 
 
 def test_a_store_that_does_not_answer_is_a_loss_too(agent):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftune import ConfigError, Recipe
+from hftune import ConfigError, Recipe, TrainingError
 from hftune.checkpoints import atomic_files
 from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.checkpointer import Checkpointer, steps
@@ -23,6 +23,8 @@ from hftune.distributed.progress import Progress
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Failure, Over, wait_for_agent
 from hftune.distributed.watchdog import State, Watchdog
 from hftune.loop import checkpoint_is_late
+from hftune.tracking import ledger as ledger_module
+from hftune.tracking.ledger import Ledger, last_step
 
 LOST = Over("Lost node2 (10.0.0.2): no sign of life for 4 s", is_planned=False)
 COME = Over("node3 (10.0.0.3) has come", is_planned=True)
@@ -86,6 +88,12 @@ def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_r
             writer = write_checkpoint(tmp_path, Recipe.load("mnist_demo", "output_dir=out"), is_ours=was_ours)
             assert writer.failure == "a later round of this job has taken over the folder"
             assert steps(tmp_path / "checkpoints") == []
+            ledger = Ledger(tmp_path / "ledger.jsonl", was_ours)
+            ledger.begin(0, {})
+            monkeypatch.setattr(ledger_module, "AWAY_S", 0.0)
+            with pytest.raises(TrainingError, match="is another process's by now: this one was stopped for a while"):
+                ledger.note_skipped(1, 0, 0)
+            assert last_step(ledger.path) == 0
             with pytest.raises(ConfigError):  # of its own round
                 only_writer(tmp_path).__enter__()
     assert (tmp_path / ".lock").exists() and not (tmp_path / ".owner").exists()
@@ -137,23 +145,31 @@ def test_a_failure_is_recorded_once_a_machine_unless_a_lost_machine_caused_it(in
 
 
 @pytest.mark.parametrize(
-    ("number", "over", "has_begun", "leaves"),
+    ("number", "over", "has_begun", "is_hurt", "leaves"),
     [
-        (None, None, False, False),  # not elastic: a report says that the process got SIGTERM
-        (1, None, False, True),  # nothing is to be saved yet
-        (1, None, True, False),  # the machine is asked to stop, and finishes its step
-        (1, COME, True, False),
-        (1, LOST, True, True),
+        (None, None, False, False, False),  # not elastic: a report says that the process got SIGTERM
+        (1, None, False, False, True),  # nothing is to be saved yet
+        (1, None, True, False, False),  # the machine is asked to stop, and finishes its step
+        (1, None, True, True, True),  # another process of this machine was killed
+        (1, COME, True, False, False),
+        (1, LOST, True, False, True),
     ],
 )
-def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(monkeypatch, in_round, number, over, has_begun, leaves):
+def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(
+    monkeypatch, in_round, number, over, has_begun, is_hurt, leaves
+):
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     folder = in_round(number or 0)
     if over is not None:
         folder.end(1, over)
     process = SimpleNamespace(
-        here=ProcessInfo(round=number), state=State.RETURNED, reports_sigterm=not has_begun, close_all=lambda report: None
+        here=ProcessInfo(round=number),
+        state=State.RETURNED,
+        reports_sigterm=not has_begun,
+        close_all=lambda report: None,
+        _lost_at=1.0 if is_hurt else 0.0,
+        _connection_is_broken=False,
     )
     Watchdog._leave_round(process)
     assert codes == ([STOPPED] if leaves else [])

@@ -1,0 +1,203 @@
+"""Agents of an elastic job in threads of this process: what torchrun's agent asks and is told. Machines: tests/multiprocess."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from hftune.distributed import elastic_rendezvous, rounds
+from hftune.distributed.elastic_rendezvous import Attendance, ElasticRendezvous, Times
+from hftune.distributed.meeting_places import FolderPlace, StorePlace
+from hftune.distributed.membership import Machine, Membership, Phase
+from hftune.distributed.rendezvous import range_problem
+from hftune.distributed.rendezvous_backend import create_handler
+
+TIMES = {"keep_alive": 0.6, "regroup_every": 0.1, "last_call": 0.1, "join_timeout": 20}
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """Make agents that meet in a folder; end them all after the test."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in (rounds.FOLDER, rounds.ROUND, rounds.JOB):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(elastic_rendezvous, "BEAT_S", 0.1)
+    begun: list[ElasticRendezvous] = []
+
+    def make(least: int = 1, most: int = 2, **config: object) -> ElasticRendezvous:
+        place = str(tmp_path / "place")
+        params = RendezvousParameters("hftune", place, "job", least, most, "127.0.0.1", **{**TIMES, **config})
+        begun.append(create_handler(params))
+        return begun[-1]
+
+    yield make
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(ElasticRendezvous.shutdown, begun))
+
+
+def meet(*agents: ElasticRendezvous) -> list[list[int]]:
+    """Let agents meet as torchrun's do; return each one's first rank and the number of processes."""
+
+    def one(agent: ElasticRendezvous) -> list[int]:
+        info = agent.next_rendezvous()
+        info.store.set(f"torchelastic/role_info/{info.rank}", json.dumps({"local_world_size": agent.local_world_size}))
+        return json.loads(info.store.get(f"torchelastic/assigned_ranks/{info.rank}"))[:2]
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(one, agents))
+
+
+def until(condition) -> None:
+    limit = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_rounds_with_a_loss_in_place_a_newcomer_and_an_end(start, capsys):
+    first, second = start(), start()
+    second.local_world_size = 2
+    assert sorted(meet(first, second)) == [[0, 3], [1, 3]] or sorted(meet(first, second)) == [[0, 3], [2, 3]]
+    assert first.num_nodes_waiting() == 0 and os.environ[rounds.ROUND] == "0"
+    first.folder.stay(0, 0)
+    second.attendance._ends = True  # it gives no more signs of life
+
+    until(lambda: first.num_nodes_waiting() == 0 and first.round == 1)
+    over, members = first.folder.over(0), first.folder.members(1)
+    assert not over.is_planned and "no sign of life" in over.reason
+    assert (members.first_rank, members.world_size, members.num_machines, members.machine_rank) == (0, 1, 1, 0)
+    assert first.folder.path.stat().st_mode & 0o777 == 0o700
+
+    third = start()
+    with ThreadPoolExecutor() as pool:
+        comes = pool.submit(meet, third)
+        until(lambda: first.num_nodes_waiting() == 1)  # its process has made no promise for this round
+        assert first.folder.over(1).is_planned and first.folder.over(1).reason.endswith("has come")
+        assert (meet(first), comes.result()) == ([[0, 2]], [[1, 2]])
+        ends = pool.submit(first.finish)
+        time.sleep(0.3)
+        assert not ends.done()  # it serves the store of the others
+        third.finish()
+        ends.result(timeout=5)
+    assert first.attendance.membership.phase is Phase.ENDED and first.num_nodes_waiting() == 0
+    said = capsys.readouterr().err
+    assert "hftune: Round 0: 2 machines, " in said and "hftune: Round 1: 1 machine, " in said and "Lost " in said
+
+
+def test_who_does_not_fit_is_refused_and_the_others_go_on(start, capsys):
+    agent = start()
+    meet(agent)
+    other = start()
+    other.attendance.facts = {**other.attendance.facts, "recipe": {"train.lr": 2.0}, "host": "elsewhere"}
+    for stranger, what in ((other, "a different recipe: train.lr"), (start(most=3), "for 1:3 machines")):
+        with pytest.raises(SystemExit) as caught, ThreadPoolExecutor() as pool:
+            pool.submit(stranger.next_rendezvous).result()
+        said = capsys.readouterr().err
+        assert caught.value.code == 2 and what in said and "another --rdzv-id" in said
+    assert agent.num_nodes_waiting() == 0
+
+
+def test_too_few_machines_end_with_who_is_here(start):
+    with pytest.raises(SystemExit) as caught, ThreadPoolExecutor() as pool:
+        pool.submit(start(least=2, most=3, join_timeout=0.5).next_rendezvous).result()
+    message = str(caught.value)
+    assert "1 machine is here" in message and "at least 2 are needed" in message and "HFTUNE_JOIN_TIMEOUT_S=" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"min_machines": 3}, "min_machines=3 is no whole number from 1 to the most, 2."),
+        ({"min_machines": 0}, "min_machines=0 is no whole number from 1 to the most, 2."),
+        ({"keep_alive": "soon"}, "keep_alive=soon is not a number of at least 0.1."),
+    ],
+)
+def test_bad_numbers_are_refused(start, capsys, config, what):
+    with pytest.raises(SystemExit) as caught:
+        start(**config)
+    assert caught.value.code == 2 and f"hftune: --rdzv_conf {what}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--nnodes 3:1 --rdzv-backend hftune", "--nnodes 3:1 is no range of machines"),
+        ("--nnodes=0:2 --rdzv_backend=hftune", "--nnodes 0:2 is no range of machines"),
+        ("--nnodes 1:3 --rdzv-backend c10d", "Use --rdzv-backend hftune with --rdzv-endpoint FOLDER"),
+        ("--nnodes 1:3", "with --rdzv-backend static does not work"),
+        ("--nnodes 1:3 --rdzv_backend hftune", None),
+        ("--nnodes 2", None),
+    ],
+)
+def test_ranges_that_do_not_work_are_refused_before_anything(monkeypatch, words, what):
+    command = ["torchrun", *words.split(), "-m", "hftune.run", "recipe=yelp", "--nnodes", "5:1"]
+    found = range_problem(command)
+    assert (found is None) if what is None else (what in found)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert (range_problem(command) is None) == ("no range" not in (what or ""))
+
+
+def test_newcomers_are_let_in_at_a_checkpoint_or_after_a_while(tmp_path):
+    attendance = Attendance(FolderPlace(tmp_path, "job"), Machine("a", "a", "127.0.0.1"), 1, 2, Times(9, regroup_every=0.2), {})
+    (tmp_path / "step_00000010").mkdir()
+    attendance.newest_checkpoint = lambda: max(path.name for path in tmp_path.glob("step_*"))
+    machines = {"a": attendance.me, "b": Machine("b", "b", "127.0.0.1", is_ready=True)}
+    membership = Membership("job", 1, 2, Phase.RUNNING, 0, ["a"], machines)
+    assert not attendance._lets_in(membership, frozenset({"b"}))  # it cannot be reached
+    assert not attendance._lets_in(membership, frozenset())
+    (tmp_path / "step_00000020").mkdir()
+    assert attendance._lets_in(membership, frozenset())
+    attendance._lets_in(Membership("job", 1, 2), frozenset())
+    assert not attendance._lets_in(membership, frozenset())
+    time.sleep(0.25)
+    assert attendance._lets_in(membership, frozenset())
+
+
+def test_only_one_of_those_who_have_read_the_same_changes_the_document(tmp_path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for place in (FolderPlace(tmp_path, "my/job"), StorePlace(store, "job", lambda: store)):
+        assert place.read() == "" and place.note("facts") == ""
+        won = []
+
+        def write(name: str, place=place, won=won) -> None:
+            if place.swap("", name) == name:
+                won.append(name)
+
+        threads = [threading.Thread(target=write, args=[f"agent {index}"]) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert won == [place.read()]
+        assert place.swap("something else", "mine") != "mine" and place.swap(won[0], "") == ""
+        assert (place.note("facts", "one"), place.note("facts", "two"), place.note("facts")) == ("one", "one", "one")
+        place.give_sign("a", "longer than")
+        place.give_sign("a", "this")
+        assert place.signs(["a", "b"]) == {"a": "this", "b": ""}
+
+
+def test_a_meeting_place_that_is_started_again_gets_its_document_back():
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port = stores[0].port
+    place = StorePlace(stores[0], "job", lambda: elastic_rendezvous.connect("127.0.0.1", port, 0.2))
+    place._store = place._connect()
+    attendance = Attendance(place, Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {"host": "a"})
+    attendance.say(ready_after=-1)
+    attendance.start()
+    until(lambda: attendance.membership is not None and attendance.membership.machines)
+    stores.clear()
+    until(lambda: attendance.error is not None)
+    stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+    again = StorePlace(stores[0], "job", lambda: stores[0])
+    until(lambda: again.read() != "")
+    assert Membership.parse(again.read()).job == attendance.job
+    assert json.loads(again.note(f"facts-{attendance.job}")) == {"host": "a"}
+    attendance.leave("")
