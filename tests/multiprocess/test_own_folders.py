@@ -78,7 +78,8 @@ def test_processes_that_live_on_have_the_copy_when_the_main_machine_is_lost(tmp_
     agents.take_in(3)
     agents.wait_for(lambda: all((folders[number] / "result.json").is_file() for number in (2, 3)), "end")
     agents.group.kill()
-    print(agents.log.read_text())
+    words_said = agents.log.read_text()
+    assert words_said.count("Steps that only the lost machine had are computed again.") == 2, words_said
     run, alone = Run(folders[2]), train_on(1, {"alone": words}, tmp_path, "mnist_demo")["alone"]
     found = audit(run.folder)
     assert not found.problems and [start["world_size"] for start in found.starts] == [3, 2, 1, 2]
