@@ -23,7 +23,8 @@ from pathlib import Path
 from hftune.atomic import remove
 from hftune.checkpoints.atomic_files import only_writer, write_text
 from hftune.checkpoints.checkpointer import newest_step, steps
-from hftune.checkpoints.transfer import INCOMING, Changed, Receiver, Source
+from hftune.checkpoints.contents import Changed
+from hftune.checkpoints.transfer import INCOMING, Receiver, Source
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.network import interfaces, route_to
 from hftune.distributed.process_info import ProcessInfo
@@ -39,6 +40,8 @@ TRIES = 3
 """Attempts to fetch a folder, when a machine has become the main one."""
 PAUSE_S = 1.0
 """Between two attempts."""
+PATIENCE = 10
+"""Attempts to reach the main machine before it is said that it cannot be reached; a lost one is said by others by then."""
 
 
 @dataclass(frozen=True)
@@ -301,13 +304,14 @@ class CopyThread(threading.Thread):
         super().__init__(name="copy", daemon=True)
         self.receiver = receiver
         self._over, self._is_last = threading.Event(), threading.Event()
-        self._said = ""
+        self._said, self._failed_in_a_row = "", 0
 
     def run(self) -> None:
         has, is_final, behind = 0, False, self.receiver.folder / BEHIND
         while not self._over.is_set() and not is_final:
             try:
                 found = self.receiver.update(has)
+                self._failed_in_a_row = 0
                 if found is not None:
                     behind.unlink(missing_ok=True) if found.is_final else behind.touch()
                     has, is_final = found.version, found.is_final
@@ -320,13 +324,17 @@ class CopyThread(threading.Thread):
             self.receiver.update(has)  # says that it has all
 
     def _say(self, error: Exception) -> None:
-        """Print what this machine cannot write, once; who cannot be reached, others say."""
-        if isinstance(error, Changed | ConnectionError | TimeoutError | HTTPException) or str(error) == self._said:
+        """Print once what keeps this machine from having a copy; not that the main machine is away for a moment."""
+        is_far = isinstance(error, ConnectionError | TimeoutError | HTTPException)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if is_far else 0
+        if isinstance(error, Changed) or (is_far and self._failed_in_a_row != PATIENCE) or str(error) == self._said:
             return
         self._said = str(error)
+        address = "{}:{}".format(*self.receiver.address)
+        what = f"{address} on the main machine does not answer" if is_far else f"{self.receiver.folder} could not be written"
         print(
-            f"warning: The copy of the newest checkpoint in {self.receiver.folder} could not be written: {error}. Training "
-            "goes on, and it is tried again.",
+            f"warning: The copy of the output folder on {ProcessInfo.from_environment().host} is not up to date, as {what}: "
+            f"{error}. Training goes on, and it is tried again.",
             file=sys.stderr,
             flush=True,
         )
