@@ -13,7 +13,9 @@ import torch
 
 from hftune.checkpoints.checkpointer import Checkpointer, newest_step, path_of, steps
 from hftune.checkpoints.contents import Changed, Contents, Digests, contents
-from hftune.checkpoints.mirror import Copies, CopyThread, Offer, choose, is_first_to_create
+from hftune.checkpoints.mirror import Copies, CopyThread
+from hftune.checkpoints.newest import Offer, choose
+from hftune.checkpoints.own_folders import is_first_to_create
 from hftune.checkpoints.transfer import Receiver, Source
 from hftune.config.sections import CheckpointConfig
 from hftune.errors import ConfigError
