@@ -15,7 +15,9 @@ from hftune.checkpoints.atomic_files import only_writer, write_text
 from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer, steps
 from hftune.checkpoints.export import read_about, restore_export
 from hftune.checkpoints.memory import LAST
-from hftune.checkpoints.mirror import RUN_ID, Copies, take_newest
+from hftune.checkpoints.mirror import Copies
+from hftune.checkpoints.newest import take_newest
+from hftune.checkpoints.own_folders import RUN_ID
 from hftune.checkpoints.resume import Start, check_finished, find_start, go_on, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.checkpoints.transfer import INCOMING
@@ -88,6 +90,8 @@ class OutputDir:
         """On the main process that has claimed it: whether it still has the folder, or a later round has taken it over."""
         self.copies: Copies | None = None
         """On other machines, in elastic jobs."""
+        self.is_behind = False
+        """On the main process: training starts from a copy of a machine that is lost, and may have taken more steps."""
         self._held = ExitStack()
 
     def __enter__(self) -> OutputDir:
@@ -144,6 +148,7 @@ class OutputDir:
         source = take_newest(strategy, self.path, own.step if own else 0, may_replace=resume == "never")
 
         def look_again() -> None:
+            self.is_behind = source is not None and source.is_behind
             if source is None:  # whatever is in the folder is of another run
                 self.start = Start(notices=self.start.notices, group=group)
             elif source.rank != 0:

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from hftune.checkpoints.checkpointer import Checkpointer, newest_step, path_of, steps
-from hftune.checkpoints.mirror import Copies, CopyThread, Offer, choose, is_first_to_create
-from hftune.checkpoints.transfer import Changed, Contents, Digests, Receiver, Source, contents
+from hftune.checkpoints.contents import Changed, Contents, Digests, contents
+from hftune.checkpoints.mirror import Copies, CopyThread
+from hftune.checkpoints.newest import Offer, choose
+from hftune.checkpoints.own_folders import is_first_to_create
+from hftune.checkpoints.transfer import Receiver, Source
 from hftune.config.sections import CheckpointConfig
 from hftune.errors import ConfigError
 
@@ -52,6 +56,13 @@ def source(here):
 def receiver(source, tmp_path) -> Receiver:
     (tmp_path / "there").mkdir()
     return Receiver(tmp_path / "there", source.address, TOKEN, "there")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -152,11 +163,12 @@ def test_a_checkpoint_that_is_being_copied_stays_until_it_is_there(here, source,
 def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_silent(here, source, receiver, monkeypatch):
     thread, marks = CopyThread(receiver), []
     thread.start()
+    wait_for(lambda: (receiver.folder / ".behind").exists())
     write_checkpoint(here, 20)
     source.finish(["there"], lambda: marks.append(1))
     assert newest_step(receiver.folder / "checkpoints") == 20
     thread.end(True, lambda: None)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and not (receiver.folder / ".behind").exists()
     monkeypatch.setattr("hftune.checkpoints.transfer.SILENT_S", 0.2)
     began = time.monotonic()
     source.finish(["there", "gone"], lambda: marks.append(1))
@@ -185,13 +197,16 @@ def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, recei
         return fetch(*arguments)
 
     monkeypatch.setattr(receiver, "_fetch", full)
-    thread = CopyThread(receiver)
+    said, thread = [], CopyThread(receiver)
+    say = thread._say
+    monkeypatch.setattr(thread, "_say", lambda error: (said.append(error), say(error)))
     thread.start()
-    time.sleep(0.2)
+    wait_for(lambda: len(said) > 2)
     failing.set()
     source.finish(["there"], lambda: None)
     thread.end(True, lambda: None)
-    assert capsys.readouterr().err.count("No space left on device") == 1 and not blocked.exists()
+    said = capsys.readouterr().err
+    assert said.count("No space left on device") == 1 and "there could not be written" in said and not blocked.exists()
     assert newest_step(receiver.folder / "checkpoints") == 10
 
 
@@ -254,3 +269,16 @@ def test_a_machine_with_another_run_in_its_folder_keeps_no_copy(tmp_path):
 def test_paths_of_checkpoints_are_those_of_the_checkpointer(here):
     listed = contents(here, Digests())
     assert list(listed.checkpoints) == [path_of(here / "checkpoints", 10).relative_to(here).as_posix()]
+
+
+def test_that_the_main_machine_cannot_be_reached_is_said_in_time(source, receiver, monkeypatch, capsys):
+    monkeypatch.setattr("hftune.checkpoints.mirror.PAUSE_S", 0.01)
+    source.close()
+    thread = CopyThread(receiver)
+    thread.start()
+    wait_for(lambda: thread._failed_in_a_row > 12)
+    thread.end(False, lambda: None)
+    said = capsys.readouterr().err
+    assert (
+        said.count("warning:") == 1 and f"{source.address[0]}:{source.address[1]} on the main machine does not answer" in said
+    )
