@@ -231,6 +231,7 @@ class Copies:
         """Hosts that copy."""
         self._thread: CopyThread | None = None
         self._held = ExitStack()
+        self._is_ours: Callable[[], bool] = lambda: True
 
     def begin(self, group: Collectives) -> list[str]:
         """Begin to copy if machines have folders of their own; return notices on the main process. Collective."""
@@ -254,7 +255,7 @@ class Copies:
         if steps(self.folder / "checkpoints") and read_id(self.folder) != run_id and not self.may_replace:
             return "output_dir holds another run there"
         try:
-            self._held.enter_context(only_writer(self.folder))
+            self._is_ours = self._held.enter_context(only_writer(self.folder))
             remove(self.folder / INCOMING)
         except ConfigError as error:
             return str(error)
@@ -268,7 +269,7 @@ class Copies:
         address, token = group.on_main(serve)
         if group.process_index in chosen:
             name = f"{chosen[group.process_index]} ({group.process_index})"
-            self._thread = CopyThread(Receiver(self.folder, address, token, name))
+            self._thread = CopyThread(Receiver(self.folder, address, token, name, self._is_ours))
             self._thread.start()
 
     def end(self, is_awaited: bool = True) -> None:

@@ -331,10 +331,18 @@ class Receiver:
 
     Args:
         name: tells this receiver from the others of the source.
+        is_ours: says whether this process may still write the folder.
     """
 
-    def __init__(self, folder: Path, address: tuple[str, int], token: str, name: str):
-        self.folder, self._name = folder, name
+    def __init__(
+        self,
+        folder: Path,
+        address: tuple[str, int],
+        token: str,
+        name: str,
+        is_ours: Callable[[], bool] = lambda: True,
+    ):
+        self.folder, self._name, self._is_ours = folder, name, is_ours
         self._address, self._token = address, token
         self._digests, self._connection = Digests(), self._connect()
         self._is_closed = False
@@ -441,8 +449,8 @@ class Receiver:
             raise HTTPException("the answer broke off")
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise ConnectionAbortedError("closed")
+        if self._is_closed or not self._is_ours():
+            raise ConnectionAbortedError("another process has taken over, or this one ends")
 
 
 def _is_there(name: str, files: Sums, owned: Mapping[str, Sums], theirs: Contents, own: Contents) -> bool:

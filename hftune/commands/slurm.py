@@ -12,7 +12,11 @@ from hftune.commands.arguments import add_recipe, find_modules_here
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what ``hftune.launchers.slurm.Job`` is made of, under the names of its fields."""
     add_recipe(parser)
-    parser.add_argument("--nodes", required=True, help="number of nodes, or a range: 1-2 starts with up to two free nodes")
+    parser.add_argument(
+        "--nodes",
+        required=True,
+        help="number of nodes, or a range: 1-4 takes up to four free nodes and goes on without lost ones",
+    )
     hardware = parser.add_mutually_exclusive_group(required=True)
     hardware.add_argument("--gpus", type=int, help="number of GPUs per node; each gets one process")
     hardware.add_argument("--cpu", action="store_true", help="training on CPUs, for a cluster without GPUs")

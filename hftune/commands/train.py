@@ -54,13 +54,13 @@ def run(options: argparse.Namespace) -> int:
         count = parse_processes(options.processes)
         recipe = Recipe.from_argv(options.words)
         recipe.validate()
-        from hftune.launchers.local import check_range, launch
+        from hftune.launchers.local import check_range, start_training
 
         if isinstance(count, tuple):
             check_range(f"--processes {options.processes}", *count, recipe.parallel.pipeline_stages)
         number = f"{count[0]} to {count[1]} processes" if isinstance(count, tuple) else f"{count} process{'es' * (count > 1)}"
         print(f"hftune {__version__}: recipe {recipe.recipe}; starting {number} ...", flush=True)
-        launch(recipe, count)
+        start_training(recipe, count)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
     return 0

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from hftune.config import Recipe
 from hftune.distributed import rounds
 from hftune.distributed.consistency import differences, fingerprint, remedies
+from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePlace
 from hftune.distributed.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.distributed.network import interfaces, is_own_address, outward_interfaces, resolve, route_to
@@ -114,6 +115,12 @@ def refuse(message: str) -> NoReturn:
     """End the launcher, which cannot be started like this."""
     say(message)
     sys.exit(2)
+
+
+def pause(message: str) -> NoReturn:
+    """End the launcher for now: a scheduler may start it again, which would not help after a refusal."""
+    say(message)
+    sys.exit(STOPPED)
 
 
 def recipe_of_launcher() -> Recipe | None:
@@ -655,7 +662,7 @@ class ElasticRendezvous(RendezvousHandler):
         return f"{count}, and at least {least} are needed. Start the same command on more machines; they meet at {self.where}."
 
     def _give_up(self, membership: Membership, waited_s: float) -> None:
-        leave(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
+        pause(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
 
     def _has_place(self) -> bool:
         """Whether the meeting place answers. If nothing serves it any more, the round goes on for as long as it lasts.
@@ -675,7 +682,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _check_place(self) -> None:
         """End the launcher if the meeting place, which it needs now, does not answer."""
         if self.attendance.unanswered_s > PLACE_S:
-            leave(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
+            pause(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
 
     def _unanswered(self) -> str:
         why = f" ({self.attendance.error})" if self.attendance.error is not None else ""

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hftune.distributed.failure_report import INTERRUPTED, STOPPED, say_last
@@ -34,6 +33,7 @@ from hftune.launchers.forks import (
     open_store,
     wait_for,
 )
+from hftune.launchers.local import Wanted
 from hftune.tracking.ledger import NAME as LEDGER
 from hftune.tracking.ledger import whole_lines
 
@@ -49,21 +49,6 @@ LOST_GPU = re.compile(
     r"CUDA error: (uncorrectable|hardware stack error|unknown error|no CUDA-capable device|CUDA-capable device\(s\)).*"
 )
 """What torch says where a GPU has failed, and not the program. Source: cudaGetErrorString of these errors in driver_types.h."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How many processes are to train, and where."""
-
-    least: int
-    most: int
-    multiple: int
-    """Their number must be a multiple of this, the number of pipeline stages."""
-    output_dir: str
-
-    def words(self) -> str:
-        """Return it as one word of a command line."""
-        return json.dumps(asdict(self))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,19 @@ from hftune.tracking.console import is_terminal
 
 if TYPE_CHECKING:
     from hftune.checkpoints.output_dir import TrainResult
-    from hftune.launchers.agent import Wanted
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How many processes train, while those that die are replaced."""
+
+    least: int
+    most: int
+    multiple: int
+    """Their number is a multiple of this, the number of pipeline stages."""
+    output_dir: str
 
 
 def launch(recipe: Recipe, num_processes: int | tuple[int, int] | None = None) -> TrainResult:
@@ -46,6 +57,14 @@ def launch(recipe: Recipe, num_processes: int | tuple[int, int] | None = None) -
         ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. Any
             other exception of a task becomes a TrainingError with that process's traceback.
     """
+    start_training(recipe, num_processes)
+    from hftune.checkpoints.output_dir import TrainResult  # only now: it imports torch, and the processes need not wait for it
+
+    return TrainResult.read(Path(recipe.output_dir))
+
+
+def start_training(recipe: Recipe, num_processes: int | tuple[int, int] | None) -> None:
+    """Do what ``launch`` does, without the result: importing what reads it takes seconds."""
     recipe.validate()
     check_importable(recipe)
     count = wanted(recipe, *num_processes) if isinstance(num_processes, tuple) else count_processes(num_processes)
@@ -53,9 +72,6 @@ def launch(recipe: Recipe, num_processes: int | tuple[int, int] | None = None) -
         path = Path(folder) / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         start_processes("hftune.run", [f"recipe={path}"], count, ("hftune.training", *recipe.task.libraries))
-    from hftune.checkpoints.output_dir import TrainResult  # only now: it imports torch, and the processes need not wait for it
-
-    return TrainResult.read(Path(recipe.output_dir))
 
 
 def start_processes(program: str, words: Sequence[str], count: int | Wanted, libraries: Sequence[str]) -> None:
@@ -82,8 +98,8 @@ def start_processes(program: str, words: Sequence[str], count: int | Wanted, lib
 
 def several_processes(program: str, count: int | Wanted, folder: str, libraries: Sequence[str]) -> list[str]:
     """Return the words of Python's command line that start the processes, but for their own words."""
-    if not isinstance(count, int):
-        return ["-m", "hftune.launchers.agent", count.words(), folder, ",".join(libraries), program]
+    if isinstance(count, Wanted):
+        return ["-m", "hftune.launchers.agent", json.dumps(asdict(count)), folder, ",".join(libraries), program]
     if sys.platform == "linux":
         return ["-m", "hftune.launchers.forks", str(count), folder, ",".join(libraries), program]
     # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.
@@ -136,8 +152,6 @@ def wanted(recipe: Recipe, least: int, most: int) -> Wanted:
     """
     check_not_launched()
     check_range(f"num_processes=({least}, {most})", least, most, recipe.parallel.pipeline_stages)
-    from hftune.launchers.agent import Wanted
-
     return Wanted(least, most, recipe.parallel.pipeline_stages, recipe.output_dir)
 
 

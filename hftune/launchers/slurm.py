@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hftune.config import Recipe
 from hftune.config.shipped_files import config_path
+from hftune.distributed.failure_report import STOPPED
 from hftune.errors import ConfigError
 
 MARGIN_S = 20
@@ -28,7 +29,7 @@ class Job:
     """What to ask SLURM for; the recipe decides what is trained and in which batches."""
 
     nodes: str
-    """Number of nodes, "2", or the minimum and maximum, "1-2"."""
+    """Number of nodes, "2", or the minimum and maximum, "1-4": as many as are free, and training goes on without lost ones."""
     gpus: int | None = None
     """GPUs per node, with one process each. None: a job on CPUs."""
     cpu: bool = False
@@ -57,6 +58,14 @@ class Job:
         return int(self.nodes.partition("-")[0])
 
     @property
+    def most_nodes(self) -> int:
+        return int(self.nodes.rpartition("-")[2])
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.most_nodes > self.fewest_nodes
+
+    @property
     def processes_a_node(self) -> int:
         return self.gpus or self.processes or 1
 
@@ -66,14 +75,14 @@ class Job:
 
     @property
     def is_one_process(self) -> bool:
-        return self.may_be_one_process and self.nodes in ("1", "1-1")
+        return self.may_be_one_process and not self.is_elastic
 
     def _problems(self) -> Iterator[str]:
         counts = {"gpus": 1, "processes": 1, "cores": 1, "grace_s": 2 * MARGIN_S}
         cores = "cpus-per-process" if self.cpu else "cpus-per-gpu"
         if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", self.nodes):
             yield f"--nodes {self.nodes} is neither a number of nodes, such as 2, nor a range, such as 1-2."
-        elif self.nodes.partition("-")[2] and self.fewest_nodes > int(self.nodes.partition("-")[2]):
+        elif self.fewest_nodes > self.most_nodes:
             yield f"--nodes {self.nodes} starts with the larger number."
         for name, least in counts.items():
             if (value := getattr(self, name)) is not None and value < least:
@@ -142,6 +151,7 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
     if cores is None:
         cores = (2 if job.gpus else 1) + recipe.train.num_workers
         notices.append(_notice_on_cores(job, cores, recipe.train.num_workers))
+    no_kill = "#SBATCH --no-kill  # a lost node does not end the job\n" if job.is_elastic else ""
     options = {
         "gpus-per-node": job.gpus,
         "cpus-per-task": cores * job.processes_a_node,
@@ -157,7 +167,7 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
 #SBATCH --time={job.time}
 #SBATCH --signal=B:USR1@{job.grace_s}  # to this script only, that many seconds before the time limit
 #SBATCH --requeue
-#SBATCH --open-mode=append  # one log, however often the job is requeued
+{no_kill}#SBATCH --open-mode=append  # one log, however often the job is requeued
 #SBATCH --output=%x-%j.log
 
 # Relative paths, such as outputs/, start from this folder. The Python environment is the one that wrote this script; anything
@@ -170,21 +180,21 @@ words=(
 {listed}
 )
 
-{_environment(job, cores)}{_launch(job)}
+{_environment(job, cores)}{_launch(job)}{_meeting(job)}
 # One task per node; none is killed because another one exited first, as it may be writing. --export=ALL: `sbatch --export=NONE`
 # would keep the variables above from the tasks.
-srun --export=ALL --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0 \\
+srun --export=ALL --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0 {_task(job)}\\
     "${{launch[@]}}" -m hftune.run "${{words[@]}}" &
 training=$!
-{_END}"""
+{_WAIT}{_LOSS if job.is_elastic else ""}{_END}"""
     return BatchScript(text, notices)
 
 
-_END = """
+_WAIT = """
 # Near the time limit, the processes finish their step, write a checkpoint, and exit with a code that is not 0.
 # Not `kill "$training"`: srun turns SIGTERM into SIGKILL. scancel sends it to the launchers as it is.
 stopped=
-trap 'stopped=yes; trap "" USR1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'stopped="stopped at the time limit"; trap "" USR1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 wait "$training"
 code=$?
@@ -192,13 +202,18 @@ if [[ $stopped ]]; then
     wait "$training"  # the signal cut the first wait short
     code=$?
 fi
-if ((code == 0)); then
+"""
+
+_LOSS = f"""((code != {STOPPED})) || stopped=${{stopped:-has lost too many nodes}}
+"""
+
+_END = """if ((code == 0)); then
     exit 0  # all is done and saved
 elif [[ ! $stopped ]]; then
     echo "hftune: job $SLURM_JOB_ID failed: the message is above. Not requeued; sbatch resumes from the newest checkpoint."
     exit "$code"
 fi
-echo "hftune: job $SLURM_JOB_ID stopped at the time limit: back into the queue, to resume from the newest checkpoint."
+echo "hftune: job $SLURM_JOB_ID $stopped: back into the queue, to resume from the newest checkpoint."
 scontrol requeue "$SLURM_JOB_ID" && exit
 echo "hftune: scontrol did not requeue it. sbatch resumes from the newest checkpoint."
 exit "$code"
@@ -226,6 +241,34 @@ def _environment(job: Job, cores: int) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def _meeting(job: Job) -> str:
+    """Return the lines that let a job on several nodes go on without a lost one."""
+    if not job.is_elastic:
+        return ""
+    python = Path(sys.executable).name
+    return f"""
+# The machines meet here, beside the launchers: training goes on without any other node, and without this one's launcher.
+# Only the loss of this whole node ends it. SLURM would keep the others until the time limit, so that they requeue the job.
+node=()
+if ((SLURM_JOB_NUM_NODES > 1)); then
+    {python} -m hftune.cli meeting "$MEETING_PORT" &
+    trap "kill $!" EXIT
+    until : < "/dev/tcp/127.0.0.1/$MEETING_PORT"; do
+        kill -0 "$!" || exit
+        sleep 0.2
+    done 2> /dev/null
+    node=(bash -c 'trap : TERM; "$@"; code=$?
+        timeout 10 bash -c ": < /dev/tcp/$MEETING_HOST/$MEETING_PORT" 2> /dev/null || scontrol requeue "$SLURM_JOB_ID"
+        exit "$code"' node)
+fi
+"""
+
+
+def _task(job: Job) -> str:
+    """Return what stands before the launch command in the line of srun."""
+    return '--no-kill \\\n    "${node[@]}" ' if job.is_elastic else ""
+
+
 def _launch(job: Job) -> str:
     """Return the lines that define each node's launch command, up to the module."""
     python = Path(sys.executable).name
@@ -236,17 +279,23 @@ def _launch(job: Job) -> str:
     else:
         kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
     alone = f"((SLURM_JOB_NUM_NODES > 1)) || launch=({python})  # one process\n" if job.may_be_one_process else ""
+    port, elastic = '"$MEETING_PORT"', ""
+    if job.is_elastic:  # accelerate refuses a port that is open on this machine, as that of the meeting is
+        port = "0"
+        conf = f'"min_machines={job.fewest_nodes},join_timeout=120,meeting=$MEETING_HOST:$MEETING_PORT"'
+        elastic = f" --rdzv_conf {conf} --max_restarts 3"
     return f"""
 # One launcher per node. They meet on the first node, at a port derived from the job id; a missing node is named.
 # The recipe decides on precision and compilation.
 export HFTUNE_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MEETING_HOST=$(head -n 1 <<< "$HFTUNE_MACHINES") MEETING_PORT=$((10000 + SLURM_JOB_ID % 20000))
 launch=(
     {python} -m hftune.launchers.quietly accelerate launch {kind}
     --num_machines "$SLURM_JOB_NUM_NODES" --num_processes $((SLURM_JOB_NUM_NODES * {job.processes_a_node}))
     --machine_rank=0  # on every node; the address decides which one is first
-    --main_process_ip "$(head -n 1 <<< "$HFTUNE_MACHINES")" --main_process_port $((10000 + SLURM_JOB_ID % 20000))
+    --main_process_ip "$MEETING_HOST" --main_process_port {port}
 )
-((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune)
+((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune{elastic})
 {alone}"""
 
 

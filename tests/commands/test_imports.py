@@ -130,9 +130,13 @@ def test_first_line_comes_before_torch_and_from_the_main_process_alone(capsys, m
 def test_command_that_starts_processes_does_not_import_torch_itself():
     code = "import sys; from hftune import cli; from hftune.launchers import local\n"
     code += "def show(command, env):\n    print(*command[1:4], 'torch' in sys.modules, 'numpy' in sys.modules, flush=True); raise OSError\n"
-    code += "local.run_and_show = show; cli.main(['train', 'recipe=yelp_demo', '--processes', '2'])"
+    code += (
+        "local.run_and_show = show\nfor count in ('2', '2-4'): cli.main(['train', 'recipe=yelp_demo', '--processes', count])"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-    assert done.stdout.splitlines()[1:] == ["-m hftune.launchers.forks 2 False False"], done.stderr
+    _, alone, _, replaced = done.stdout.splitlines()
+    assert alone == "-m hftune.launchers.forks 2 False False", done.stderr
+    assert replaced.startswith("-m hftune.launchers.agent ") and replaced.endswith(" False False"), done.stderr
 
 
 def test_what_is_imported_before_the_fork_starts_no_thread_and_asks_for_no_gpu():

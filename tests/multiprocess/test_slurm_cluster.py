@@ -1,4 +1,4 @@
-"""The batch script that `hftune slurm` writes, unedited, on a real SLURM of two nodes (without GPUs, cgroups and accounting).
+"""The batch script that `hftune slurm` writes, unedited, on a real SLURM of two or three nodes (without GPUs, cgroups and accounting).
 
 Skipped if SLURM is not installed; tests/support/slurm_cluster.py says what it takes. HFTUNE_TEST_SLURM=all runs every case.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,23 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def three_nodes() -> Iterator[Cluster]:
+    try:
+        with slurm_cluster(3) as running:
+            yield running
+    except NotAllowed as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
 def submit(cluster, tmp_path) -> Iterator[Callable[..., Job]]:
     """Return a function that writes a script with `hftune slurm` and hands it to sbatch; jobs left at the end are cancelled."""
+    with submitting(cluster, tmp_path) as submit:
+        yield submit
+
+
+@contextmanager
+def submitting(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs = []
 
     def submit(*words: str, folder: Path = tmp_path, options: tuple[str, ...] = ()) -> Job:
@@ -111,6 +127,11 @@ def assert_whole(folder: Path, world_sizes: list[int]) -> None:
     assert (found.problems, found.steps, found.whole_epochs) == ([], 16, 1)
     assert [start["world_size"] for start in found.starts] == world_sizes
     assert all(0 < start["after_step"] < 16 for start in found.starts[1:])
+
+
+def assert_close(folder: Path, expected: Path) -> None:
+    weights, others = (load_file(path / "model_last" / "model.safetensors") for path in (folder, expected))
+    assert all(weights[key].numpy() == pytest.approx(others[key].numpy(), rel=1e-5) for key in others)
 
 
 def assert_bit_equal(folder: Path, expected: Path) -> None:
@@ -235,3 +256,43 @@ def test_folders_with_blanks_and_quotes_are_taken_as_they_are(submit, tmp_path):
     job = submit(*(word.replace("=out", "=the model's $HOME") for word in SLOW), "2", folder=tmp_path / "it's here")
     assert job.wait() == ("COMPLETED", "0:0", 0), job.log
     assert_whole(tmp_path / "it's here" / "the model's $HOME", [2])
+
+
+# Nodes that are lost
+
+
+@long
+def test_job_goes_on_without_a_lost_node(three_nodes, undisturbed, tmp_path):
+    with submitting(three_nodes, tmp_path) as submit:
+        job = submit(*SLOW, "1-3", "checkpoint.every=4")
+        job.says("step 6/16")
+        three_nodes.cut(3)
+        assert job.wait() == ("COMPLETED", "0:0", 0), job.log
+        assert job.state()["NodeList"] == "node[1-2]"
+    assert_whole(tmp_path / "out", [3, 2])
+    assert_close(tmp_path / "out", undisturbed.folder)
+
+
+@long
+def test_job_that_loses_its_first_node_is_requeued_by_the_others(three_nodes, undisturbed, tmp_path):
+    """With that node the job loses its batch script; SLURM itself would keep the others until the time limit."""
+    with submitting(three_nodes, tmp_path) as submit:
+        job = submit(*SLOW, "1-3", "checkpoint.every=4")
+        job.says("step 6/16")
+        three_nodes.cut(1)
+        assert job.wait() == ("COMPLETED", "0:0", 1), job.log
+        assert job.state()["NodeList"] == "node[2-3]"
+    assert_whole(tmp_path / "out", [3, 2])
+    assert_close(tmp_path / "out", undisturbed.folder)
+
+
+@long
+def test_job_with_too_few_nodes_left_is_requeued(three_nodes, tmp_path):
+    with submitting(three_nodes, tmp_path) as submit:
+        job = submit(*SLOW, "3-4", "checkpoint.every=4", "--partition", "main")
+        job.says("step 6/16")
+        three_nodes.cut(3)
+        job.says(f"job {job.number} has lost too many nodes: back into the queue")
+        three_nodes.mend(3)
+        assert job.wait() == ("COMPLETED", "0:0", 1), job.log
+    assert_whole(tmp_path / "out", [3, 3])

@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 import hftune
 from hftune import Recipe, cli, train
+from hftune.distributed.failure_report import STOPPED
 from tests.support.pages import hftune_words
 from tests.support.runs import Run, environment, warm_python
 
@@ -102,14 +103,15 @@ def manifests(name: str) -> dict[str, dict]:
     return {part["kind"]: part for part in yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text())}
 
 
-@pytest.mark.parametrize("name", ["one_machine.yaml", "two_machines.yaml"])
+@pytest.mark.parametrize("name", ["one_machine.yaml", "two_machines.yaml", "elastic.yaml"])
 def test_pods_start_a_process_for_each_of_their_gpus_with_a_recipe_that_hftune_accepts(name):
     job = manifests(name)["Job"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     assert container["command"][0] == "torchrun", "a shell would not pass SIGTERM on"
     options = get_args_parser().parse_args(container["command"][1:])
     assert options.module and options.training_script == "hftune.run" and options.rdzv_backend == "hftune"
-    assert options.nnodes == str(job.get("completions", 1)) == str(job.get("parallelism", 1))
+    most = options.nnodes.rpartition(":")[2]
+    assert most == str(job.get("completions", 1)) == str(job.get("parallelism", 1))
     assert options.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
     recipe = Recipe.from_argv(options.training_script_args)
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -117,13 +119,31 @@ def test_pods_start_a_process_for_each_of_their_gpus_with_a_recipe_that_hftune_a
     assert recipe.resume == "auto"
 
 
-@pytest.mark.parametrize("name", ["one_machine.yaml", "two_machines.yaml"])
+@pytest.mark.parametrize("name", ["one_machine.yaml", "two_machines.yaml", "elastic.yaml"])
 def test_pods_have_time_to_write_a_checkpoint(name):
     pod = manifests(name)["Job"]["spec"]["template"]["spec"]
     variables = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
     launcher_waits = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert launcher_waits > 30, "as long as torchrun waits without the variable"
     assert pod["terminationGracePeriodSeconds"] >= launcher_waits + SIGKILL_MARGIN_S
+
+
+def test_pods_that_come_and_go_meet_at_one_that_stays():
+    found = manifests("elastic.yaml")
+    pods = {kind: found[kind]["spec"]["template"] for kind in ("Job", "Deployment")}
+    (container,) = pods["Job"]["spec"]["containers"]
+    options = get_args_parser().parse_args(container["command"][1:])
+    name, port = found["Service"]["metadata"]["name"], found["Service"]["spec"]["ports"][0]["port"]
+    assert options.rdzv_endpoint == f"{name}:{port}"
+    (meeting,) = pods["Deployment"]["spec"]["containers"]
+    assert meeting["command"] == ["hftune", "meeting", str(port)] and meeting["readinessProbe"]["tcpSocket"] == {"port": port}
+    labels = {kind: pod["metadata"]["labels"].items() for kind, pod in pods.items()}
+    selector = found["Service"]["spec"]["selector"].items()
+    assert selector <= labels["Deployment"] and not selector <= labels["Job"]
+    admitted = found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items()
+    assert all(admitted <= each for each in labels.values())
+    (again,) = [rule["onExitCodes"] for rule in found["Job"]["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert again == {"containerName": container["name"], "operator": "In", "values": [STOPPED]}
 
 
 def test_pods_of_two_machines_find_the_first_one_by_name():

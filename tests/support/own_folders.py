@@ -1,7 +1,7 @@
 """Be one machine of an elastic job, with an output folder of its own: ``own_folders.py ROUND DEED MACHINES OVERRIDES...``
 
 Forks of the warm interpreter run it, see tests/support/runs.py. The process of rank r is the machine of that place in MACHINES,
-whose folder is the working directory. DEED: ``go`` to the end; ``leave-S``: rank 0 gets SIGTERM in step S; ``die-S-C``: all are
+whose folder is the working directory. DEED: ``go`` to the end; ``leave-S``: SIGTERM in step S; ``die-S-C``: all are
 killed in step S, once rank 1 has a copy of the checkpoint of step C.
 """
 
@@ -49,7 +49,7 @@ def act(deed: str, copy: Path, original: Callable) -> None:
                 while not (copy / f"step_{int(numbers[1]):08d}").is_dir() and time.monotonic() < until:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif RANK == 0:
+            else:
                 os.kill(os.getpid(), signal.SIGTERM)
         original(run, batch)
 

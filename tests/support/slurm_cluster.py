@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on one machine: each has a network, a host name and a slurmd of its own. CPUs only.
+"""A real SLURM of two nodes or more on one machine: each has a network, a host name and a slurmd of its own. CPUs only.
 
 Needs root and the packages slurmctld, slurmd, slurm-client, munge, iproute2 (Debian's names). Everything lives in namespaces
 that end with this process, so nothing has to be cleaned up, and several clusters do not see each other.
@@ -55,10 +55,18 @@ class Cluster:
         """Return what SLURM knows of a job, such as {"JobState": "RUNNING", "Restarts": "0", "ExitCode": "0:0"}."""
         return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
+    def cut(self, node: int) -> None:
+        """Pull the cable of a node: what runs on it goes on, and nobody hears of it."""
+        self.run("ip", "link", "set", f"to{node}", "down")
+
+    def mend(self, node: int) -> None:
+        """Put the cable back."""
+        self.run("ip", "link", "set", f"to{node}", "up")
+
 
 @contextmanager
-def slurm_cluster() -> Iterator[Cluster]:
-    """Yield a cluster whose nodes are idle.
+def slurm_cluster(num_nodes: int = 2) -> Iterator[Cluster]:
+    """Yield a cluster whose nodes, at most 9, are idle.
 
     Raises:
         NotAllowed: saying why.
@@ -73,27 +81,27 @@ def slurm_cluster() -> Iterator[Cluster]:
     script = Path(__file__).with_suffix(".sh")
     with (folder / "start.log").open("w") as log:
         outer = subprocess.Popen(
-            ["unshare", *NAMESPACES, "bash", script, folder],
+            ["unshare", *NAMESPACES, "bash", script, folder, str(num_nodes)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             env={**os.environ, "PATH": search},
         )
     try:
-        yield _ready(outer, folder)
+        yield _ready(outer, folder, num_nodes)
     finally:
         outer.stdin.close()  # the script ends with its input, and with it all that runs in its namespaces
         outer.wait(timeout=30)
         shutil.rmtree(folder)
 
 
-def _ready(outer: subprocess.Popen, folder: Path) -> Cluster:
+def _ready(outer: subprocess.Popen, folder: Path, num_nodes: int) -> Cluster:
     until = time.monotonic() + START_S
     while time.monotonic() < until and outer.poll() is None:
         if children := psutil.Process(outer.pid).children():
             cluster = Cluster(folder, children[0].pid)
             try:
-                if cluster.run("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == "2":
+                if cluster.run("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == str(num_nodes):
                     return cluster
             except RuntimeError:
                 pass  # nobody answers yet

@@ -1,15 +1,17 @@
 #!/bin/bash
-# The daemons of a SLURM cluster: slurmctld on "head", slurmd on "node1" and "node2". tests/support/slurm_cluster.py runs this as
+# The daemons of a SLURM cluster: slurmctld on "head", slurmd on "node1", "node2" and so on. tests/support/slurm_cluster.py runs this as
 # the first process of namespaces of its own (processes, mounts, network, host name), so nothing of it is seen outside, and all of
 # it is gone once this script ends: when its standard input does.
 #
-#   slurm_cluster.sh FOLDER      of configuration, state and logs; it must be empty, and no other user may write above it
+#   slurm_cluster.sh FOLDER NODES      FOLDER of configuration, state and logs; it must be empty, and no other user may write above it
 set -eu
 folder=$1
+numbers=$(seq "$2")
 export SLURM_CONF=$folder/slurm.conf
 
 mkdir -p "$folder"/{state,log,run,spool}
-printf '%s\n' "127.0.0.1 localhost" "10.99.0.1 head" "10.99.0.11 node1" "10.99.0.12 node2" > "$folder/hosts"
+printf '%s\n' "127.0.0.1 localhost" "10.99.0.1 head" > "$folder/hosts"
+for number in $numbers; do echo "10.99.0.1$number node$number"; done >> "$folder/hosts"
 head -c 128 /dev/urandom > "$folder/munge.key"
 chmod 400 "$folder/munge.key"
 echo "CgroupPlugin=cgroup/v1" > "$folder/cgroup.conf"  # not used; looking for the version fails without /sys/fs/cgroup
@@ -36,9 +38,9 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 MinJobAge=36000
-NodeName=node1 NodeAddr=10.99.0.11 CPUs=4 RealMemory=8000
-NodeName=node2 NodeAddr=10.99.0.12 CPUs=4 RealMemory=8000
-PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+SlurmdTimeout=5  # of silence until a node counts as lost; 300 by default
+NodeName=node[1-$2] NodeAddr=10.99.0.1[1-$2] CPUs=4 RealMemory=8000
+PartitionName=main Nodes=node[1-$2] Default=YES MaxTime=INFINITE State=UP
 END
 
 mount --bind "$folder/hosts" /etc/hosts
@@ -56,7 +58,7 @@ until [[ -S $folder/run/munge.sock ]]; do
 done
 slurmctld -D 2> "$folder/log/slurmctld.log" &
 
-for number in 1 2; do
+for number in $numbers; do
     unshare --net --uts bash -c '
         hostname "$1"
         until ip link show eth0; do sleep 0.05; done &> /dev/null

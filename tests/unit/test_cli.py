@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -302,15 +303,19 @@ def test_train_is_hftune_run_and_with_processes_the_local_launcher(capsys, monke
     monkeypatch.setattr(run, "main", lambda words: asked.append(words) or 7)
     assert cli.main(["train", "recipe=yelp_demo", "train.lr=1"]) == 7
     assert asked.pop() == ["recipe=yelp_demo", "train.lr=1"]
-    monkeypatch.setattr(local, "launch", lambda recipe, count: asked.append((recipe.train.lr, count)))
+    monkeypatch.setattr(local, "start_training", lambda recipe, count: asked.append((recipe.train.lr, count)))
     assert cli.main(["train", "--processes", "2", "recipe=yelp_demo", "train.lr=1"]) == 0
-    assert asked.pop() == (1, 2)
-    assert capsys.readouterr().out == f"hftune {__version__}: recipe yelp_demo; starting 2 processes ...\n"
+    assert cli.main(["train", "--processes", "2-4", "recipe=yelp_demo", "train.lr=2", "output_dir=x"]) == 0
+    assert asked == [(1, 2), (2, (2, 4))]
+    assert capsys.readouterr().out == (
+        f"hftune {__version__}: recipe yelp_demo; starting 2 processes ...\n"
+        f"hftune {__version__}: recipe yelp_demo; starting 2 to 4 processes ...\n"
+    )
 
     def stop(recipe, count):
         raise Interrupted("SIGTERM: stopped.")
 
-    monkeypatch.setattr(local, "launch", stop)
+    monkeypatch.setattr(local, "start_training", stop)
     assert cli.main(["train", "recipe=yelp_demo", "--processes", "2"]) == 75
     assert capsys.readouterr().err == "hftune: SIGTERM: stopped.\n"
 
@@ -410,12 +415,22 @@ def test_job_on_one_to_two_nodes_starts_as_many_processes_as_it_got(capsys, monk
         assert command == ["python"]
     else:
         assert launch_options([*command, "-m", "hftune.run"]).num_processes == 2  # as the processes themselves find out
-        assert command[-2:] == ["--rdzv_backend", "hftune"]
+        conf = "min_machines=1,join_timeout=120,meeting=node1:10007"
+        assert command[-6:] == ["--rdzv_backend", "hftune", "--rdzv_conf", conf, "--max_restarts", "3"]
+
+
+def test_only_a_job_on_a_range_of_nodes_goes_on_without_a_lost_one(capsys):
+    for nodes, is_elastic in {"2": False, "2-2": False, "2-4": True}.items():
+        assert cli.main([*SLURM, "--nodes", nodes]) == 0
+        script = capsys.readouterr().out
+        for words in ("#SBATCH --no-kill", " --no-kill ", '--rdzv_conf "min_machines=2,', "hftune.cli meeting", "code != 75"):
+            assert (words in script) == is_elastic, (nodes, words)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def before_srun(script, command, **variables):
     """Run what comes before training, and then a command, and return what it prints."""
-    first = script.split("# One task per node")[0]
+    first = re.split("# One task per node|# The machines meet here", script)[0]
     text = f"scontrol() {{ echo node1; }}\n{first}\n{command}"
     run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={**os.environ, **variables})
     return run.stdout

@@ -11,9 +11,9 @@ import pytest
 from hftune.distributed.rounds import AgentFolder
 from hftune.errors import ConfigError, Interrupted, TrainingError
 from hftune.launchers import agent as agents
-from hftune.launchers.agent import Agent, Wanted
+from hftune.launchers.agent import Agent
 from hftune.launchers.forks import Signals
-from hftune.launchers.local import check_range, read_failure
+from hftune.launchers.local import Wanted, check_range, read_failure
 
 
 @pytest.fixture
