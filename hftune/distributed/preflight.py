@@ -258,7 +258,6 @@ def check_num_processes() -> None:
         command = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):  # it has ended, or this user may not look
         return
-    check_range(command)
     options, started = launch_options(command), ProcessInfo.from_environment().world_size
     if options is None:
         return
@@ -280,31 +279,6 @@ def check_num_processes() -> None:
         f"accelerate launch was asked for {asked} processes and started {started}: num_processes counts those of all machines, "
         "and has to be a multiple of num_machines."
     )
-
-
-def check_range(command: Sequence[str]) -> None:
-    """Refuse a range of machines through torch's own c10d: the loss of some of them, or a newcomer, ends or stops it.
-
-    In torch 2.13 the machines of a later round look for the first round's store, unless each makes its own.
-
-    Args:
-        command: of the launcher.
-
-    Raises:
-        ConfigError: with what to use instead.
-    """
-    starts = [place for place, word in enumerate(command[:5]) if Path(word).name in ("torchrun", "torch.distributed.run")]
-    if not starts or not any(":" in word for word in command) or parse_flag_from_env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
-        return
-    from torch.distributed.run import get_args_parser
-
-    options = get_args_parser().parse_args(list(command[starts[0] + 1 :]))
-    least, _, most = options.nnodes.partition(":")
-    if most and least != most and options.rdzv_backend == "c10d":
-        raise ConfigError(
-            f"torchrun --nnodes {options.nnodes} leaves the number of machines open, and with --rdzv-backend c10d "
-            "machines that come or are lost can end the job, or let it wait without end. Use --rdzv-backend hftune."
-        )
 
 
 def launch_options(command: Sequence[str]) -> Namespace | None:

@@ -6,7 +6,7 @@ import pytest
 
 import hftune.run
 from hftune import ConfigError, Recipe
-from hftune.distributed.preflight import check_launch, check_launcher, check_range, launch_options
+from hftune.distributed.preflight import check_launch, check_launcher, launch_options
 from hftune.distributed.process_info import check_environment
 
 GIVEN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -157,33 +157,6 @@ def test_steps_to_accumulate_are_the_recipes(monkeypatch):
         "accelerate launch was asked for --gradient_accumulation_steps 4, but the recipe decides that: train.batch_size is the "
         "global batch, train.micro_batch_size what a process computes at once."
     )
-
-
-RANGE = ("python", "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node=2")
-
-
-@pytest.mark.parametrize("words", [("--rdzv-backend", "c10d"), ("--rdzv_backend=c10d",)])
-def test_a_range_of_machines_through_c10d_is_refused(words, monkeypatch):
-    command = (*RANGE, *words, "-m", "hftune.run", "recipe=yelp")
-    assert refused(check_range, command) == (
-        "torchrun --nnodes 1:3 leaves the number of machines open, and with --rdzv-backend c10d machines that come or are "
-        "lost can end the job, or let it wait without end. Use --rdzv-backend hftune."
-    )
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    check_range(command)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("/usr/bin/torchrun", "--nnodes=1:3", "--rdzv-backend=hftune", "-m", "hftune.run"),
-        ("/usr/bin/torchrun", "--nnodes=2:2", "train.py"),
-        ("/usr/bin/torchrun", "--nnodes=2", "train.py", "--nnodes", "1:3"),
-        ("python", "train.py", "--nnodes=1:3"),
-    ],
-)
-def test_another_backend_a_fixed_number_and_other_launchers_are_not(command):
-    check_range(command)
 
 
 @pytest.mark.parametrize(("local", "expected"), [("2", "lo"), (None, None)])
