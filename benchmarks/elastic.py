@@ -54,8 +54,6 @@ WORDS = (
 )
 GAP = (3, 25)
 """Steps between the moment when the job has gone on after an event, and the next event."""
-STEPS_PER_EVENT = 60
-"""Enough for those, and for what is trained while a machine is away or starts. The last of them are taken at full speed."""
 AWAY_S = (6.0, 14.0)
 """How long a cable is cut, or a machine hangs."""
 BACK_S = 60.0
@@ -168,6 +166,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("runs", type=int, nargs="?", default=1)
     parser.add_argument("--events", type=int, default=30)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="of events, in this order; default: drawn from all")
+    parser.add_argument("--steps", type=int, default=60, help="for each event; those that are left are taken at full speed")
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.15, help="seconds that a micro-batch takes at least")
@@ -175,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="start processes that have imported everything")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
-    three = {"events": 3, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
+    three = {"events": 3, "steps": 25, "pause": 0.25, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
     return parse_options(parser, smoke={"runs": 1, **three})
 
 
@@ -184,7 +183,7 @@ def said(same: bool) -> tuple[str]:
 
 
 def num_steps(options: argparse.Namespace) -> int:
-    return STEPS_PER_EVENT * (options.events + 1)
+    return options.steps * (options.events + 1)
 
 
 def unbroken(folder: Path, options: argparse.Namespace, python: str) -> Path:
