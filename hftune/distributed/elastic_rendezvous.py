@@ -117,12 +117,6 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def pause(message: str) -> NoReturn:
-    """End the launcher for now: a scheduler may start it again, which would not help after a refusal."""
-    say(message)
-    sys.exit(STOPPED)
-
-
 def recipe_of_launcher() -> Recipe | None:
     """Return the recipe in this launcher's command line; None if it does not train a recipe.
 
@@ -300,7 +294,7 @@ class Attendance:
         own, now = self._view, time.monotonic()
         passed_s, self._looked_at = now - self._looked_at, now
         self._count += 1
-        sign = {"count": self._count, "cut": self._unreached if self._cut_s > self.times.keep_alive + CUT_S else None}
+        sign = {"count": self._count, "cut": self._is_cut}
         self.place.give_sign(self.me.id, json.dumps(sign))
         text = self.place.read() or self._bring_back()
         while True:
@@ -386,6 +380,11 @@ class Attendance:
             lost = {name: seconds for name, seconds in lost.items() if seconds > self.times.keep_alive + PLACE_S}
         return lost
 
+    @property
+    def _is_cut(self) -> str | None:
+        """Id of the first machine if it has not been reached for a while, or of this one if it can reach none."""
+        return self._unreached if self._cut_s > self.times.keep_alive + CUT_S else None
+
     def _notice(self, own: View, membership: Membership, silence: dict[str, float], cut: frozenset[str]) -> View:
         """Return what this agent wants, with what it has noticed."""
         enough = membership.round < 0 and len(membership.candidates) >= membership.least
@@ -393,7 +392,7 @@ class Attendance:
         return replace(
             own,
             silent=self._silent(membership, silence),
-            cut=cut,
+            cut=cut | {self.me.id} if self._is_cut == self.me.id else cut,
             lets_in=self._lets_in(membership, cut),
             last_call_is_over=self._lasts("last call", enough) > self.times.last_call,
             late=membership.attempt if self._lasts(("attempt", membership.attempt), is_meeting) > CONNECT_S else 0,
@@ -644,10 +643,10 @@ class ElasticRendezvous(RendezvousHandler):
         """Say what this machine waits for."""
         me, here = self.attendance.me, membership.machines.values()
         if membership.phase is Phase.RUNNING:
-            count = len(membership.here(membership.members))
+            number = len(membership.members)
             why = (
-                f"there are {count} already, as many as may train together: it steps in if one is lost"
-                if count >= membership.most
+                f"there are {number} already, as many as may train together: it steps in if one is lost"
+                if number >= membership.most
                 else "it is let in at the next checkpoint"
             )
             return f"{me} waits, as round {membership.round} runs: {why}."
@@ -662,7 +661,7 @@ class ElasticRendezvous(RendezvousHandler):
         return f"{count}, and at least {least} are needed. Start the same command on more machines; they meet at {self.where}."
 
     def _give_up(self, membership: Membership, waited_s: float) -> None:
-        pause(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
+        leave(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
 
     def _has_place(self) -> bool:
         """Whether the meeting place answers. If nothing serves it any more, the round goes on for as long as it lasts.
@@ -682,7 +681,8 @@ class ElasticRendezvous(RendezvousHandler):
     def _check_place(self) -> None:
         """End the launcher if the meeting place, which it needs now, does not answer."""
         if self.attendance.unanswered_s > PLACE_S:
-            pause(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
+            say(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
+            sys.exit(STOPPED)
 
     def _unanswered(self) -> str:
         why = f" ({self.attendance.error})" if self.attendance.error is not None else ""

@@ -222,7 +222,7 @@ def _over(now: Membership, reason: str, *, is_planned: bool) -> None:
 
 def _leave_out_the_cut(now: Membership, view: View) -> None:
     """Leave out who is alive and cannot reach the others: the first machine if it says so or most do not reach it."""
-    if now.phase is not Phase.RUNNING or not now.members:
+    if now.phase is not Phase.RUNNING or len(now.members) < 2:
         return
     first, *others = (one for one in now.here(now.members) if not one.is_done or one.id == now.members[0])
     cut = [one for one in others if one.id in view.cut]
@@ -249,7 +249,8 @@ def _end(now: Membership) -> None:
 
 def _choose(now: Membership, view: View) -> None:
     """Choose the machines of the next round, once all who are awaited are here and they are enough."""
-    candidates = [one for one in now.candidates if one.id not in view.cut]
+    is_alone = len(now.machines) == 1  # then it does not matter whether it reaches others
+    candidates = [one for one in now.candidates if is_alone or one.id not in view.cut]
     is_finishing = any(one.is_done for one in now.here(now.members))
     enough = len(candidates) >= (1 if is_finishing else now.least)
     if now.awaited or not candidates or not enough:
