@@ -228,7 +228,7 @@ class Checkpointer:
                 for path in logs:
                     flush(path)
                 if not self.is_ours():  # its machine was stopped for a while
-                    raise OSError("a later round of this job has taken over the folder")
+                    raise OSError("another process has taken over the folder")
             self.failure, self.last = None, step
             if self.on_written is not None:
                 self.on_written(step, tensor_hashes(files))

@@ -19,8 +19,8 @@ class Fitting:
 
     device, num_processes, precision = torch.device("cpu"), 2, "no"
 
-    def __init__(self, tokens, rows=100):
-        self.tokens, self.rows, self.tried = tokens, rows, []
+    def __init__(self, tokens, rows=100, others=()):
+        self.tokens, self.rows, self.others, self.tried = tokens, rows, others, []
 
     def fits(self, dataset, samples):
         lengths = LENGTHS[samples]
@@ -29,6 +29,9 @@ class Fitting:
 
     def broadcast(self, value):
         return value
+
+    def gather_to_main(self, rows):
+        return [*rows, *self.others]
 
 
 def settle(strategy, earlier=None, batch_size=32):
@@ -75,6 +78,13 @@ def test_the_size_of_the_run_that_is_resumed_is_kept_under_the_same_conditions()
     assert parts.notices == ["train.micro_batch_tokens=auto: 160, found when the run began."]
     _, parts = settle(Fitting(tokens=10**6), found | {"mixed_precision": "bf16"})
     assert parts.plan.micro_batch_tokens == 240
+
+
+def test_the_size_is_found_anew_once_any_machine_has_another_device():
+    """A machine of an elastic job was replaced by one with a smaller GPU, and the main one stayed."""
+    found, _ = settle(Fitting(tokens=10**6, others=["a GPU of 80 GB"]))
+    assert settle(Fitting(tokens=170, others=["a GPU of 80 GB"]), found)[1].plan.micro_batch_tokens == 240  # not tried
+    assert settle(Fitting(tokens=170, others=["a GPU of 24 GB"]), found)[1].plan.micro_batch_tokens == 160
 
 
 def test_where_not_even_one_fits_the_key_is_named():

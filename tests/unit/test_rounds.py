@@ -86,7 +86,7 @@ def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_r
             assert is_ours() and not was_ours()
             assert "in round 0 of job one still holds" in capsys.readouterr().err
             writer = write_checkpoint(tmp_path, Recipe.load("mnist_demo", "output_dir=out"), is_ours=was_ours)
-            assert writer.failure == "a later round of this job has taken over the folder"
+            assert writer.failure == "another process has taken over the folder"
             assert steps(tmp_path / "checkpoints") == []
             ledger = Ledger(tmp_path / "ledger.jsonl", was_ours)
             ledger.begin(0, {})
