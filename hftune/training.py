@@ -320,6 +320,8 @@ def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> str:
     taken = last_step(run.ledger.path)
     again = f"Step {taken} is" if taken == step + 1 else f"Steps {step + 1} to {taken} are"
     lost = "No step is lost." if taken <= step else f"{again} computed again."
+    if output.is_behind:
+        lost = "Steps that only the lost machine had are computed again."
     return f"Round {here.round}, {processes} on {machines}: going on from {place}. {lost}"
 
 

@@ -33,6 +33,8 @@ from hftune.errors import ConfigError, TrainingError
 
 RUN_ID = ".run_id"
 """File in the output folder: a random word that copies of one run have in common. Also in the agent's folder."""
+BEHIND = ".behind"
+"""File in a copy that the main machine may be ahead of; not in one that was completed at the end of a round."""
 TRIES = 3
 """Attempts to fetch a folder, when a machine has become the main one."""
 PAUSE_S = 1.0
@@ -54,6 +56,8 @@ class Offer:
     """How often training has started or resumed. Of two folders, the run has gone on from the one with more."""
     step: int
     """Of the newest whole checkpoint; 0 if there is none."""
+    is_behind: bool = False
+    """It is a copy, and the main machine may have taken more steps before it was lost."""
 
 
 def choose(offers: list[Offer], may_replace: bool) -> Offer | None:
@@ -152,7 +156,7 @@ def offer(rank: int, folder: Path, step: int) -> Offer:
     if ledger.is_file():
         with ledger.open("rb") as lines:
             starts = sum(b'"after_step"' in line for line in lines)
-    return Offer(rank, info.host, read_id(folder), job_run_id(), starts, step)
+    return Offer(rank, info.host, read_id(folder), job_run_id(), starts, step, (folder / BEHIND).exists())
 
 
 def read_id(folder: Path) -> str:
@@ -248,6 +252,8 @@ class Copies:
         if chosen:
             self.receivers = [f"{host} ({rank})" for rank, host in chosen]
             self._connect(group, dict(chosen))
+        if group.is_main:
+            (self.folder / BEHIND).unlink(missing_ok=True)
         return notices(found, chosen) if found else []
 
     def _prepare(self, run_id: str) -> str | None:
@@ -298,21 +304,20 @@ class CopyThread(threading.Thread):
         self._said = ""
 
     def run(self) -> None:
-        has = 0
-        while not self._over.is_set():
+        has, is_final, behind = 0, False, self.receiver.folder / BEHIND
+        while not self._over.is_set() and not is_final:
             try:
                 found = self.receiver.update(has)
+                if found is not None:
+                    behind.unlink(missing_ok=True) if found.is_final else behind.touch()
+                    has, is_final = found.version, found.is_final
             except (OSError, HTTPException, Changed) as error:
                 if self._is_last.is_set() and isinstance(error, ConnectionError | TimeoutError | HTTPException):
                     return  # the main machine has ended
                 self._say(error)
                 self._over.wait(PAUSE_S)
-            else:
-                has = has if found is None else found.version
-                if found is not None and found.is_final:
-                    with suppress(OSError, HTTPException, Changed):
-                        self.receiver.update(has)  # says that it has all
-                    return
+        with suppress(OSError, HTTPException, Changed):
+            self.receiver.update(has)  # says that it has all
 
     def _say(self, error: Exception) -> None:
         """Print what this machine cannot write, once; who cannot be reached, others say."""

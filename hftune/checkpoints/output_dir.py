@@ -88,6 +88,8 @@ class OutputDir:
         """On the main process that has claimed it: whether it still has the folder, or a later round has taken it over."""
         self.copies: Copies | None = None
         """On other machines, in elastic jobs."""
+        self.is_behind = False
+        """On the main process: training starts from a copy of a machine that is lost, and may have taken more steps."""
         self._held = ExitStack()
 
     def __enter__(self) -> OutputDir:
@@ -144,6 +146,7 @@ class OutputDir:
         source = take_newest(strategy, self.path, own.step if own else 0, may_replace=resume == "never")
 
         def look_again() -> None:
+            self.is_behind = source is not None and source.is_behind
             if source is None:  # whatever is in the folder is of another run
                 self.start = Start(notices=self.start.notices, group=group)
             elif source.rank != 0:

@@ -19,12 +19,12 @@ MEMBER = str(Path(__file__).with_name("member.py"))
 class Agents:
     """Processes that train one recipe, of which not all are there from the first round on."""
 
-    def __init__(self, count: int, words: Sequence[str], folder: Path):
+    def __init__(self, count: int, words: Sequence[str], folder: Path, **variables: str):
         self.folders = [AgentFolder(folder / "agents" / str(number)) for number in range(count)]
         for agent in self.folders:
             agent.path.mkdir(parents=True)
         self.log = folder / "members.log"
-        variables = {"AGENTS": str(folder / "agents")}
+        variables |= {"AGENTS": str(folder / "agents")}
         self.group = Group(count, [[MEMBER, words, None, variables]], self.log, last_words_s=300)
         self.round, self.present = -1, [0]
 

@@ -21,4 +21,6 @@ os.environ.update(
         **{ROUND: str(members.round), FOLDER: str(folder)},
     }
 )
+if "OWN_FOLDERS" in os.environ:  # a relative output_dir is then each machine's own
+    os.chdir(folder)
 run.leave(run.main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -52,6 +53,13 @@ def source(here):
 def receiver(source, tmp_path) -> Receiver:
     (tmp_path / "there").mkdir()
     return Receiver(tmp_path / "there", source.address, TOKEN, "there")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -152,11 +160,12 @@ def test_a_checkpoint_that_is_being_copied_stays_until_it_is_there(here, source,
 def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_silent(here, source, receiver, monkeypatch):
     thread, marks = CopyThread(receiver), []
     thread.start()
+    wait_for(lambda: (receiver.folder / ".behind").exists())
     write_checkpoint(here, 20)
     source.finish(["there"], lambda: marks.append(1))
     assert newest_step(receiver.folder / "checkpoints") == 20
     thread.end(True, lambda: None)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and not (receiver.folder / ".behind").exists()
     monkeypatch.setattr("hftune.checkpoints.transfer.SILENT_S", 0.2)
     began = time.monotonic()
     source.finish(["there", "gone"], lambda: marks.append(1))
@@ -185,9 +194,11 @@ def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, recei
         return fetch(*arguments)
 
     monkeypatch.setattr(receiver, "_fetch", full)
-    thread = CopyThread(receiver)
+    said, thread = [], CopyThread(receiver)
+    say = thread._say
+    monkeypatch.setattr(thread, "_say", lambda error: (said.append(error), say(error)))
     thread.start()
-    time.sleep(0.2)
+    wait_for(lambda: len(said) > 2)
     failing.set()
     source.finish(["there"], lambda: None)
     thread.end(True, lambda: None)
