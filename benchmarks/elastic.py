@@ -6,7 +6,7 @@ Network namespaces with host names of their own, one torchrun with ``rdzv_backen
 small BERT with dropout, Gloo, an output folder that all see, a checkpoint every tenth step. The events are drawn with their
 times: a training process killed; all processes of a machine killed; a machine without power (nobody hears that its connections
 are closed), and a second one killed within five seconds of that; its cable cut for some seconds; SIGTERM to its launcher; a
-machine that hangs (SIGSTOP) for some seconds; a machine that comes. A launcher that has ended is started again by a later event.
+machine that hangs (SIGSTOP) for some seconds; a machine that comes. A launcher that has ended is started by a later one.
 
 "seconds": from the event to the next finished step. "pause": without a step, which is less where machines leave or come by
 word. "lost": steps that were finished and computed again. "equal": losses and weights of the last model are those of the
