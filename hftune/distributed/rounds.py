@@ -2,7 +2,8 @@
 
 An elastic job is a sequence of rounds: a round is one set of machines that train together. The agent of each machine
 (torchrun's, or the parent process of ``hftune.launch``) keeps a private folder, through which it tells its processes that a
-round is over and who is in the next one. Files appear whole and never change afterwards.
+round is over and who is in the next one. Files appear whole and never change afterwards,
+with one exception: a machine may be lost while all finish the last step of a round, which is then not planned any more.
 
     over_N.json     by the agent: round N is over, and why
     next_N.json     by the agent: who is in round N, for processes that outlive round N - 1
@@ -16,7 +17,6 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,10 +133,14 @@ class AgentFolder:
         failures = {number: Failure(**self._read(f"failed_{number}.json") or {}) for number in self._rounds("failed")}
         if not failures:
             return None
-        first, last = min([*failures, *self._rounds("over")]), failures[max(failures)]
-        if last.code == 2 and max(failures) == first:
+        newest, first = max(failures), min([*failures, *self._rounds("over")])
+        last = failures[newest]
+        if last.code == 2 and newest == first:
             return last
-        count = Counter(failure.stage for failure in failures.values())[last.stage]
+        alike = [number for number, failure in failures.items() if failure.stage == last.stage]
+        if not re.search(r"\d", last.stage):  # a stage of each start, such as "joining": only one start after another counts
+            alike = [number for number in alike if number > newest - ATTEMPTS]
+        count = len(alike)
         if count < ATTEMPTS:
             return None
         text = f"{last.text}\nhftune: {count} rounds have failed in {last.stage}: the job ends."

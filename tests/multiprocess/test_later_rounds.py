@@ -51,7 +51,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     os.kill(job.pids[0], signal.SIGTERM)
     os.kill(job.pids[1], signal.SIGKILL)
     said, errors = job.communicate()
-    assert job.wait() == [75, -9] and errors == "" and time.monotonic() - began < 3
+    assert job.wait() == [75, -9] and errors == "" and time.monotonic() - began < 10
     assert f"Round 1, 2 processes on 1 machine: going on from step {reached} of 16" in said and "No step is lost." in said
     lost = last_step(out / "ledger.jsonl")
 

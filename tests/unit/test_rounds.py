@@ -28,6 +28,7 @@ from hftune.tracking.ledger import Ledger, last_step
 
 LOST = Over("Lost node2 (10.0.0.2): no sign of life for 4 s", is_planned=False)
 COME = Over("node3 (10.0.0.3) has come", is_planned=True)
+JOINING = Failure("joining the other processes", "RuntimeError: no route", 1)
 STEP_12 = Failure("step 12", "ValueError: bad sample 17", 1)
 
 
@@ -106,6 +107,8 @@ def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_r
         ({0: STEP_12, 1: STEP_12}, (), None),
         ({0: STEP_12, 1: STEP_12, 3: STEP_12}, (2,), "ends"),
         ({0: STEP_12, 1: STEP_12, 2: Failure("step 13", "", 1)}, (), None),
+        ({0: JOINING, 1: JOINING, 3: JOINING}, (2,), None),  # it has trained in between, perhaps for days
+        ({1: JOINING, 2: JOINING, 3: JOINING}, (0,), "ends"),
         ({0: Failure("loading the data", "hftune: no such file", 2)}, (), "stays out"),
         ({4: Failure("loading the data", "hftune: no such file", 2)}, (4,), "stays out"),  # a newcomer
         ({4: Failure("loading the data", "hftune: no such file", 2)}, (3,), None),  # that trained before
@@ -119,7 +122,8 @@ def test_a_machine_goes_on_unless_rounds_fail_in_the_same_step_or_it_never_could
         folder.fail(number, failure)
     verdict = folder.verdict()
     if expected == "ends":
-        assert verdict.text == "ValueError: bad sample 17\nhftune: 3 rounds have failed in step 12: the job ends."
+        last = failures[max(failures)]
+        assert verdict.text == f"{last.text}\nhftune: 3 rounds have failed in {last.stage}: the job ends."
     else:
         assert verdict == (failures[max(failures)] if expected else None)
 
