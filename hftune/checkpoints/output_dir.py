@@ -15,7 +15,9 @@ from hftune.checkpoints.atomic_files import only_writer, write_text
 from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer, steps
 from hftune.checkpoints.export import read_about, restore_export
 from hftune.checkpoints.memory import LAST
-from hftune.checkpoints.mirror import RUN_ID, Copies, take_newest
+from hftune.checkpoints.mirror import Copies
+from hftune.checkpoints.newest import take_newest
+from hftune.checkpoints.own_folders import RUN_ID
 from hftune.checkpoints.resume import Start, check_finished, find_start, go_on, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.checkpoints.transfer import INCOMING

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from hftune.checkpoints.checkpointer import Checkpointer, newest_step, path_of, steps
-from hftune.checkpoints.mirror import Copies, CopyThread, Offer, choose, is_first_to_create
-from hftune.checkpoints.transfer import Changed, Contents, Digests, Receiver, Source, contents
+from hftune.checkpoints.contents import Changed, Contents, Digests, contents
+from hftune.checkpoints.mirror import Copies, CopyThread
+from hftune.checkpoints.newest import Offer, choose
+from hftune.checkpoints.own_folders import is_first_to_create
+from hftune.checkpoints.transfer import Receiver, Source
 from hftune.config.sections import CheckpointConfig
 from hftune.errors import ConfigError
 
@@ -202,7 +205,8 @@ def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, recei
     failing.set()
     source.finish(["there"], lambda: None)
     thread.end(True, lambda: None)
-    assert capsys.readouterr().err.count("No space left on device") == 1 and not blocked.exists()
+    said = capsys.readouterr().err
+    assert said.count("No space left on device") == 1 and "there could not be written" in said and not blocked.exists()
     assert newest_step(receiver.folder / "checkpoints") == 10
 
 
@@ -265,3 +269,16 @@ def test_a_machine_with_another_run_in_its_folder_keeps_no_copy(tmp_path):
 def test_paths_of_checkpoints_are_those_of_the_checkpointer(here):
     listed = contents(here, Digests())
     assert list(listed.checkpoints) == [path_of(here / "checkpoints", 10).relative_to(here).as_posix()]
+
+
+def test_that_the_main_machine_cannot_be_reached_is_said_in_time(source, receiver, monkeypatch, capsys):
+    monkeypatch.setattr("hftune.checkpoints.mirror.PAUSE_S", 0.01)
+    source.close()
+    thread = CopyThread(receiver)
+    thread.start()
+    wait_for(lambda: thread._failed_in_a_row > 12)
+    thread.end(False, lambda: None)
+    said = capsys.readouterr().err
+    assert (
+        said.count("warning:") == 1 and f"{source.address[0]}:{source.address[1]} on the main machine does not answer" in said
+    )
