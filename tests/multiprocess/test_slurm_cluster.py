@@ -282,7 +282,6 @@ def test_job_that_loses_its_first_node_is_requeued_by_the_others(three_nodes, un
         three_nodes.power_off(1)
         assert job.wait() == ("COMPLETED", "0:0", 1), job.log
         assert job.state()["NodeList"] == "node[2-3]"
-        assert "The place where the machines meet" in job.log
     assert_whole(tmp_path / "out", [3, 2])
     assert_close(tmp_path / "out", undisturbed.folder)
 
