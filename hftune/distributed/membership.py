@@ -8,7 +8,7 @@ differently.
     GATHERING   the machines of the last round return, newcomers come
     MEETING     the next round's machines are chosen; they connect to the store of the first of them
     RUNNING     they train, until one is lost, leaves or fails, or a newcomer is let in: GATHERING again
-    ENDED       all of them have trained to the end
+    ENDED       the first of them has trained to the end
 """
 
 from __future__ import annotations
@@ -156,15 +156,17 @@ def advance(membership: Membership, view: View) -> Membership:
     """Return the document as this agent would have it; equal to ``membership`` if nothing is to be changed."""
     now = Membership.parse(membership.to_text())
     if now.phase is Phase.ENDED and view.has_left is None:
+        if (me := now.machines.get(view.me.id)) is not None:
+            me.is_done = view.is_done
         return now
     for name, seconds in view.silent.items():
         if name in now.machines and name != view.me.id:
             _remove(now, name, f"Lost {now.machines[name]}: no sign of life for {seconds:.0f} s")
     _place(now, view)
     _leave_out_the_cut(now, view)
+    _end(now)
     if now.phase is Phase.RUNNING:
         _let_in(now, view)
-        _end(now)
     if now.phase is Phase.MEETING:
         _meet(now, view)
     if now.phase is Phase.GATHERING:
@@ -242,9 +244,12 @@ def _let_in(now: Membership, view: View) -> None:
 
 
 def _end(now: Membership) -> None:
-    """End the job once all who are left of the round have trained to the end."""
-    if now.phase is Phase.RUNNING and now.members and all(one.is_done for one in now.here(now.members)):
-        now.phase = Phase.ENDED
+    """End the job once the first machine's processes have trained to the end, as one of them writes the results.
+
+    A newcomer may have been let in meanwhile; nobody will train with it.
+    """
+    if now.members and now.machines[now.members[0]].is_done:
+        now.phase, now.chosen = Phase.ENDED, []
 
 
 def _choose(now: Membership, view: View) -> None:

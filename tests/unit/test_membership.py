@@ -238,18 +238,20 @@ def test_a_loss_while_the_others_finish_their_step_makes_a_planned_end_unplanned
     assert not over.over.is_planned and over.over.reason.endswith(f"Lost {lost} (10.0.0.{lost}): no sign of life for 4 s")
 
 
-def test_the_job_ends_when_all_who_are_left_are_done():
+def test_the_job_ends_when_the_first_machine_is_done_whoever_has_come_meanwhile():
     world = started(2)
     first, second = (world.agents[name] for name in world.membership.members)
-    first.view = replace(first.view, is_done=True)
+    second.view = replace(second.view, is_done=True)
     world.pass_time(10)
     assert world.membership.phase is Phase.RUNNING
-    second.view = replace(second.view, is_done=True)
+    world.start("late")
     world.pass_time(1)
-    assert world.membership.phase is Phase.ENDED
+    first.view = replace(first.view, is_done=True)
+    world.pass_time(10)
+    assert world.membership.phase is Phase.ENDED and "late" not in world.membership.members
     first.view = replace(first.view, has_left="")
     first.look()
-    assert list(world.membership.machines) == [second.view.me.id] and world.membership.over is None
+    assert set(world.membership.machines) == {second.view.me.id, "late"} and world.membership.over is None
 
 
 def test_silence_is_counted_by_the_own_clock_and_not_while_this_machine_itself_stood_still():
