@@ -5,8 +5,8 @@
 Network namespaces with host names of their own, one torchrun with ``rdzv_backend: hftune`` in each, one process a machine, a
 small BERT with dropout, Gloo, an output folder that all see, a checkpoint every tenth step. The events are drawn with their
 times: a training process killed; all processes of a machine killed; a machine without power (nobody hears that its connections
-are closed); its cable cut for some seconds; SIGTERM to its launcher; a machine that hangs (SIGSTOP) for some seconds; a machine
-that comes. A launcher that has ended is started again by a later event.
+are closed), and a second one killed within five seconds of that; its cable cut for some seconds; SIGTERM to its launcher; a
+machine that hangs (SIGSTOP) for some seconds; a machine that comes. A launcher that has ended is started by a later one.
 
 "seconds": from the event to the next finished step. "pause": without a step, which is less where machines leave or come by
 word. "lost": steps that were finished and computed again. "equal": losses and weights of the last model are those of the
@@ -54,8 +54,6 @@ WORDS = (
 )
 GAP = (3, 25)
 """Steps between the moment when the job has gone on after an event, and the next event."""
-STEPS_PER_EVENT = 60
-"""Enough for those, and for what is trained while a machine is away or starts. The last of them are taken at full speed."""
 AWAY_S = (6.0, 14.0)
 """How long a cable is cut, or a machine hangs."""
 BACK_S = 60.0
@@ -77,6 +75,8 @@ class Machines:
     def __init__(self, job: ElasticJob, machines: list[Machine], draw: random.Random):
         self.job, self.machines, self.draw = job, machines, draw
         self.agents: dict[str, Agent] = {}
+        self.struck = 0.0
+        """When the last event happened."""
 
     @property
     def alive(self) -> list[Machine]:
@@ -93,14 +93,15 @@ class Machines:
         """Let an event happen, and wait until the job has gone on."""
         machine = self.draw.choice(self.down if kind == "arrival" else self.alive)
         print(f"  step {self.job.step}: {kind}, {machine.name}", end="", flush=True)
-        began, undo = time.monotonic(), KINDS[kind](self, machine)
-        found = self.job.wait_for_resumption(began, comes=self.agents[machine.name] if kind == "arrival" else None)
+        self.struck = time.monotonic()
+        undo = KINDS[kind](self, machine)
+        found = self.job.wait_for_resumption(self.struck, comes=self.agents[machine.name] if kind == "arrival" else None)
         print(f": {found.seconds:.1f} s, {found.lost_steps} steps lost, {found.world_size} machines go on", flush=True)
         if kind == "SIGTERM":
             self.job.wait_for_end(self.agents[machine.name])
         if undo is not None:
             away_s = self.draw.uniform(*AWAY_S)
-            time.sleep(max(0.0, began + away_s - time.monotonic()))
+            time.sleep(max(0.0, self.struck + away_s - time.monotonic()))
             self._back(machine, undo)
         return Outcome(kind, found)
 
@@ -119,6 +120,15 @@ def hang(machines: Machines, machine: Machine) -> Callable[[], None]:
     return lambda: machine.signal(signal.SIGCONT)
 
 
+def two_machines(machines: Machines, machine: Machine) -> None:
+    """A second one, while the others find out about the first."""
+    second = machines.draw.choice([other for other in machines.alive if other is not machine])
+    machine.power_off()
+    time.sleep(machines.draw.uniform(0.0, 5.0))
+    machines.struck = time.monotonic()
+    second.kill()
+
+
 def cut(machines: Machines, machine: Machine) -> Callable[[], None]:
     machine.cut()
     return machine.mend
@@ -128,6 +138,7 @@ KINDS: dict[str, Callable[[Machines, Machine], Callable[[], None] | None]] = {
     "process killed": lambda machines, machine: machines.agents[machine.name].kill_worker(),
     "machine killed": lambda machines, machine: machine.kill(),
     "power off": lambda machines, machine: machine.power_off(),
+    "two machines": two_machines,
     "cable cut": cut,
     "hang": hang,
     "SIGTERM": lambda machines, machine: machines.agents[machine.name].process.send_signal(signal.SIGTERM),
@@ -168,6 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("runs", type=int, nargs="?", default=1)
     parser.add_argument("--events", type=int, default=30)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="of events, in this order; default: drawn from all")
+    parser.add_argument("--steps", type=int, default=60, help="for each event; those that are left are taken at full speed")
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.15, help="seconds that a micro-batch takes at least")
@@ -175,7 +187,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="start processes that have imported everything")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
-    three = {"events": 3, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
+    three = {"events": 3, "steps": 25, "pause": 0.25, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
     return parse_options(parser, smoke={"runs": 1, **three})
 
 
@@ -184,7 +196,7 @@ def said(same: bool) -> tuple[str]:
 
 
 def num_steps(options: argparse.Namespace) -> int:
-    return STEPS_PER_EVENT * (options.events + 1)
+    return options.steps * (options.events + 1)
 
 
 def unbroken(folder: Path, options: argparse.Namespace, python: str) -> Path:
@@ -237,7 +249,7 @@ def possible_kinds(there: Machines) -> list[str]:
     arrival = ["arrival"] if there.down else []
     if len(there.alive) == 1:
         return [*arrival, "process killed"]
-    return [*arrival, *(kind for kind in KINDS if kind != "arrival")]
+    return [*arrival, *(kind for kind in KINDS if kind != "arrival" and (kind != "two machines" or len(there.alive) > 2))]
 
 
 def draw_kind(kinds: list[str], there: Machines, draw: random.Random) -> str:

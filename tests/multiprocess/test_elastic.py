@@ -146,7 +146,6 @@ def test_accelerate_launch_is_told_the_least_number_of_machines(machines, begin,
     [
         (("--rdzv_conf", "min_machines=5"), r"min_machines=5 .* the most, 2\."),
         (("--rdzv_conf", "min_machines=0"), r"min_machines=0 "),
-        (("--rdzv_backend", "c10d", "--rdzv_endpoint", f"10.77.0.1:{PORT}"), r"--rdzv[-_]backend hftune"),
     ],
 )
 def test_a_range_that_cannot_be_is_refused_in_a_sentence(machines, begin, tmp_path, launcher, says):

@@ -279,7 +279,7 @@ def test_job_that_loses_its_first_node_is_requeued_by_the_others(three_nodes, un
     with submitting(three_nodes, tmp_path) as submit:
         job = submit(*SLOW, "1-3", "checkpoint.every=4")
         job.says("step 6/16")
-        three_nodes.cut(1)
+        three_nodes.power_off(1)
         assert job.wait() == ("COMPLETED", "0:0", 1), job.log
         assert job.state()["NodeList"] == "node[2-3]"
     assert_whole(tmp_path / "out", [3, 2])
@@ -289,7 +289,7 @@ def test_job_that_loses_its_first_node_is_requeued_by_the_others(three_nodes, un
 @long
 def test_job_with_too_few_nodes_left_is_requeued(three_nodes, tmp_path):
     with submitting(three_nodes, tmp_path) as submit:
-        job = submit(*SLOW, "3-4", "checkpoint.every=4", "--partition", "main")
+        job = submit(*SLOW, "3-4", "checkpoint.every=4")
         job.says("step 6/16")
         three_nodes.cut(3)
         job.says(f"job {job.number} has lost too many nodes: back into the queue")
