@@ -290,6 +290,8 @@ class Watchdog:
             self._lost_at = 0.0
         elif not self._is_outlived():
             return report
+        elif self._rounds is not None and self._rounds.asks_to_leave:  # all were to finish their step, and now they cannot
+            self._rounds.hang_up()
         if self._got_sigterm and self.reports_sigterm:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
             return Report(f"{text}, from its launcher, a scheduler or a person.", rank=self.here.rank)
@@ -303,9 +305,6 @@ class Watchdog:
         if self.here.round is None:
             return False
         self._lost_at = self._lost_at or time.monotonic()
-        rounds = self._rounds
-        if rounds is not None and rounds.over is not None and rounds.has_promised:  # perhaps it was planned: nobody was woken
-            rounds.hang_up()
         return agents_word() is not None or time.monotonic() - self._lost_at < AGENT_S
 
     def _describe_loss(self) -> Report:
