@@ -52,8 +52,6 @@ WORDS = (
     *("train.micro_batch_tokens=null", "train.micro_batch_size=4", "train.epochs=10000", "train.log_every=1", "train.lr=5e-5"),
     *("eval.every=100000", "checkpoint.every=10", "resume=auto"),
 )
-GAP = (3, 25)
-"""Steps between the moment when the job has gone on after an event, and the next event."""
 AWAY_S = (6.0, 14.0)
 """How long a cable is cut, or a machine hangs."""
 BACK_S = 60.0
@@ -187,7 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="start processes that have imported everything")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
-    three = {"events": 3, "steps": 25, "pause": 0.25, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
+    three = {"events": 3, "steps": 30, "pause": 0.15, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
     return parse_options(parser, smoke={"runs": 1, **three})
 
 
@@ -225,7 +223,7 @@ def broken_run(
         for machine in members[: max(2, len(members) - 1)]:
             there.start(machine)
         for place in range(options.events):
-            job.wait_for_step(job.step + draw.randint(*GAP))
+            job.wait_for_step(job.step + draw.randint(3, options.steps // 3))
             kinds = possible_kinds(there)
             wanted = options.kinds[place % len(options.kinds)] if options.kinds else draw_kind(kinds, there, draw)
             found.append(there.strike(wanted if wanted in kinds else kinds[0]))
