@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +104,7 @@ class ElasticJob:
         self.brake.touch()
         self.agents: list[Agent] = []
         self.seen: list[Seen] = []
-        self._read = 0
+        self._ledger: io.FileIO | None = None
 
     # Machines
 
@@ -139,14 +142,18 @@ class ElasticJob:
     # What became of it
 
     def look(self) -> None:
-        """Read what the ledger has more of since the last look."""
-        path = self.output_dir / "ledger.jsonl"
-        if not path.is_file() or path.stat().st_size <= self._read:
+        """Read what the ledger has more of since the last look.
+
+        A job that has lost its main machine before the first checkpoint begins a new one.
+        """
+        if self._ledger is None or os.fstat(self._ledger.fileno()).st_nlink == 0:
+            with suppress(FileNotFoundError):
+                self._ledger, self._read = (self.output_dir / "ledger.jsonl").open("rb", buffering=0), 0
+        if self._ledger is None:
             return
         now = time.monotonic()
-        with path.open("rb") as file:
-            file.seek(self._read)
-            whole = file.read().rpartition(b"\n")[0]
+        self._ledger.seek(self._read)
+        whole = self._ledger.read().rpartition(b"\n")[0]
         if whole:
             self.seen += [Seen(now, json.loads(line)) for line in whole.split(b"\n")]
             self._read += len(whole) + 1
