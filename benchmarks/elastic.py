@@ -1,6 +1,6 @@
 """Let machines die, hang, leave and come while a job trains, and compare with a run that was left alone.
 
-    python benchmarks/elastic.py [RUNS] [--events 30] [--machines 4] [--seed 0] [--restart] [--warm] [--meeting folder|host]
+    python benchmarks/elastic.py [RUNS] [--restarts 0] [--events 30] [--machines 4] [--seed 0] [--at-once 1]
 
 Network namespaces with host names of their own, one torchrun with ``rdzv_backend: hftune`` in each, one process a machine, a
 small BERT with dropout, Gloo, an output folder that all see, a checkpoint every tenth step. The events are drawn with their
@@ -13,14 +13,16 @@ word. "lost": steps that were finished and computed again. "equal": losses and w
 unbroken run of one process to 1e-5 of the largest of each tensor, and the audit is clean; key.bias is left out, as its true
 gradient is zero, and Adam makes steps of rounding noise.
 
---restart: never regroup in place. --warm: processes are forks of an interpreter that has imported everything, so that seconds
-do not hold imports. --meeting: at a host that stays (hftune meeting), or in a folder that all see.
+The processes of RUNS are forks of an interpreter that has imported everything: all machines share the cores of this one, and
+only those of newcomers and replaced ones would import anything. --restarts: so many further runs never regroup in place, and
+their processes import everything. --meeting: at a host that stays (hftune meeting), or in a folder that all see.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -29,9 +31,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from record import parse_options, print_table, save
@@ -52,7 +55,7 @@ WORDS = (
     *("train.micro_batch_tokens=null", "train.micro_batch_size=4", "train.epochs=10000", "train.log_every=1", "train.lr=5e-5"),
     *("eval.every=100000", "checkpoint.every=10", "resume=auto"),
 )
-AWAY_S = (6.0, 14.0)
+AWAY_S = (5.0, 10.0)
 """How long a cable is cut, or a machine hangs."""
 BACK_S = 60.0
 """For a machine that was away to be taken in again, or to give up."""
@@ -64,7 +67,32 @@ class Outcome:
     """One event, and how the job went on."""
 
     kind: str
+    machine: str
+    step: int
+    """Before it happened."""
     resumption: Resumption
+
+
+@dataclass(frozen=True)
+class BrokenRun:
+    """What became of a run."""
+
+    number: int
+    is_in_place: bool
+    outcomes: list[Outcome]
+    difference: float = math.nan
+    """The furthest that a loss or a weight is from the unbroken run's."""
+    problems: Sequence[str] = ()
+    """What the audit has found, or that the run got stuck."""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference <= TOLERANCE and not self.problems
+
+    @property
+    def row(self) -> tuple:
+        way, lost = "in place" if self.is_in_place else "new processes", sum(one.resumption.lost_steps for one in self.outcomes)
+        return self.number, way, len(self.outcomes), lost, f"{self.difference:.1e}", "yes" if self.is_equal else "NO"
 
 
 class Machines:
@@ -90,18 +118,16 @@ class Machines:
     def strike(self, kind: str) -> Outcome:
         """Let an event happen, and wait until the job has gone on."""
         machine = self.draw.choice(self.down if kind == "arrival" else self.alive)
-        print(f"  step {self.job.step}: {kind}, {machine.name}", end="", flush=True)
-        self.struck = time.monotonic()
+        step, self.struck = self.job.step, time.monotonic()
         undo = KINDS[kind](self, machine)
         found = self.job.wait_for_resumption(self.struck, comes=self.agents[machine.name] if kind == "arrival" else None)
-        print(f": {found.seconds:.1f} s, {found.lost_steps} steps lost, {found.world_size} machines go on", flush=True)
         if kind == "SIGTERM":
             self.job.wait_for_end(self.agents[machine.name])
         if undo is not None:
             away_s = self.draw.uniform(*AWAY_S)
             time.sleep(max(0.0, self.struck + away_s - time.monotonic()))
             self._back(machine, undo)
-        return Outcome(kind, found)
+        return Outcome(kind, machine.name, step, found)
 
     def _back(self, machine: Machine, undo: Callable[[], None]) -> None:
         """Let a machine come back, and wait until it is taken in again or its launcher has ended."""
@@ -110,7 +136,6 @@ class Machines:
         self.job.wait_for(
             lambda: not agent.is_alive or self.job.resumption(back), f"answer of {machine.name}, which is back", BACK_S
         )
-        print(f"    {machine.name} is back and {'trains' if agent.is_alive else 'has ended'}", flush=True)
 
 
 def hang(machines: Machines, machine: Machine) -> Callable[[], None]:
@@ -146,30 +171,44 @@ KINDS: dict[str, Callable[[Machines, Machine], Callable[[], None] | None]] = {
 
 
 def main() -> int:
-    options, outcomes, equal, rows = parse(), defaultdict(list), 0, []
+    options = parse()
+    try:
+        with several_machines(1):
+            pass
+    except NotAllowed as error:
+        print(f"benchmarks/elastic.py {error}.", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.environ.setdefault("HF_DATASETS_CACHE", str(folder))
-        python = warm_python() if options.warm else sys.executable
+        os.environ.setdefault("HF_DATASETS_CACHE", name)
+        python, numbers = warm_python(), range(1, options.runs + options.restarts + 1)
         expected = unbroken(folder / "unbroken", options, python)
-        for number in range(options.runs):
-            (folder / str(number)).mkdir()
-            print(f"Run {number + 1}", flush=True)
-            try:
-                with several_machines(options.machines + 1) as machines:
-                    found, job = broken_run(folder / str(number), machines, options, number, python)
-            except NotAllowed as error:
-                print(f"benchmarks/elastic.py {error}.", file=sys.stderr)
-                return 2
-            for outcome in found:
-                outcomes[outcome.kind].append(outcome.resumption)
-            difference, problems = compare(job.output_dir, expected)
-            equal += (same := difference <= TOLERANCE and not problems)
-            rows.append(
-                (number + 1, len(found), sum(one.resumption.lost_steps for one in found), f"{difference:.1e}", *said(same))
-            )
-            print(*rows[-1], *problems, sep="  ", flush=True)
-    return report(options, outcomes, rows, equal)
+        with ProcessPoolExecutor(options.at_once) as pool:
+            runs = list(pool.map(partial(break_run, folder, options, expected, python), numbers))
+    return report(options, runs)
+
+
+def break_run(folder: Path, options: argparse.Namespace, expected: Path, python: str, number: int) -> BrokenRun:
+    """Train through all events, in a process that the network namespaces are named after."""
+    is_in_place, found = number <= options.runs, []
+    job_folder = folder / str(number)
+    job_folder.mkdir()
+    try:
+        with several_machines(options.machines + 1) as machines:
+            for outcome in broken_run(job_folder, machines, options, number, python if is_in_place else sys.executable):
+                found.append(outcome)
+                print(f"  {number}.{len(found)}: {outcome.kind}, {outcome.machine}, after step {outcome.step}:", end=" ")
+                now = outcome.resumption
+                print(f"{now.seconds:.1f} s, {now.lost_steps} steps lost, {now.world_size} machines go on", flush=True)
+        run = BrokenRun(number, is_in_place, found, *compare(job_folder / "out", expected))
+    except Stuck as error:
+        if options.keep is not None:
+            options.keep.mkdir(exist_ok=True)
+            (options.keep / f"{number}.txt").write_text(str(error))
+        print(f"STUCK: {error}", file=sys.stderr)
+        run = BrokenRun(number, is_in_place, found, problems=("stuck",))
+    print(*run.row, *run.problems, sep="  ", flush=True)
+    return run
 
 
 def parse() -> argparse.Namespace:
@@ -181,16 +220,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds that a micro-batch takes at least")
-    parser.add_argument("--restart", action="store_true", help="never regroup in place")
-    parser.add_argument("--warm", action="store_true", help="start processes that have imported everything")
+    parser.add_argument("--restarts", type=int, default=0, help="further runs, which never regroup in place")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
     three = {"events": 3, "steps": 30, "pause": 0.15, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
     return parse_options(parser, smoke={"runs": 1, **three})
-
-
-def said(same: bool) -> tuple[str]:
-    return ("yes" if same else "NO",)
 
 
 def num_steps(options: argparse.Namespace) -> int:
@@ -207,17 +242,21 @@ def unbroken(folder: Path, options: argparse.Namespace, python: str) -> Path:
 
 def broken_run(
     folder: Path, machines: list[Machine], options: argparse.Namespace, number: int, python: str
-) -> tuple[list[Outcome], ElasticJob]:
-    """Train to the end through all events."""
+) -> Iterator[Outcome]:
+    """Let events happen, and yield how the job went on after each; then let it train to its end.
+
+    Raises:
+        Stuck: it does not go on.
+    """
     draw = random.Random(f"{options.seed}/{number}")
     *members, stays = machines
     endpoint = f"{stays.address}:{PORT}" if options.meeting == "host" else str(folder / "meeting")
     words = [*WORDS, f"train.max_steps={num_steps(options)}", f"task.pause_s={options.pause}", "train.dead_after_s=20"]
-    variables = {"HFTUNE_REGROUP": "restart"} if options.restart else {}
+    variables = {} if number <= options.runs else {"HFTUNE_REGROUP": "restart"}
     job = ElasticJob(
         folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, "last_call=3,regroup_every=3", variables
     )
-    there, found = Machines(job, members, draw), []
+    there = Machines(job, members, draw)
     meeting = job.run(stays, "-m", "hftune.cli", "meeting", str(PORT)) if options.meeting == "host" else None
     try:
         for machine in members[: max(2, len(members) - 1)]:
@@ -226,20 +265,15 @@ def broken_run(
             job.wait_for_step(job.step + draw.randint(3, options.steps // 3))
             kinds = possible_kinds(there)
             wanted = options.kinds[place % len(options.kinds)] if options.kinds else draw_kind(kinds, there, draw)
-            found.append(there.strike(wanted if wanted in kinds else kinds[0]))
+            yield there.strike(wanted if wanted in kinds else kinds[0])
         job.brake.unlink()
         job.wait_for_end(*(there.agents[machine.name] for machine in there.alive), timeout_s=300)
         if not (job.output_dir / "result.json").exists():
             raise Stuck(f"All launchers have ended, and training has not.\n{job.words_of_all()}")
-    except Stuck as error:
-        if options.keep is not None:
-            options.keep.write_text(str(error))
-        sys.exit(f"\nSTUCK in run {number + 1} after {len(found)} events. {error}")
     finally:
         job.end()
         if meeting is not None:
             meeting.machine.kill()
-    return found, job
 
 
 def possible_kinds(there: Machines) -> list[str]:
@@ -278,28 +312,30 @@ def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-def report(options: argparse.Namespace, outcomes: dict[str, list[Resumption]], runs: list[tuple], equal: int) -> int:
-    rows = [row(kind, outcomes[kind]) for kind in KINDS if outcomes[kind]]
-    everything = [found for each in outcomes.values() for found in each]
-    rows.append(row("all", everything))
-    way = "by new processes" if options.restart else "in place where possible"
+def report(options: argparse.Namespace, runs: list[BrokenRun]) -> int:
     header = ("event", "events", "lost", "most lost", "seconds", "slowest", "pause", "longest")
-    tables = [
-        print_table(f"{len(everything)} events on {options.machines} machines, {way}; medians", header, rows),
-        print_table("The runs", ("run", "events", "lost", "furthest", "equal"), runs),
-    ]
-    slowest = max(found.seconds for found in everything)
-    what = (
-        f"{options.runs} runs on {options.machines} machines, {options.events} kills, cuts, hangs, departures and arrivals each"
-    )
-    figure = f"{equal} equal to the undisturbed run to {TOLERANCE:g}; at most {slowest:.0f} s to the next step, {way}"
-    save(__file__, options, tables, {what: figure})
+    tables, figures = [], []
+    for is_in_place, way in ((True, "in place where possible"), (False, "by new processes")):
+        outcomes = [outcome for run in runs if run.is_in_place == is_in_place for outcome in run.outcomes]
+        if outcomes:
+            rows = [
+                row(kind, [one for one in outcomes if kind in (one.kind, "all")])
+                for kind in (*KINDS, "all")
+                if any(kind in (one.kind, "all") for one in outcomes)
+            ]
+            tables.append(print_table(f"{len(outcomes)} events on {options.machines} machines, {way}; medians", header, rows))
+            seconds = [outcome.resumption.seconds for outcome in outcomes]
+            figures.append(f"median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s to the next step {way}")
+    tables.append(print_table("The runs", ("run", "way", "events", "lost", "furthest", "equal"), [run.row for run in runs]))
+    what = f"{len(runs)} runs, {options.events} kills, power failures, cuts, hangs, departures and arrivals each"
+    equal = sum(run.is_equal for run in runs)
+    save(__file__, options, tables, {what: "; ".join([f"{equal} equal to the undisturbed run to {TOLERANCE:g}", *figures])})
     return 0 if equal == len(runs) else 1
 
 
-def row(kind: str, found: list[Resumption]) -> tuple:
-    seconds, pauses = [one.seconds for one in found], [one.pause_s for one in found]
-    lost = [one.lost_steps for one in found]
+def row(kind: str, outcomes: list[Outcome]) -> tuple:
+    found = [one.resumption for one in outcomes]
+    seconds, pauses, lost = zip(*((one.seconds, one.pause_s, one.lost_steps) for one in found), strict=True)
     times = [f"{figure:.1f}" for each in (seconds, pauses) for figure in (statistics.median(each), max(each))]
     return kind, len(found), sum(lost), max(lost), *times
 
