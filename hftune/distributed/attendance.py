@@ -32,6 +32,8 @@ LEAVE_S = 5.0
 """For the last word to be written."""
 PLACE_S = 20.0
 """For the meeting place to answer again. Who gets no answer for so long ends; only then do others replace a whole round."""
+RETURN_S = 2.0
+"""For the machines of a job to bring its document back to a meeting place that was started again."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Attendance:
         """What all machines must have in common, see consistency.py."""
         self.refusal: str | None = None
         """Why this machine cannot be in the job."""
+        self.return_s = 0.0
+        """How long to see an empty meeting place before beginning a job there."""
         self._listener = socket.create_server((me.address, 0), family=_family(me.address))
         self.me = replace(me, port=self._listener.getsockname()[1])
         self.membership: Membership | None = None
@@ -179,8 +183,10 @@ class Attendance:
         )
 
     def _may_come(self, membership: Membership | None, silence: dict[str, float]) -> bool:
-        """Whether it is clear if anybody is alive in this job: it may have been left without a word."""
-        if membership is None or self._is_over(membership, silence):
+        """Whether it is clear if anybody is alive in this job: it may have been left without a word, or be brought back."""
+        if membership is None:
+            return self._lasts("empty", True) >= self.return_s
+        if self._is_over(membership, silence):
             return True
         return any(self._silence.has_changed(name) for name in silence)
 

@@ -44,6 +44,7 @@ from hftune.distributed.attendance import (
     LEAVE_S,
     PLACE_S,
     REGROUP_EVERY_S,
+    RETURN_S,
     Attendance,
     Times,
 )
@@ -95,6 +96,8 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
         leave(str(error))
     me = Machine(uuid.uuid4().hex, socket.gethostname(), address)
     attendance = Attendance(place, me, int(least), most, times, fingerprint(recipe))
+    if isinstance(place, StorePlace) and not is_host:  # it may have been started again, while a job trains on
+        attendance.return_s = RETURN_S
     if recipe is not None:
         folder = Path(recipe.output_dir) / "checkpoints"
         attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("step_*")), default="")
@@ -273,10 +276,11 @@ class ElasticRendezvous(RendezvousHandler):
             return 0
         membership = self.attendance.membership
         assert membership is not None
-        if membership.phase is Phase.ENDED and self._ends_in_s() < 0:
+        has_ended = membership.phase is Phase.ENDED and membership.job == self.attendance.job
+        if has_ended and self._ends_in_s() < 0:
             say("The job has ended, and the processes of this machine wait for others: they are ended.")
             sys.exit(0)
-        if self._goes_on(membership) or self._is_leaving or membership.phase is Phase.ENDED:
+        if self._goes_on(membership) or self._is_leaving or has_ended:
             return 0
         is_here = self.attendance.me.id in membership.machines
         can_stay = is_here and self.folder.will_stay(self.round, self.local_world_size)
@@ -457,7 +461,11 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _check_job(self, membership: Membership) -> None:
         """End the launcher if there is nothing left to do."""
-        if membership.phase is Phase.ENDED or self.attendance.job not in (None, membership.job):
+        if self.attendance.job not in (None, membership.job):  # not code 0, which says that the training is complete
+            pause(
+                f"Another job has begun at {self.where} while this machine was not heard of. The same command takes part in it."
+            )
+        if membership.phase is Phase.ENDED:
             say(f"The job at {self.where} has ended without this machine.")
             sys.exit(0)
 

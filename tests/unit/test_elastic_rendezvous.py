@@ -211,6 +211,32 @@ def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     attendance.leave("")
 
 
+def test_a_newcomer_does_not_begin_a_job_where_another_one_is_about_to_be_brought_back(tmp_path):
+    place = FolderPlace(tmp_path, "job")
+    first, second = (Attendance(place, Machine(name, name, "127.0.0.1"), 1, 2, Times(9), {"host": name}) for name in "ab")
+    second.return_s = 1.0
+    for each in (first, second):
+        each.say(ready_after=-1)
+    first._look()
+    (place._folder / "membership.json").unlink()
+    second._look()  # it is the first one to come to the place that was started again
+    until(lambda: first._look() or second._look() or second.membership is not None)
+    assert second.job == first.job and len(second.membership.machines) == 2
+
+
+def test_who_finds_another_job_has_not_trained_to_the_end(start, capsys):
+    agent = start()
+    meet(agent)
+    agent.attendance._ends = True
+    agent.attendance._threads[0].join()
+    for phase in (Phase.RUNNING, Phase.ENDED):
+        agent.attendance.membership = Membership("another", 1, 2, phase)
+        assert agent.num_nodes_waiting() == 1  # its processes end
+        with pytest.raises(SystemExit) as caught:
+            agent.next_rendezvous()
+        assert caught.value.code == 75 and "Another job has begun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("port", [0, 70000])
 def test_a_port_that_is_none_is_refused(capsys, port):
     assert cli.main(["meeting", str(port)]) == 2
