@@ -32,6 +32,8 @@ LEAVE_S = 5.0
 """For the last word to be written."""
 PLACE_S = 20.0
 """For the meeting place to answer again. Who gets no answer for so long ends; only then do others replace a whole round."""
+HANG_UP_S = 3.0
+"""For an answer to one look, before the place is connected to anew. Well below PLACE_S."""
 RETURN_S = 2.0
 """For the machines of a job to bring its document back to a meeting place that was started again."""
 
@@ -265,6 +267,8 @@ class Attendance:
         last = time.monotonic()
         while True:
             time.sleep(2 * BEAT_S)
+            if self.unanswered_s > HANG_UP_S:
+                self.place.hang_up()
             now, unreached = time.monotonic(), self._find_unreached()
             is_known = unreached is not None and unreached == self._unreached
             self._cut_s = self._cut_s + min(time.monotonic() - last, 4 * BEAT_S) if is_known else 0.0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
@@ -209,6 +212,39 @@ def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     assert Membership.parse(again.read()).job == attendance.job
     assert json.loads(again.note(f"facts-{attendance.job}")) == {"host": "a"}
     attendance.leave("")
+
+
+def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monkeypatch):
+    """As after a cut cable: TCP waits for twice the time that it was cut."""
+    for name, value in {"BEAT_S": 0.05, "HANG_UP_S": 0.3}.items():
+        monkeypatch.setattr(attendance, name, value)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as cable:
+        port, is_cut = cable.getsockname()[1], [threading.Event()]
+
+        def carry(source: socket.socket, target: socket.socket, cut: threading.Event) -> None:
+            with suppress(OSError):
+                while (data := source.recv(4096)) and not cut.is_set():
+                    target.sendall(data)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    ends = cable.accept()[0], socket.create_connection(("127.0.0.1", store.port))
+                    for each in (ends, ends[::-1]):
+                        threading.Thread(target=carry, args=[*each, is_cut[-1]], daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        connect = partial(elastic_rendezvous.connect, "127.0.0.1", port, 1.0)
+        agent = Attendance(StorePlace(connect(), "job", connect), Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {})
+        agent.say(ready_after=-1)
+        agent.start()
+        until(lambda: agent.membership is not None)
+        is_cut.append(threading.Event())
+        is_cut[0].set()  # the connections of before, for ever
+        until(lambda: agent.unanswered_s > 0.3)
+        until(lambda: agent.unanswered_s < 0.2)
+        agent.leave("")
 
 
 def test_a_newcomer_does_not_begin_a_job_where_another_one_is_about_to_be_brought_back(tmp_path):
