@@ -73,7 +73,9 @@ class Attendance:
         self.newest_checkpoint: Callable[[], Any] = lambda: None
         self._view = View(self.me)
         self._changed, self._wake, self._ends = threading.Condition(), threading.Event(), False
-        self._looked_at = self._answered_at = time.monotonic()
+        self.unanswered_s = 0.0
+        """Since the meeting place last answered; without the time for which this machine itself stood still."""
+        self._looked_at = time.monotonic()
         self._count, self._silence = 0, Silence(2 * BEAT_S)
         self._since: dict[Any, float] = {}
         self._unreached: str | None = None
@@ -100,11 +102,6 @@ class Attendance:
         with self._changed:
             self._changed.wait(seconds)
 
-    @property
-    def unanswered_s(self) -> float:
-        """Seconds since the meeting place last answered."""
-        return time.monotonic() - self._answered_at
-
     def leave(self, reason: str) -> None:
         """Say goodbye, and wait for a moment until it is written."""
         self.say(has_left=reason)
@@ -116,7 +113,7 @@ class Attendance:
         while not self._ends:
             try:
                 self._look()
-                self._answered_at, self.error = time.monotonic(), None
+                self.unanswered_s, self.error = 0.0, None
             except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
             with self._changed:
@@ -267,12 +264,14 @@ class Attendance:
         last = time.monotonic()
         while True:
             time.sleep(2 * BEAT_S)
+            unreached, now = self._find_unreached(), time.monotonic()
+            passed_s, last = min(now - last, 4 * BEAT_S), now
+            is_known = unreached is not None and unreached == self._unreached
+            self._cut_s = self._cut_s + passed_s if is_known else 0.0
+            self._unreached = unreached
+            self.unanswered_s += passed_s
             if self.unanswered_s > HANG_UP_S:
                 self.place.hang_up()
-            now, unreached = time.monotonic(), self._find_unreached()
-            is_known = unreached is not None and unreached == self._unreached
-            self._cut_s = self._cut_s + min(time.monotonic() - last, 4 * BEAT_S) if is_known else 0.0
-            self._unreached, last = unreached, now
 
     def _find_unreached(self) -> str | None:
         """Return the id of the first machine if it is not reached, or that of this one if its cable was pulled."""

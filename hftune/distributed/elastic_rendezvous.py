@@ -351,10 +351,12 @@ class ElasticRendezvous(RendezvousHandler):
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt
-            if membership.phase is Phase.GATHERING and waited_s > attendance.times.join and not membership.awaited:
+            is_short = membership.phase is Phase.GATHERING and not membership.awaited
+            if is_short and waited_s > attendance.times.join:
                 self._give_up(membership, waited_s)
             if waited_s > reminder_s:
-                say(f"{self._situation(membership)}")
+                ends = f" Waiting for {attendance.times.join - waited_s:.0f} s more."
+                say(self._situation(membership) + (ends if is_short and len(membership.machines) < membership.least else ""))
                 reminder_s += REMINDER_S
         self._begin(membership)
 

@@ -115,12 +115,14 @@ def test_who_does_not_fit_is_refused_and_the_others_go_on(start, capsys):
     assert agent.num_nodes_waiting() == 0
 
 
-def test_too_few_machines_end_with_who_is_here(start, capsys):
+def test_too_few_machines_end_with_who_is_here(start, capsys, monkeypatch):
+    monkeypatch.setattr(elastic_rendezvous, "REMINDER_S", 0.6)
     with pytest.raises(SystemExit) as caught, ThreadPoolExecutor() as pool:
-        pool.submit(start(least=2, most=3, join_timeout=0.5).next_rendezvous).result()
+        pool.submit(start(least=2, most=3, join_timeout=1.0).next_rendezvous).result()
     said = capsys.readouterr().err
     assert caught.value.code == 75  # a scheduler may start it again
     assert "1 machine is here" in said and "at least 2 are needed" in said and "HFTUNE_JOIN_TIMEOUT_S=" in said
+    assert "needed. Start the same command on more machines; they meet at" in said and " Waiting for 1 s more." in said
 
 
 @pytest.mark.parametrize(
