@@ -33,7 +33,7 @@ LEAVE_S = 5.0
 PLACE_S = 20.0
 """For the meeting place to answer again. Who gets no answer for so long ends; only then do others replace a whole round."""
 HANG_UP_S = 3.0
-"""For an answer to one look, before the place is connected to anew. Well below PLACE_S."""
+"""For the meeting place to answer before it is connected to anew, and again after each further time. Well below PLACE_S."""
 RETURN_S = 2.0
 """For the machines of a job to bring its document back to a meeting place that was started again."""
 
@@ -270,7 +270,7 @@ class Attendance:
             self._cut_s = self._cut_s + passed_s if is_known else 0.0
             self._unreached = unreached
             self.unanswered_s += passed_s
-            if self.unanswered_s > HANG_UP_S:
+            if self.unanswered_s // HANG_UP_S > (self.unanswered_s - passed_s) // HANG_UP_S:
                 self.place.hang_up()
 
     def _find_unreached(self) -> str | None:

@@ -276,7 +276,7 @@ class ElasticRendezvous(RendezvousHandler):
             return 0
         membership = self.attendance.membership
         assert membership is not None
-        has_ended = membership.phase is Phase.ENDED and membership.job == self.attendance.job
+        has_ended = self._has_ended(membership)
         if has_ended and self._ends_in_s() < 0:
             say("The job has ended, and the processes of this machine wait for others: they are ended.")
             sys.exit(0)
@@ -399,7 +399,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _tell_processes(self, membership: Membership) -> None:
         """Tell the processes of this machine that their round is over. By the attending thread, as they wait for it."""
-        if self.round < 0 or self._goes_on(membership) or membership.phase is Phase.ENDED or membership.round > self.round:
+        if self.round < 0 or self._goes_on(membership) or membership.round > self.round:
+            return
+        if self._has_ended(membership) or membership.job != self.attendance.job:
             return
         over = membership.over
         if over is None or self.attendance.me.id not in membership.machines:
@@ -463,13 +465,13 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _check_job(self, membership: Membership) -> None:
         """End the launcher if there is nothing left to do."""
-        if self.attendance.job not in (None, membership.job):  # not code 0, which says that the training is complete
+        if self._has_ended(membership):
+            say(f"The job at {self.where} has ended without this machine.")
+            sys.exit(0)
+        if membership.job != self.attendance.job:  # not code 0, which says that the training is complete
             pause(
                 f"Another job has begun at {self.where} while this machine was not heard of. The same command takes part in it."
             )
-        if membership.phase is Phase.ENDED:
-            say(f"The job at {self.where} has ended without this machine.")
-            sys.exit(0)
 
     def finish(self) -> None:
         """Wait for the other machines to finish: this one may serve their store."""
@@ -486,6 +488,12 @@ class ElasticRendezvous(RendezvousHandler):
                 if all(one.is_done for one in membership.here(membership.members)):
                     return
             self.attendance.wait(BEAT_S)
+
+    def _has_ended(self, membership: Membership) -> bool:
+        """Whether the job is known to have ended; another one may have begun at the same place since."""
+        if membership.phase is Phase.ENDED and membership.job == self.attendance.job:
+            self._ends_in_s()
+        return self._ended_at is not None
 
     def _ends_in_s(self) -> float:
         """Return the seconds that the processes of all machines have from now to end by themselves, as the job has ended."""

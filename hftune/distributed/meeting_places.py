@@ -48,7 +48,8 @@ class StorePlace:
 
     def __init__(self, store: Any, job: str, connect: Callable[[], Any]):
         self._store, self._key, self._connect = store, f"hftune/elastic/{job}", connect
-        self._port = store.port
+        self._first = store
+        """It may serve the place, which ends with the last reference."""
 
     def read(self) -> str:
         return self.swap("", "")
@@ -69,7 +70,7 @@ class StorePlace:
 
     def hang_up(self) -> None:
         # After a cut, TCP itself sends again only once as much time has passed as the cut took; a new connection is quicker.
-        hang_up(connections_to(self._port))
+        hang_up(connections_to(self._first.port))
 
     def _exchange(self, key: str, seen: str, wanted: str) -> str:
         return self._do(lambda store: store.compare_set(f"{self._key}/{key}", seen, wanted)).decode()

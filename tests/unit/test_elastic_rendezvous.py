@@ -200,8 +200,8 @@ def test_only_one_of_those_who_have_read_the_same_changes_the_document(tmp_path)
 def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     port = stores[0].port
-    place = StorePlace(stores[0], "job", lambda: elastic_rendezvous.connect("127.0.0.1", port, 0.2))
-    place._store = place._connect()
+    connect = partial(elastic_rendezvous.connect, "127.0.0.1", port, 0.2)
+    place = StorePlace(connect(), "job", connect)
     attendance = Attendance(place, Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {"host": "a"})
     attendance.say(ready_after=-1)
     attendance.start()
@@ -249,6 +249,20 @@ def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monke
         agent.leave("")
 
 
+def test_who_serves_the_place_serves_it_whatever_becomes_of_its_own_connection():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect = partial(elastic_rendezvous.connect, "127.0.0.1", server.port, 1.0)
+    place, other = StorePlace(server, "job", connect), StorePlace(connect(), "job", connect)
+    del server
+    place.swap("", "document")
+    place.hang_up()  # of this process, so of both
+    for each in (place, other):
+        with pytest.raises(RuntimeError):
+            each.read()
+        each.give_sign("a", "sign")
+        assert each.read() == "document"
+
+
 def test_a_newcomer_does_not_begin_a_job_where_another_one_is_about_to_be_brought_back(tmp_path):
     place = FolderPlace(tmp_path, "job")
     first, second = (Attendance(place, Machine(name, name, "127.0.0.1"), 1, 2, Times(9), {"host": name}) for name in "ab")
@@ -267,12 +281,19 @@ def test_who_finds_another_job_has_not_trained_to_the_end(start, capsys):
     meet(agent)
     agent.attendance._ends = True
     agent.attendance._threads[0].join()
-    for phase in (Phase.RUNNING, Phase.ENDED):
-        agent.attendance.membership = Membership("another", 1, 2, phase)
+    another = [Membership("another", 1, 2, phase) for phase in (Phase.RUNNING, Phase.ENDED)]
+    for membership in another:
+        agent.attendance.membership = membership
         assert agent.num_nodes_waiting() == 1  # its processes end
         with pytest.raises(SystemExit) as caught:
             agent.next_rendezvous()
         assert caught.value.code == 75 and "Another job has begun" in capsys.readouterr().err
+    for membership in (Membership(agent.attendance.job, 1, 2, Phase.ENDED), *another):
+        agent.attendance.membership = membership
+        assert agent.num_nodes_waiting() == 0  # its processes come to their end
+    with pytest.raises(SystemExit) as caught:
+        agent.next_rendezvous()
+    assert caught.value.code == 0
 
 
 @pytest.mark.parametrize("port", [0, 70000])
