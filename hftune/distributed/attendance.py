@@ -155,7 +155,8 @@ class Attendance:
                     continue
             membership, self.job = following, following.job
             break
-        self._ends = own.has_left is not None
+        if own.has_left is not None:
+            self._ends = True
         if membership is not None:
             self.membership = membership
             self.on_change(membership)
@@ -183,8 +184,9 @@ class Attendance:
 
     def _may_come(self, membership: Membership | None, silence: dict[str, float]) -> bool:
         """Whether it is clear if anybody is alive in this job: it may have been left without a word, or be brought back."""
+        empty_s = self._lasts("empty", membership is None)
         if membership is None:
-            return self._lasts("empty", True) >= self.return_s
+            return empty_s >= self.return_s
         if self._is_over(membership, silence):
             return True
         return any(self._silence.has_changed(name) for name in silence)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch.distributed import TCPStore
 
 from hftune.atomic import atomic_path
 from hftune.distributed.regroup import connections_to, hang_up
@@ -19,6 +23,8 @@ from hftune.distributed.regroup import connections_to, hang_up
 LOCKED_S = 20.0
 """How long the lock of a shared folder may be held; a write takes milliseconds."""
 SIGN_BYTES = 256
+POLL_S = 0.1
+"""Between two attempts to connect."""
 
 
 class MeetingPlace(Protocol):
@@ -81,6 +87,26 @@ class StorePlace:
         except RuntimeError:
             self._store = None  # its connection does not come back; the next sign of life makes another
             raise
+
+
+def connect(host: str, port: int, seconds: float) -> TCPStore:
+    """Connect to a store that others serve, or raise OSError or DistError.
+
+    torch itself prints its call stack if nobody answers, hence the first attempt.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), 2 * POLL_S)).close()
+            break
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_S)
+    timeout = timedelta(seconds=max(until - time.monotonic(), 1.0))
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timedelta(seconds=60))
+    return store
 
 
 class FolderPlace:

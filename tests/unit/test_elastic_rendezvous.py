@@ -18,10 +18,11 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from hftune import cli
-from hftune.distributed import attendance, elastic_rendezvous, rounds
+from hftune.distributed import attendance, elastic_parameters, elastic_rendezvous, rounds
 from hftune.distributed.attendance import Attendance, Times
 from hftune.distributed.elastic_rendezvous import ElasticRendezvous
 from hftune.distributed.meeting_places import FolderPlace, StorePlace
+from hftune.distributed.meeting_places import connect as connect_to
 from hftune.distributed.membership import Machine, Membership, Phase
 from hftune.distributed.rendezvous import range_problem
 from hftune.distributed.rendezvous_backend import create_handler
@@ -35,7 +36,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name in (rounds.FOLDER, rounds.ROUND, rounds.JOB):
         monkeypatch.setenv(name, "")
-    for module in (attendance, elastic_rendezvous):
+    for module in (attendance, elastic_parameters, elastic_rendezvous):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     begun: list[ElasticRendezvous] = []
@@ -200,7 +201,7 @@ def test_only_one_of_those_who_have_read_the_same_changes_the_document(tmp_path)
 def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     port = stores[0].port
-    connect = partial(elastic_rendezvous.connect, "127.0.0.1", port, 0.2)
+    connect = partial(connect_to, "127.0.0.1", port, 0.2)
     place = StorePlace(connect(), "job", connect)
     attendance = Attendance(place, Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {"host": "a"})
     attendance.say(ready_after=-1)
@@ -237,7 +238,7 @@ def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monke
                         threading.Thread(target=carry, args=[*each, is_cut[-1]], daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        connect = partial(elastic_rendezvous.connect, "127.0.0.1", port, 1.0)
+        connect = partial(connect_to, "127.0.0.1", port, 1.0)
         agent = Attendance(StorePlace(connect(), "job", connect), Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {})
         agent.say(ready_after=-1)
         agent.start()
@@ -251,7 +252,7 @@ def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monke
 
 def test_who_serves_the_place_serves_it_whatever_becomes_of_its_own_connection():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connect = partial(elastic_rendezvous.connect, "127.0.0.1", server.port, 1.0)
+    connect = partial(connect_to, "127.0.0.1", server.port, 1.0)
     place, other = StorePlace(server, "job", connect), StorePlace(connect(), "job", connect)
     del server
     place.swap("", "document")
