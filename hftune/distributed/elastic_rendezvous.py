@@ -35,6 +35,7 @@ from hftune.distributed.elastic_parameters import attend, refuse
 from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.meeting_places import connect
 from hftune.distributed.membership import Machine, Membership, Phase
+from hftune.distributed.regroup import connections_to, hang_up
 from hftune.distributed.rendezvous_backend import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
 
 FINISH_S = 300.0
@@ -156,11 +157,10 @@ class ElasticRendezvous(RendezvousHandler):
         Args:
             own: to be told, in the words of torchrun's agent; None if it has told already.
         """
-        store = self.store
-        if own is not None:
-            store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
-        keys = [f"{ROLE}{rank}" for rank in range(len(self._members))]
-        with suppress(DistError):
+        store, keys = self.store, [f"{ROLE}{rank}" for rank in range(len(self._members))]
+        with suppress(DistError):  # the machine that serves the store is lost
+            if own is not None:
+                store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
             while not store.check(keys):
                 membership = self.attendance.membership
                 if membership is None or not self._goes_on(membership) or self.attendance.unanswered_s > PLACE_S:
@@ -230,9 +230,9 @@ class ElasticRendezvous(RendezvousHandler):
     def _begin(self, membership: Membership) -> None:
         """Write down the round that has begun."""
         before, self._members = self._members, membership.here(membership.members)
-        self.round, self._told = membership.round, None
         assert membership.store is not None
         self._address = membership.store
+        self.round, self._told = membership.round, None
         self.attendance.say(ready_after=None, stays=False)
         os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
@@ -256,6 +256,8 @@ class ElasticRendezvous(RendezvousHandler):
         if over != self._told:
             self.folder.end(self.round, over)
             self._told = over
+            if not over.is_planned:  # this agent may wait for an answer of the machine that is lost
+                hang_up(connections_to(self._address[1]))
 
     # Words, and ends
 
@@ -413,7 +415,8 @@ class RoundStore:
     def set(self, key: str, value: Any) -> None:
         if key.startswith(ROLE):
             self._meeting.local_world_size = json.loads(value)["local_world_size"]
-        self._meeting.store.set(key, value)
+        with suppress(DistError):  # as in ``sizes``
+            self._meeting.store.set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return all machines' numbers of processes; of none if the round is over already."""

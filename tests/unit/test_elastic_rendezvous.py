@@ -9,8 +9,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -71,6 +73,38 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
+
+
+@contextmanager
+def cable_to(port: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Yield a port that leads to another one, and what cuts its present connections so that neither end notices."""
+    cuts, opened = [threading.Event()], []
+
+    def carry(source: socket.socket, target: socket.socket, is_cut: threading.Event) -> None:
+        with suppress(OSError):
+            while (data := source.recv(4096)) and not is_cut.is_set():
+                target.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                ends = server.accept()[0], socket.create_connection(("127.0.0.1", port))
+                opened.extend(ends)
+                for each in (ends, ends[::-1]):
+                    threading.Thread(target=carry, args=[*each, cuts[-1]], daemon=True).start()
+
+    def cut() -> None:
+        cuts.append(threading.Event())
+        cuts[-2].set()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield server.getsockname()[1], cut
+        finally:
+            for one in opened:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def test_rounds_with_a_loss_in_place_a_newcomer_and_an_end(start, capsys):
@@ -222,32 +256,31 @@ def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monke
     for name, value in {"BEAT_S": 0.05, "HANG_UP_S": 0.3}.items():
         monkeypatch.setattr(attendance, name, value)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with socket.create_server(("127.0.0.1", 0)) as cable:
-        port, is_cut = cable.getsockname()[1], [threading.Event()]
-
-        def carry(source: socket.socket, target: socket.socket, cut: threading.Event) -> None:
-            with suppress(OSError):
-                while (data := source.recv(4096)) and not cut.is_set():
-                    target.sendall(data)
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    ends = cable.accept()[0], socket.create_connection(("127.0.0.1", store.port))
-                    for each in (ends, ends[::-1]):
-                        threading.Thread(target=carry, args=[*each, is_cut[-1]], daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
+    with cable_to(store.port) as (port, cut):
         connect = partial(connect_to, "127.0.0.1", port, 1.0)
         agent = Attendance(StorePlace(connect(), "job", connect), Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {})
         agent.say(ready_after=-1)
         agent.start()
         until(lambda: agent.membership is not None)
-        is_cut.append(threading.Event())
-        is_cut[0].set()  # the connections of before, for ever
+        cut()
         until(lambda: agent.unanswered_s > 0.3)
         until(lambda: agent.unanswered_s < 0.2)
         agent.leave("")
+
+
+def test_an_agent_does_not_wait_for_the_store_of_a_machine_that_is_lost(start):
+    agent = start()
+    meet(agent)
+    own, server = {"local_world_size": 1}, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool, cable_to(server.port) as (port, cut):
+        agent.store, agent._address = connect_to("127.0.0.1", port, 1.0), ("127.0.0.1", port)
+        cut()
+        asks = pool.submit(agent.sizes)
+        time.sleep(0.1)
+        assert not asks.done()
+        agent._tell_processes(replace(agent.attendance.membership, phase=Phase.GATHERING, over=rounds.Over("Lost b", False)))
+        assert asks.result(timeout=5) is None and agent.sizes(own) is None
+        elastic_rendezvous.RoundStore(agent).set("torchelastic/role_info/0", json.dumps(own))
 
 
 def test_who_serves_the_place_serves_it_whatever_becomes_of_its_own_connection():
