@@ -121,12 +121,12 @@ class CopyThread(threading.Thread):
                 if found is not None:
                     behind.unlink(missing_ok=True) if found.is_final else behind.touch()
                     has, is_final = found.version, found.is_final
-            except (OSError, HTTPException, Changed) as error:
+            except (OSError, HTTPException, Changed, ValueError, LookupError) as error:
                 if self._is_last.is_set() and isinstance(error, ConnectionError | TimeoutError | HTTPException):
                     return  # the main machine has ended
                 self._say(error)
                 self._over.wait(PAUSE_S)
-        with suppress(OSError, HTTPException, Changed):
+        with suppress(OSError, HTTPException, Changed, ValueError, LookupError):
             self.receiver.update(has)  # says that it has all
 
     def _say(self, error: Exception) -> None:
@@ -137,7 +137,7 @@ class CopyThread(threading.Thread):
             return
         self._said = str(error)
         address = "{}:{}".format(*self.receiver.address)
-        what = f"{address} on the main machine does not answer" if is_far else f"{self.receiver.folder} could not be written"
+        what = f"{address} on the main machine does not answer" if is_far else f"{self.receiver.folder} could not be renewed"
         print(
             f"warning: The copy of the output folder on {ProcessInfo.from_environment().host} is not up to date, as {what}: "
             f"{error}. Training goes on, and it is tried again.",

@@ -32,6 +32,10 @@ LEAVE_S = 5.0
 """For the last word to be written."""
 PLACE_S = 20.0
 """For the meeting place to answer again. Who gets no answer for so long ends; only then do others replace a whole round."""
+HANG_UP_S = 3.0
+"""For the meeting place to answer before it is connected to anew, and again after each further time. Well below PLACE_S."""
+RETURN_S = 2.0
+"""For the machines of a job to bring its document back to a meeting place that was started again."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Attendance:
         """What all machines must have in common, see consistency.py."""
         self.refusal: str | None = None
         """Why this machine cannot be in the job."""
+        self.return_s = 0.0
+        """How long to see an empty meeting place before beginning a job there."""
         self._listener = socket.create_server((me.address, 0), family=_family(me.address))
         self.me = replace(me, port=self._listener.getsockname()[1])
         self.membership: Membership | None = None
@@ -67,7 +73,9 @@ class Attendance:
         self.newest_checkpoint: Callable[[], Any] = lambda: None
         self._view = View(self.me)
         self._changed, self._wake, self._ends = threading.Condition(), threading.Event(), False
-        self._looked_at = self._answered_at = time.monotonic()
+        self.unanswered_s = 0.0
+        """Since the meeting place last answered; without the time for which this machine itself stood still."""
+        self._looked_at = time.monotonic()
         self._count, self._silence = 0, Silence(2 * BEAT_S)
         self._since: dict[Any, float] = {}
         self._unreached: str | None = None
@@ -94,11 +102,6 @@ class Attendance:
         with self._changed:
             self._changed.wait(seconds)
 
-    @property
-    def unanswered_s(self) -> float:
-        """Seconds since the meeting place last answered."""
-        return time.monotonic() - self._answered_at
-
     def leave(self, reason: str) -> None:
         """Say goodbye, and wait for a moment until it is written."""
         self.say(has_left=reason)
@@ -110,7 +113,7 @@ class Attendance:
         while not self._ends:
             try:
                 self._look()
-                self._answered_at, self.error = time.monotonic(), None
+                self.unanswered_s, self.error = 0.0, None
             except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
             with self._changed:
@@ -152,7 +155,8 @@ class Attendance:
                     continue
             membership, self.job = following, following.job
             break
-        self._ends = own.has_left is not None
+        if own.has_left is not None:
+            self._ends = True
         if membership is not None:
             self.membership = membership
             self.on_change(membership)
@@ -179,8 +183,11 @@ class Attendance:
         )
 
     def _may_come(self, membership: Membership | None, silence: dict[str, float]) -> bool:
-        """Whether it is clear if anybody is alive in this job: it may have been left without a word."""
-        if membership is None or self._is_over(membership, silence):
+        """Whether it is clear if anybody is alive in this job: it may have been left without a word, or be brought back."""
+        empty_s = self._lasts("empty", membership is None)
+        if membership is None:
+            return empty_s >= self.return_s
+        if self._is_over(membership, silence):
             return True
         return any(self._silence.has_changed(name) for name in silence)
 
@@ -259,10 +266,14 @@ class Attendance:
         last = time.monotonic()
         while True:
             time.sleep(2 * BEAT_S)
-            now, unreached = time.monotonic(), self._find_unreached()
+            unreached, now = self._find_unreached(), time.monotonic()
+            passed_s, last = min(now - last, 4 * BEAT_S), now
             is_known = unreached is not None and unreached == self._unreached
-            self._cut_s = self._cut_s + min(time.monotonic() - last, 4 * BEAT_S) if is_known else 0.0
-            self._unreached, last = unreached, now
+            self._cut_s = self._cut_s + passed_s if is_known else 0.0
+            self._unreached = unreached
+            self.unanswered_s += passed_s
+            if self.unanswered_s // HANG_UP_S > (self.unanswered_s - passed_s) // HANG_UP_S:
+                self.place.hang_up()
 
     def _find_unreached(self) -> str | None:
         """Return the id of the first machine if it is not reached, or that of this one if its cable was pulled."""

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,37 +28,15 @@ from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from hftune.config import Recipe
 from hftune.distributed import rounds
-from hftune.distributed.attendance import (
-    BEAT_S,
-    CONNECT_S,
-    KEEP_ALIVE_S,
-    LAST_CALL_S,
-    LEAVE_S,
-    PLACE_S,
-    REGROUP_EVERY_S,
-    Attendance,
-    Times,
-)
-from hftune.distributed.consistency import fingerprint
+from hftune.distributed.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
+from hftune.distributed.elastic_parameters import attend, refuse
 from hftune.distributed.failure_report import STOPPED
-from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePlace
+from hftune.distributed.meeting_places import connect
 from hftune.distributed.membership import Machine, Membership, Phase
-from hftune.distributed.network import is_own_address, outward_interfaces, resolve, route_to
-from hftune.distributed.rendezvous_backend import (
-    JOIN_TIMEOUT,
-    PORT,
-    REMINDER_S,
-    Meeting,
-    allow_open_files,
-    join_timeout_s,
-    leave,
-    say,
-)
-from hftune.errors import ConfigError
+from hftune.distributed.regroup import connections_to, hang_up
+from hftune.distributed.rendezvous_backend import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
 
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
@@ -78,33 +52,7 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
     Raises:
         SystemExit: a parameter is invalid, or nothing answers.
     """
-    config, most = params.config, params.max_nodes
-    least = _number(config, "min_machines", params.min_nodes)
-    if not (least.is_integer() and 1 <= least <= most):
-        refuse(f"--rdzv_conf min_machines={config['min_machines']} is no whole number from 1 to the most, {most}.")
-    recipe = recipe_of_launcher()
-    times = Times(
-        join=join_timeout_s(config.get("join_timeout")),
-        last_call=_number(config, "last_call", LAST_CALL_S),
-        keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S, least=BEAT_S),
-        regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S if recipe is None else recipe.parallel.regroup_every_s),
-    )
-    try:
-        place, where, address, is_host = _find_place(params, times)
-    except (ConfigError, OSError) as error:
-        leave(str(error))
-    me = Machine(uuid.uuid4().hex, socket.gethostname(), address)
-    attendance = Attendance(place, me, int(least), most, times, fingerprint(recipe))
-    if recipe is not None:
-        folder = Path(recipe.output_dir) / "checkpoints"
-        attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("step_*")), default="")
-    return ElasticRendezvous(attendance, where, params.run_id, is_host)
-
-
-def refuse(message: str) -> NoReturn:
-    """End the launcher, which cannot be started like this."""
-    say(message)
-    sys.exit(2)
+    return ElasticRendezvous(*attend(params), params.run_id)
 
 
 def pause(message: str) -> NoReturn:
@@ -113,107 +61,10 @@ def pause(message: str) -> NoReturn:
     sys.exit(STOPPED)
 
 
-def recipe_of_launcher() -> Recipe | None:
-    """Return the recipe in this launcher's command line; None if it does not train a recipe.
-
-    Raises:
-        SystemExit: the recipe is invalid.
-    """
-    modules = [index for index, (before, _) in enumerate(pairwise(sys.argv)) if before in ("-m", "--module")]
-    if not modules or not sys.argv[modules[0] + 1].startswith("hftune."):
-        return None
-    words = [word for word in sys.argv[modules[0] + 2 :] if "=" in word and not word.startswith("-")]
-    if not any(word.startswith("recipe=") for word in words):
-        return None
-    sys.path.insert(0, str(Path.cwd()))  # as for the processes, which are started with python -m
-    try:
-        return Recipe.from_argv(words)
-    except ConfigError as error:
-        refuse(str(error))
-    finally:
-        sys.path.pop(0)
-
-
-def _number(config: dict[str, Any], name: str, default: float, least: float = 0.0) -> float:
-    try:
-        value = float(config.get(name, default))
-    except ValueError:
-        value = math.nan
-    if not least <= value < math.inf:
-        refuse(f"--rdzv_conf {name}={config.get(name, default)} is not a number of at least {least:g}.")
-    return value
-
-
-def _find_place(params: RendezvousParameters, times: Times) -> tuple[MeetingPlace, str, str, bool]:
-    """Return the meeting place, its name, this machine's address, and whether this process serves the place."""
-    where = params.config.get("meeting") or params.endpoint
-    if not where:
-        raise ConfigError(
-            "rdzv_backend hftune needs a place where the machines meet: --rdzv-endpoint HOST:PORT of a machine that stays, or "
-            "--rdzv_conf meeting=FOLDER on a file system that all share."
-        )
-    if "/" in where:
-        return FolderPlace(Path(where), params.run_id), where, params.local_addr or own_address(), False
-    try:
-        host, port = parse_rendezvous_endpoint(where, PORT)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    meeting = Meeting(host, port, params.max_nodes, params.run_id, times.join, params.config)
-    store, is_host = meeting.find_store()
-    if not is_host and store.check([f"hftune/machines/{params.run_id}/joined"]):
-        raise ConfigError(
-            f"A job with a fixed number of machines meets at {host}:{port}. Give this one another port or another --rdzv-id."
-        )
-    address = params.local_addr or route_to(resolve(host)).address
-    return StorePlace(store, params.run_id, lambda: connect(host, port, 2 * BEAT_S)), f"{host}:{port}", address, is_host
-
-
-def connect(host: str, port: int, seconds: float) -> TCPStore:
-    """Connect to a store that others serve, or raise OSError or DistError.
-
-    torch itself prints its call stack if nobody answers, hence the first attempt.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(until - time.monotonic(), BEAT_S)).close()
-            break
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(BEAT_S / 5)
-    timeout = timedelta(seconds=max(until - time.monotonic(), 1.0))
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    store.set_timeout(timedelta(seconds=60))
-    return store
-
-
-def own_address() -> str:
-    """Return the address at which other machines reach this one.
-
-    Raises:
-        ConfigError: it is unclear which one; the message says how to give it.
-    """
-    listed = outward_interfaces()
-    if (name := os.environ.get("GLOO_SOCKET_IFNAME", "")) in listed:
-        return listed[name][0]
-    if len(listed) == 1:
-        return next(iter(listed.values()))[0]
-    with suppress(ConfigError):
-        if not (address := resolve(socket.gethostname())).startswith("127.") and is_own_address(address):
-            return address
-    if not listed:
-        return "127.0.0.1"
-    raise ConfigError(
-        f"This machine has several addresses: {', '.join(f'{one[0]} ({name})' for name, one in listed.items())}. Say at which "
-        "the other machines reach it: torchrun --local-addr ADDRESS, or GLOO_SOCKET_IFNAME=INTERFACE."
-    )
-
-
 class ElasticRendezvous(RendezvousHandler):
     """What torchrun's agent asks: to meet for a round, and whether a round is over."""
 
-    def __init__(self, attendance: Attendance, where: str, run_id: str, is_host: bool):
+    def __init__(self, attendance: Attendance, where: str, is_host: bool, run_id: str):
         self.attendance, self.where, self.run_id, self.is_host = attendance, where, run_id, is_host
         self.round = -1
         """The round that this agent is in, or was in last."""
@@ -273,10 +124,11 @@ class ElasticRendezvous(RendezvousHandler):
             return 0
         membership = self.attendance.membership
         assert membership is not None
-        if membership.phase is Phase.ENDED and self._ends_in_s() < 0:
+        has_ended = self._has_ended(membership)
+        if has_ended and self._ends_in_s() < 0:
             say("The job has ended, and the processes of this machine wait for others: they are ended.")
             sys.exit(0)
-        if self._goes_on(membership) or self._is_leaving or membership.phase is Phase.ENDED:
+        if self._goes_on(membership) or self._is_leaving or has_ended:
             return 0
         is_here = self.attendance.me.id in membership.machines
         can_stay = is_here and self.folder.will_stay(self.round, self.local_world_size)
@@ -305,11 +157,10 @@ class ElasticRendezvous(RendezvousHandler):
         Args:
             own: to be told, in the words of torchrun's agent; None if it has told already.
         """
-        store = self.store
-        if own is not None:
-            store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
-        keys = [f"{ROLE}{rank}" for rank in range(len(self._members))]
-        with suppress(DistError):
+        store, keys = self.store, [f"{ROLE}{rank}" for rank in range(len(self._members))]
+        with suppress(DistError):  # the machine that serves the store is lost
+            if own is not None:
+                store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
             while not store.check(keys):
                 membership = self.attendance.membership
                 if membership is None or not self._goes_on(membership) or self.attendance.unanswered_s > PLACE_S:
@@ -347,10 +198,12 @@ class ElasticRendezvous(RendezvousHandler):
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt
-            if membership.phase is Phase.GATHERING and waited_s > attendance.times.join and not membership.awaited:
+            is_short = membership.phase is Phase.GATHERING and not membership.awaited
+            if is_short and waited_s > attendance.times.join:
                 self._give_up(membership, waited_s)
             if waited_s > reminder_s:
-                say(f"{self._situation(membership)}")
+                ends = f" Waiting for {attendance.times.join - waited_s:.0f} s more."
+                say(self._situation(membership) + (ends if is_short and len(membership.machines) < membership.least else ""))
                 reminder_s += REMINDER_S
         self._begin(membership)
 
@@ -377,9 +230,9 @@ class ElasticRendezvous(RendezvousHandler):
     def _begin(self, membership: Membership) -> None:
         """Write down the round that has begun."""
         before, self._members = self._members, membership.here(membership.members)
-        self.round, self._told = membership.round, None
         assert membership.store is not None
         self._address = membership.store
+        self.round, self._told = membership.round, None
         self.attendance.say(ready_after=None, stays=False)
         os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
@@ -393,7 +246,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _tell_processes(self, membership: Membership) -> None:
         """Tell the processes of this machine that their round is over. By the attending thread, as they wait for it."""
-        if self.round < 0 or self._goes_on(membership) or membership.phase is Phase.ENDED or membership.round > self.round:
+        if self.round < 0 or self._goes_on(membership) or membership.round > self.round:
+            return
+        if self._has_ended(membership) or membership.job != self.attendance.job:
             return
         over = membership.over
         if over is None or self.attendance.me.id not in membership.machines:
@@ -401,6 +256,8 @@ class ElasticRendezvous(RendezvousHandler):
         if over != self._told:
             self.folder.end(self.round, over)
             self._told = over
+            if not over.is_planned:  # this agent may wait for an answer of the machine that is lost
+                hang_up(connections_to(self._address[1]))
 
     # Words, and ends
 
@@ -457,9 +314,13 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _check_job(self, membership: Membership) -> None:
         """End the launcher if there is nothing left to do."""
-        if membership.phase is Phase.ENDED or self.attendance.job not in (None, membership.job):
+        if self._has_ended(membership):
             say(f"The job at {self.where} has ended without this machine.")
             sys.exit(0)
+        if membership.job != self.attendance.job:  # not code 0, which says that the training is complete
+            pause(
+                f"Another job has begun at {self.where} while this machine was not heard of. The same command takes part in it."
+            )
 
     def finish(self) -> None:
         """Wait for the other machines to finish: this one may serve their store."""
@@ -476,6 +337,12 @@ class ElasticRendezvous(RendezvousHandler):
                 if all(one.is_done for one in membership.here(membership.members)):
                     return
             self.attendance.wait(BEAT_S)
+
+    def _has_ended(self, membership: Membership) -> bool:
+        """Whether the job is known to have ended; another one may have begun at the same place since."""
+        if membership.phase is Phase.ENDED and membership.job == self.attendance.job:
+            self._ends_in_s()
+        return self._ended_at is not None
 
     def _ends_in_s(self) -> float:
         """Return the seconds that the processes of all machines have from now to end by themselves, as the job has ended."""
@@ -548,7 +415,8 @@ class RoundStore:
     def set(self, key: str, value: Any) -> None:
         if key.startswith(ROLE):
             self._meeting.local_world_size = json.loads(value)["local_world_size"]
-        self._meeting.store.set(key, value)
+        with suppress(DistError):  # as in ``sizes``
+            self._meeting.store.set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return all machines' numbers of processes; of none if the round is over already."""

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.distributed import TCPStore
+
 from hftune.atomic import atomic_path
+from hftune.distributed.regroup import connections_to, hang_up
 
 LOCKED_S = 20.0
 """How long the lock of a shared folder may be held; a write takes milliseconds."""
 SIGN_BYTES = 256
+POLL_S = 0.1
+"""Between two attempts to connect."""
 
 
 class MeetingPlace(Protocol):
@@ -38,12 +45,17 @@ class MeetingPlace(Protocol):
     def note(self, name: str, text: str = "") -> str:
         """Leave a note unless there is one of that name; return the one that is there, empty if there is none."""
 
+    def hang_up(self) -> None:
+        """Let a request that has got no answer fail. From another thread."""
+
 
 class StorePlace:
     """A TCPStore, of the agent at an address or of ``hftune meeting``, which may be started again with an empty store."""
 
     def __init__(self, store: Any, job: str, connect: Callable[[], Any]):
         self._store, self._key, self._connect = store, f"hftune/elastic/{job}", connect
+        self._first = store
+        """It may serve the place, which ends with the last reference."""
 
     def read(self) -> str:
         return self.swap("", "")
@@ -62,6 +74,10 @@ class StorePlace:
     def note(self, name: str, text: str = "") -> str:
         return self._exchange(f"note/{name}", "", text)
 
+    def hang_up(self) -> None:
+        # After a cut, TCP itself sends again only once as much time has passed as the cut took; a new connection is quicker.
+        hang_up(connections_to(self._first.port))
+
     def _exchange(self, key: str, seen: str, wanted: str) -> str:
         return self._do(lambda store: store.compare_set(f"{self._key}/{key}", seen, wanted)).decode()
 
@@ -71,6 +87,26 @@ class StorePlace:
         except RuntimeError:
             self._store = None  # its connection does not come back; the next sign of life makes another
             raise
+
+
+def connect(host: str, port: int, seconds: float) -> TCPStore:
+    """Connect to a store that others serve, or raise OSError or DistError.
+
+    torch itself prints its call stack if nobody answers, hence the first attempt.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), 2 * POLL_S)).close()
+            break
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_S)
+    timeout = timedelta(seconds=max(until - time.monotonic(), 1.0))
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timedelta(seconds=60))
+    return store
 
 
 class FolderPlace:
@@ -107,6 +143,9 @@ class FolderPlace:
         if text and not self._read(f"note_{name}"):
             self._write(f"note_{name}", text)
         return self._read(f"note_{name}")
+
+    def hang_up(self) -> None:
+        """Nothing: no request waits for another machine of the job."""
 
     def _read(self, name: str) -> str:
         try:

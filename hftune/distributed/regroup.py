@@ -162,6 +162,11 @@ def connections(but_port: int | None = None) -> set[str]:
     return {name for name, one in _sockets() if _is_connection(one, but_port)}
 
 
+def connections_to(port: int) -> set[str]:
+    """Return the TCP connections of this process to a port, by the names that Linux gives them."""
+    return {name for name, one in _sockets() if _is_connection(one, None) and _port_of_peer(one) == port}
+
+
 def hang_up(names: set[str]) -> None:
     """Shut these connections. Both ends get errors; nothing is closed here, so no other file can take a number."""
     for name, one in _sockets():
@@ -191,6 +196,13 @@ def _is_connection(one: socket.socket, but_port: int | None) -> bool:
         return but_port not in (one.getpeername()[1], one.getsockname()[1])
     except OSError:  # it listens
         return False
+
+
+def _port_of_peer(one: socket.socket) -> int | None:
+    try:
+        return one.getpeername()[1]
+    except OSError:  # it has just ended
+        return None
 
 
 class Environment:

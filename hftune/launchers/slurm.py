@@ -257,8 +257,9 @@ if ((SLURM_JOB_NUM_NODES > 1)); then
         kill -0 "$!" || exit
         sleep 0.2
     done 2> /dev/null
-    node=(bash -c 'trap : TERM; "$@"; code=$?
-        timeout 10 bash -c ": < /dev/tcp/$MEETING_HOST/$MEETING_PORT" 2> /dev/null || scontrol requeue "$SLURM_JOB_ID"
+    node=(bash -c 'stopped=; trap stopped=1 TERM; "$@"; code=$?
+        [[ $stopped ]] || timeout 10 bash -c ": < /dev/tcp/$MEETING_HOST/$MEETING_PORT" 2> /dev/null ||
+            scontrol requeue "$SLURM_JOB_ID"
         exit "$code"' node)
 fi
 """

@@ -428,6 +428,17 @@ def test_only_a_job_on_a_range_of_nodes_goes_on_without_a_lost_one(capsys):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_a_node_requeues_a_job_that_lost_its_meeting_but_not_one_that_was_cancelled(capsys):
+    """SLURM signals all processes of a job that is cancelled, also the meeting's."""
+    assert cli.main([*SLURM, "--nodes", "2-4"]) == 0
+    wrapper = re.search(r"node=\(bash.*? node\)", capsys.readouterr().out, re.DOTALL)[0]
+    for cancelled, said in {"": "requeue 7\n", "kill -TERM $PPID; ": ""}.items():
+        task = f'scontrol() {{ echo "$@"; }}; export -f scontrol; {wrapper}; "${{node[@]}}" bash -c \'{cancelled}exit 75\''
+        closed = {"SLURM_JOB_ID": "7", "MEETING_HOST": "127.0.0.1", "MEETING_PORT": "1"}
+        run = subprocess.run(["bash", "-c", task], capture_output=True, text=True, env={**os.environ, **closed})
+        assert (run.stdout, run.returncode) == (said, 75), run.stderr
+
+
 def before_srun(script, command, **variables):
     """Run what comes before training, and then a command, and return what it prints."""
     first = re.split("# One task per node|# The machines meet here", script)[0]

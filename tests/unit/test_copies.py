@@ -185,7 +185,9 @@ def test_a_copy_ends_at_once_if_the_main_machine_is_not_awaited(source, receiver
         receiver.update()
 
 
-def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, receiver, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("Expecting value"), KeyError("state")])
+def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, receiver, monkeypatch, capsys, error):
+    """Or what is there and cannot be read, as after a power failure."""
     monkeypatch.setattr("hftune.checkpoints.mirror.PAUSE_S", 0.01)
     blocked = receiver.folder / ".incoming"
     failing = threading.Event()
@@ -193,7 +195,7 @@ def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, recei
 
     def full(*arguments):
         if not failing.is_set():
-            raise OSError(28, "No space left on device")
+            raise error
         return fetch(*arguments)
 
     monkeypatch.setattr(receiver, "_fetch", full)
@@ -206,7 +208,7 @@ def test_what_cannot_be_written_is_said_once_and_tried_again(here, source, recei
     source.finish(["there"], lambda: None)
     thread.end(True, lambda: None)
     said = capsys.readouterr().err
-    assert said.count("No space left on device") == 1 and "there could not be written" in said and not blocked.exists()
+    assert said.count(str(error)) == 1 and "there could not be renewed" in said and not blocked.exists()
     assert newest_step(receiver.folder / "checkpoints") == 10
 
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from hftune import cli
-from hftune.distributed import attendance, elastic_rendezvous, rounds
+from hftune.distributed import attendance, elastic_parameters, elastic_rendezvous, rounds
 from hftune.distributed.attendance import Attendance, Times
 from hftune.distributed.elastic_rendezvous import ElasticRendezvous
 from hftune.distributed.meeting_places import FolderPlace, StorePlace
+from hftune.distributed.meeting_places import connect as connect_to
 from hftune.distributed.membership import Machine, Membership, Phase
 from hftune.distributed.rendezvous import range_problem
 from hftune.distributed.rendezvous_backend import create_handler
@@ -32,7 +38,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name in (rounds.FOLDER, rounds.ROUND, rounds.JOB):
         monkeypatch.setenv(name, "")
-    for module in (attendance, elastic_rendezvous):
+    for module in (attendance, elastic_parameters, elastic_rendezvous):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     begun: list[ElasticRendezvous] = []
@@ -67,6 +73,38 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
+
+
+@contextmanager
+def cable_to(port: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Yield a port that leads to another one, and what cuts its present connections so that neither end notices."""
+    cuts, opened = [threading.Event()], []
+
+    def carry(source: socket.socket, target: socket.socket, is_cut: threading.Event) -> None:
+        with suppress(OSError):
+            while (data := source.recv(4096)) and not is_cut.is_set():
+                target.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                ends = server.accept()[0], socket.create_connection(("127.0.0.1", port))
+                opened.extend(ends)
+                for each in (ends, ends[::-1]):
+                    threading.Thread(target=carry, args=[*each, cuts[-1]], daemon=True).start()
+
+    def cut() -> None:
+        cuts.append(threading.Event())
+        cuts[-2].set()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield server.getsockname()[1], cut
+        finally:
+            for one in opened:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def test_rounds_with_a_loss_in_place_a_newcomer_and_an_end(start, capsys):
@@ -112,12 +150,14 @@ def test_who_does_not_fit_is_refused_and_the_others_go_on(start, capsys):
     assert agent.num_nodes_waiting() == 0
 
 
-def test_too_few_machines_end_with_who_is_here(start, capsys):
+def test_too_few_machines_end_with_who_is_here(start, capsys, monkeypatch):
+    monkeypatch.setattr(elastic_rendezvous, "REMINDER_S", 0.6)
     with pytest.raises(SystemExit) as caught, ThreadPoolExecutor() as pool:
-        pool.submit(start(least=2, most=3, join_timeout=0.5).next_rendezvous).result()
+        pool.submit(start(least=2, most=3, join_timeout=1.0).next_rendezvous).result()
     said = capsys.readouterr().err
     assert caught.value.code == 75  # a scheduler may start it again
     assert "1 machine is here" in said and "at least 2 are needed" in said and "HFTUNE_JOIN_TIMEOUT_S=" in said
+    assert "needed. Start the same command on more machines; they meet at" in said and " Waiting for 1 s more." in said
 
 
 @pytest.mark.parametrize(
@@ -195,8 +235,8 @@ def test_only_one_of_those_who_have_read_the_same_changes_the_document(tmp_path)
 def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     port = stores[0].port
-    place = StorePlace(stores[0], "job", lambda: elastic_rendezvous.connect("127.0.0.1", port, 0.2))
-    place._store = place._connect()
+    connect = partial(connect_to, "127.0.0.1", port, 0.2)
+    place = StorePlace(connect(), "job", connect)
     attendance = Attendance(place, Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {"host": "a"})
     attendance.say(ready_after=-1)
     attendance.start()
@@ -209,6 +249,85 @@ def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     assert Membership.parse(again.read()).job == attendance.job
     assert json.loads(again.note(f"facts-{attendance.job}")) == {"host": "a"}
     attendance.leave("")
+
+
+def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monkeypatch):
+    """As after a cut cable: TCP waits for twice the time that it was cut."""
+    for name, value in {"BEAT_S": 0.05, "HANG_UP_S": 0.3}.items():
+        monkeypatch.setattr(attendance, name, value)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with cable_to(store.port) as (port, cut):
+        connect = partial(connect_to, "127.0.0.1", port, 1.0)
+        agent = Attendance(StorePlace(connect(), "job", connect), Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {})
+        agent.say(ready_after=-1)
+        agent.start()
+        until(lambda: agent.membership is not None)
+        cut()
+        until(lambda: agent.unanswered_s > 0.3)
+        until(lambda: agent.unanswered_s < 0.2)
+        agent.leave("")
+
+
+def test_an_agent_does_not_wait_for_the_store_of_a_machine_that_is_lost(start):
+    agent = start()
+    meet(agent)
+    own, server = {"local_world_size": 1}, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool, cable_to(server.port) as (port, cut):
+        agent.store, agent._address = connect_to("127.0.0.1", port, 1.0), ("127.0.0.1", port)
+        cut()
+        asks = pool.submit(agent.sizes)
+        time.sleep(0.1)
+        assert not asks.done()
+        agent._tell_processes(replace(agent.attendance.membership, phase=Phase.GATHERING, over=rounds.Over("Lost b", False)))
+        assert asks.result(timeout=5) is None and agent.sizes(own) is None
+        elastic_rendezvous.RoundStore(agent).set("torchelastic/role_info/0", json.dumps(own))
+
+
+def test_who_serves_the_place_serves_it_whatever_becomes_of_its_own_connection():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect = partial(connect_to, "127.0.0.1", server.port, 1.0)
+    place, other = StorePlace(server, "job", connect), StorePlace(connect(), "job", connect)
+    del server
+    place.swap("", "document")
+    place.hang_up()  # of this process, so of both
+    for each in (place, other):
+        with pytest.raises(RuntimeError):
+            each.read()
+        each.give_sign("a", "sign")
+        assert each.read() == "document"
+
+
+def test_a_newcomer_does_not_begin_a_job_where_another_one_is_about_to_be_brought_back(tmp_path):
+    place = FolderPlace(tmp_path, "job")
+    first, second = (Attendance(place, Machine(name, name, "127.0.0.1"), 1, 2, Times(9), {"host": name}) for name in "ab")
+    second.return_s = 1.0
+    for each in (first, second):
+        each.say(ready_after=-1)
+    first._look()
+    (place._folder / "membership.json").unlink()
+    second._look()  # it is the first one to come to the place that was started again
+    until(lambda: first._look() or second._look() or second.membership is not None)
+    assert second.job == first.job and len(second.membership.machines) == 2
+
+
+def test_who_finds_another_job_has_not_trained_to_the_end(start, capsys):
+    agent = start()
+    meet(agent)
+    agent.attendance._ends = True
+    agent.attendance._threads[0].join()
+    another = [Membership("another", 1, 2, phase) for phase in (Phase.RUNNING, Phase.ENDED)]
+    for membership in another:
+        agent.attendance.membership = membership
+        assert agent.num_nodes_waiting() == 1  # its processes end
+        with pytest.raises(SystemExit) as caught:
+            agent.next_rendezvous()
+        assert caught.value.code == 75 and "Another job has begun" in capsys.readouterr().err
+    for membership in (Membership(agent.attendance.job, 1, 2, Phase.ENDED), *another):
+        agent.attendance.membership = membership
+        assert agent.num_nodes_waiting() == 0  # its processes come to their end
+    with pytest.raises(SystemExit) as caught:
+        agent.next_rendezvous()
+    assert caught.value.code == 0
 
 
 @pytest.mark.parametrize("port", [0, 70000])
