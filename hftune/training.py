@@ -179,7 +179,7 @@ def claim(output: OutputDir, session: Session, memory: Checkpoint | None) -> Non
         hide_reports()
     elif not is_terminal(sys.stderr):
         hide_progress_bars()
-    if session.info.is_main:  # it alone writes, and talks to trackers
+    if session.info.is_main and not session.info.round:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
     if memory is not None and session.info.is_main and not holds_step(output.path / LEDGER, memory.step):
         memory = None
@@ -291,7 +291,8 @@ def open_run(
         facts = facts_of(run, session, parts)
         output.open(state)
         facts.write(output.path)
-        run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
+        is_evaluated, must_start = state.evaluated_step == state.step, not session.info.round
+        run.tracker.start(recipe, state.step, is_evaluated, restored.run_ids, asdict(facts), must_start)
         rows_root = keep_rows(run, output)
         start_facts = ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root)
         run.ledger.begin(state.step, start_facts, run.last or None)
@@ -548,7 +549,7 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     else:
         return {}
     config, workers = recipe.eval, recipe.train.num_workers
-    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
+    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop) or run.rounds.is_broken
     with averaged:
         evaluation = evaluate(
             strategy,
