@@ -68,6 +68,8 @@ FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
 END_S = 15.0
 """For the processes of the other machines to end once those of the first one have."""
+MOST_SILENCE_S = rounds.AGENT_S / 2
+"""The greatest keep_alive."""
 ROLE = "torchelastic/role_info/"
 """Beginning of the keys under which torchrun's agents tell each other their numbers of processes."""
 
@@ -89,6 +91,11 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S, least=BEAT_S),
         regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S if recipe is None else recipe.parallel.regroup_every_s),
     )
+    if times.keep_alive > MOST_SILENCE_S:
+        refuse(
+            f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MOST_SILENCE_S:g} s: the processes would give up before "
+            "their launcher knows which machine is lost."
+        )
     try:
         place, where, address, is_host = _find_place(params, times)
     except (ConfigError, OSError) as error:

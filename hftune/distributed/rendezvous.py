@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REMINDER_S = 15.0
 JOIN = timedelta(hours=1)
 """For all processes to come: one machine may still be downloading what another one has."""
-CONNECT = timedelta(seconds=20)
+CONNECT = timedelta(seconds=10)
 """For the processes of an elastic job to connect, once all have come."""
 
 
