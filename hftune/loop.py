@@ -362,7 +362,7 @@ def evaluate_and_keep(run: Run) -> None:
                 run.datasets["eval"],
                 config.batch_size,
                 workers,
-                lambda: bool(run.stop),
+                lambda: bool(run.stop) or run.rounds.is_broken,
                 config.show_samples,
                 config.metrics,
                 run.console.scored,

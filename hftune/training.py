@@ -115,8 +115,7 @@ def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
         output.check_finished(parts.num_steps)
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
-        provenance = compare(session, strategy, parts, kept.digests)
-        kept.digests = provenance.digests
+        provenance = compare(session, strategy, parts, kept)
         output.confirm(strategy)
         parts.first_weights = first_weights(output, strategy, parts)
         prepare(recipe, strategy, parts)
@@ -141,6 +140,8 @@ class Kept:
     datasets: Mapping[str, Any] | None = None
     digests: dict[str, str] | None = None
     """Of the data sets, see Provenance."""
+    notices: list[str] | None = None
+    """On the data, from all of which they were collected."""
     run: Run | None = None
     """While its model and optimizer are those of its last finished step, or are on the way to the next."""
     memory: Checkpoint | None = None
@@ -179,28 +180,31 @@ def claim(output: OutputDir, session: Session, memory: Checkpoint | None) -> Non
         hide_reports()
     elif not is_terminal(sys.stderr):
         hide_progress_bars()
-    if session.info.is_main:  # it alone writes, and talks to trackers
+    if session.info.is_main and not session.info.round:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
     if memory is not None and session.info.is_main and not holds_step(output.path / LEDGER, memory.step):
         memory = None
     output.claim(memory)
 
 
-def compare(session: Session, strategy: Strategy, parts: Parts, digests: dict[str, str] | None) -> Provenance:
+def compare(session: Session, strategy: Strategy, parts: Parts, kept: Kept) -> Provenance:
     """Make sure that all processes train the same, and return what checkpoints record of it. Collective.
 
     Args:
-        digests: of the data sets, if they are known from an earlier round; then nothing new is to be noticed, either.
+        kept: the digests of the data sets and the notices on them, if an earlier round has found them; else they are added.
 
     Raises:
         ConfigError: see ``Session.compare``.
     """
     task = session.recipe.task
     commits = task.commits()
-    is_new = digests is None
-    digests = session.compare(strategy, parts.datasets, commits, digests)
-    # Notices read all of the data: the main process alone collects them.
-    parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model) if is_new else [])
+    digests = kept.digests = session.compare(strategy, parts.datasets, commits, kept.digests)
+
+    def notices() -> list[str]:  # they read all of the data
+        return task.notices(parts.datasets, parts.model) if kept.notices is None else kept.notices
+
+    kept.notices = strategy.on_main(notices)
+    parts.notices += kept.notices
     return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
 
 
@@ -291,7 +295,8 @@ def open_run(
         facts = facts_of(run, session, parts)
         output.open(state)
         facts.write(output.path)
-        run.tracker.start(recipe, state.step, state.evaluated_step == state.step, restored.run_ids, asdict(facts))
+        is_evaluated, must_start = state.evaluated_step == state.step, not session.info.round
+        run.tracker.start(recipe, state.step, is_evaluated, restored.run_ids, asdict(facts), must_start)
         rows_root = keep_rows(run, output)
         start_facts = ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root)
         run.ledger.begin(state.step, start_facts, run.last or None)
@@ -548,7 +553,7 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     else:
         return {}
     config, workers = recipe.eval, recipe.train.num_workers
-    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
+    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop) or run.rounds.is_broken
     with averaged:
         evaluation = evaluate(
             strategy,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from datetime import timedelta
 
 import torch
 from accelerate import (
@@ -19,11 +18,12 @@ from accelerate import (
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.utils.environment import parse_flag_from_env
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from hftune.config.sections import TrainConfig
 from hftune.distributed.devices import agreed_precision
 from hftune.distributed.process_info import ProcessInfo
-from hftune.distributed.rendezvous import init_method
+from hftune.distributed.rendezvous import CONNECT, JOIN, init_method
 from hftune.errors import ConfigError
 
 
@@ -48,9 +48,12 @@ def start_accelerator(train: TrainConfig) -> Accelerator:
     set_deterministic(train)
     process = ProcessInfo.from_environment()
     expected = process.world_size
-    # One machine may still be downloading what another one has. The default, 10 minutes under NCCL, is short for that.
-    group = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(hours=1))
+    is_elastic = process.round is not None and process.agent_has_store and on_cpu()
+    group = InitProcessGroupKwargs(init_method=init_method(), timeout=CONNECT if is_elastic else JOIN)
     state = PartialState(cpu=on_cpu(), **group.to_kwargs())
+    if is_elastic and torch.distributed.is_initialized():
+        _get_default_store().set_timeout(JOIN)
+        _set_pg_timeout(JOIN)
     if asks_for_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate 1.15 knows FSDP on GPUs only, and silently makes plain DDP of it on CPUs: AcceleratorState.__init__ has
         # a list of types. FSDP itself works over Gloo. Remove this once that list has MULTI_CPU.

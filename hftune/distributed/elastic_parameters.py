@@ -25,7 +25,11 @@ from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePl
 from hftune.distributed.membership import Machine
 from hftune.distributed.network import is_own_address, outward_interfaces, resolve, route_to
 from hftune.distributed.rendezvous_backend import PORT, Meeting, join_timeout_s, leave, say
+from hftune.distributed.rounds import AGENT_S
 from hftune.errors import ConfigError
+
+MOST_SILENCE_S = AGENT_S / 2
+"""The greatest keep_alive."""
 
 
 def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
@@ -45,6 +49,11 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S, least=BEAT_S),
         regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S if recipe is None else recipe.parallel.regroup_every_s),
     )
+    if times.keep_alive > MOST_SILENCE_S:
+        refuse(
+            f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MOST_SILENCE_S:g} s: the processes would give up "
+            "before their launcher knows which machine is lost."
+        )
     try:
         place, where, address, is_host = _find_place(params, times)
     except (ConfigError, OSError) as error:

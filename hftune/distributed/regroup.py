@@ -63,6 +63,11 @@ class RoundWatch:
         """Whether to end the round after the present step, with all others."""
         return self.has_promised and self.over is not None and self.over.is_planned
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a process is lost, and this one goes on without it: what it computes now leads to nothing."""
+        return self.has_promised and self.over is not None and not self.over.is_planned
+
     def __enter__(self) -> RoundWatch:
         if self.is_elastic:
             threading.Thread(target=self._listen, name="hftune round", daemon=True).start()
@@ -88,6 +93,9 @@ class RoundWatch:
         Raises:
             RoundOver: the round is over before it has begun.
         """
+        if not self.is_elastic:
+            yield
+            return
         before = connections()
         self._joined = lambda: connections() - before
         if self.has_promised and self.over is not None and not self.over.is_planned:
@@ -136,7 +144,7 @@ class RoundWatch:
         while not self._left.wait(LOOK_S):
             if self.over is None or self.over.is_planned:  # a machine may be lost while all finish their step
                 self.over = self.folder.over(self.number) or self.over
-            if self.over is not None and not self.over.is_planned and self.has_promised:
+            if self.is_broken:
                 self.hang_up()  # again and again: the main thread may be making new ones
                 self._left.wait(4 * LOOK_S)
 

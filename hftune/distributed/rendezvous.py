@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 REMINDER_S = 15.0
+JOIN = timedelta(hours=1)
+"""For all processes to come: one machine may still be downloading what another one has."""
+CONNECT = timedelta(seconds=10)
+"""For the processes of an elastic job to connect, once all have come."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -94,7 +98,7 @@ def _remind(is_ours: threading.Event) -> None:
 def init_method() -> str | None:
     """Return the init_method for ``init_process_group``; None, torch's own, if the group is never restarted."""
     process = ProcessInfo.from_environment()
-    if not (process.may_restart and process.agent_has_store):
+    if not ((process.may_restart or process.round is not None) and process.agent_has_store):
         return None
     _register()
     return "hftune://"
@@ -106,8 +110,25 @@ def _register() -> None:
 
 
 def _meet(url: str, timeout: timedelta, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-    store, rank, num_processes = next(rendezvous("env://", timeout=timeout))
-    yield dist.PrefixStore(agree(store, rank, num_processes, timeout), store), rank, num_processes
+    store, rank, num_processes = next(rendezvous("env://", timeout=JOIN))
+    if ProcessInfo.from_environment().round is None:
+        store = dist.PrefixStore(agree(store, rank, num_processes, timeout), store)
+    else:  # its store is new
+        await_all(store, rank, num_processes, JOIN)
+    yield store, rank, num_processes
+
+
+def await_all(store: Any, rank: int, num_processes: int, timeout: timedelta) -> None:
+    """Wait until all processes have come. What is left, to connect to each other, takes milliseconds.
+
+    If one is lost then, Gloo waits for its connection five times as long as the group's timeout, and nothing wakes it
+    (torch 2.13). So an elastic job has a short timeout there, see ``start_accelerator``, and waits for all in advance.
+
+    Raises:
+        DistStoreError: the other processes did not arrive in time.
+    """
+    store.set(f"hftune/here/{rank}", "")
+    store.wait([f"hftune/here/{other}" for other in range(num_processes)], timeout)
 
 
 def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> str:

@@ -13,14 +13,15 @@ from accelerate import Accelerator
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.accelerator import leave_group, start_accelerator
 from hftune.distributed.consistency import EARLY_S, check_early, check_same, data_digests, fingerprint
-from hftune.distributed.failure_report import Report
+from hftune.distributed.failure_report import STOPPED, Report, with_report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.preflight import check_hardware, check_launch, check_launcher
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.distributed.regroup import RoundWatch
+from hftune.distributed.regroup import RoundOver, RoundWatch
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
+from hftune.errors import Interrupted
 
 
 class Session:
@@ -81,8 +82,12 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        suppresses = self._stack.__exit__(kind, error, trace)
+        if isinstance(error, RoundOver) and self.stop:  # asked to stop while a checkpoint was completed, for example
+            report = Report(f"hftune: {self.stop.name}: stopped between two rounds.", STOPPED, self.info.rank)
+            raise with_report(Interrupted(report.sentence), report) from None
+        return suppresses
 
     def join(self) -> Accelerator:
         """Wait for the other processes, and make the process group. Collective.

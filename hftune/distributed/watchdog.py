@@ -333,7 +333,7 @@ class Watchdog:
                 self._leave_round()
             quiet_s = quiet_s + BEAT_S if count == self._round_count else 0.0
             count = self._round_count
-            if quiet_s > self.dead_after_s:
+            if quiet_s > self.dead_after_s and not self._is_outlived():
                 self.loss = self._describe_loss()
 
     def _await_main_thread(self) -> None:

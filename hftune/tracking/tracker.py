@@ -85,9 +85,16 @@ class Tracker:
         self._trackers: dict[str, TrackerBackend] = {}
         self._failed: set[str] = set()
         self._started: set[str] = set()
+        self._earlier: Mapping[str, str] = {}
 
     def start(
-        self, recipe: Recipe, step: int, is_evaluated: bool, run_ids: Mapping[str, str], facts: Mapping[str, Any]
+        self,
+        recipe: Recipe,
+        step: int,
+        is_evaluated: bool,
+        run_ids: Mapping[str, str],
+        facts: Mapping[str, Any],
+        must_start: bool = True,
     ) -> None:
         """Open metrics.jsonl and the trackers.
 
@@ -96,6 +103,7 @@ class Tracker:
             is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
             run_ids: of the trackers' runs that are continued; see ``run_ids``.
             facts: of run.json, which join the recipe in the trackers' configuration.
+            must_start: an error if a tracker does not start. Else a warning: an elastic job that trains goes on without it.
 
         Raises:
             ConfigError: a tracker does not start.
@@ -104,19 +112,26 @@ class Tracker:
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
         self._file = LineFile(self.path, lines)
+        self._earlier, config = run_ids, without_passwords_in({**recipe.to_dict(), "run": dict(facts)})
         for name in recipe.track.with_:
-            tracker = tracker_class(name)(recipe)
-            self._trackers[name] = tracker  # abandon closes what has been opened by then
             try:
-                config = without_passwords_in({**recipe.to_dict(), "run": dict(facts)})
-                tracker.start(config, EarlierRun(step, run_ids.get(name), lines))
-                self._started.add(name)
-            except ConfigError:
+                self._start(name, recipe, config, EarlierRun(step, run_ids.get(name), lines))
+            except ConfigError as error:
                 self._failed.add(name)
-                raise
-            except Exception as error:  # whatever a tracker's package raises
-                self._failed.add(name)
-                raise ConfigError(f"track.with={name} does not start: {_reason(error)}.") from error
+                if must_start:
+                    raise
+                print(warning(f"{error} It gets nothing more; {self.path} has everything."), flush=True)
+
+    def _start(self, name: str, recipe: Recipe, config: dict[str, Any], earlier: EarlierRun) -> None:
+        tracker = tracker_class(name)(recipe)
+        self._trackers[name] = tracker  # abandon closes what has been opened by then
+        try:
+            tracker.start(config, earlier)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a tracker's package raises
+            raise ConfigError(f"track.with={name} does not start: {_reason(error)}.") from error
+        self._started.add(name)
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, Any]) -> None:
         """Record values of one step. What is not finite becomes null.
@@ -168,8 +183,9 @@ class Tracker:
 
     def run_ids(self) -> dict[str, str]:
         """Return what finds the trackers' runs again."""
-        found: dict[str, str] = {}
-        for name, tracker in self._trackers.items():
+        found: dict[str, str | None] = {name: self._earlier.get(name) for name in self._failed - self._started}
+        for name in self._started:
+            tracker = self._trackers[name]
             self._guarded(name, partial(lambda name, tracker: found.update({name: tracker.run_id}), name, tracker))
         return {name: run_id for name, run_id in found.items() if run_id is not None}
 

@@ -166,6 +166,7 @@ def test_too_few_machines_end_with_who_is_here(start, capsys, monkeypatch):
         ({"min_machines": 3}, "min_machines=3 is no whole number from 1 to the most, 2."),
         ({"min_machines": 0}, "min_machines=0 is no whole number from 1 to the most, 2."),
         ({"keep_alive": "soon"}, "keep_alive=soon is not a number of at least 0.1."),
+        ({"keep_alive": 60}, "keep_alive=60 is more than 15 s: the processes would give up before their launcher knows"),
     ],
 )
 def test_bad_numbers_are_refused(start, capsys, config, what):

@@ -14,6 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.config import sections
 from hftune.distributed.failure_report import STOPPED, Report
+from hftune.tracking.jsonl import read_lines
 from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class, without_passwords_in
 from tests.support.tasks import Tagging
 
@@ -261,6 +262,22 @@ def test_a_resumed_run_at_such_a_tracker_is_a_new_one_with_the_earlier_steps(tmp
         {"epoch": 1.0, "train/loss": 2.0},
         {"epoch": 2.0, "train/loss": 1.0},
     ]
+
+
+def test_a_tracker_that_does_not_start_ends_a_run_that_begins_but_not_a_job_that_trains(tmp_path, stand_in, capsys):
+    stand_in("trackio").init.side_effect = OSError("no route to host")
+    recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["trackio"]))
+    with pytest.raises(ConfigError, match="no route to host"):
+        Tracker(recipe).start(recipe, 0, False, {}, {})
+    tracker = Tracker(recipe)
+    tracker.start(recipe, 1, False, {"trackio": "abc"}, {}, must_start=False)
+    assert (
+        "warning: track.with=trackio does not start: OSError: no route to host. It gets nothing more" in capsys.readouterr().out
+    )
+    tracker.log(2, 0.5, {"train/loss": 2.0})
+    assert tracker.run_ids() == {"trackio": "abc"}, "a later round would begin a new run"
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 2, "epoch": 0.5, "train/loss": 2.0}]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_missing_package_is_named_as_pip_names_it(monkeypatch):

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -195,6 +196,19 @@ def a_group_has_a_default_store():
     try:
         _get_default_store().set("key", "value")
         assert _get_default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def a_group_takes_another_timeout():
+    from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=5)
+    )
+    try:
+        _set_pg_timeout(timedelta(hours=1))
+        assert _get_default_group()._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=1)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -521,6 +535,13 @@ TABLE = [
         "the heartbeat uses the store of the process group, to which all processes are connected already",
         NO_ISSUE,
         a_group_has_a_default_store,
+    ),
+    Upstream(
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "distributed",
+        "an elastic group connects within seconds or not at all, and may then compute for an hour",
+        "a way to end Gloo's wait for a process that is lost while the others connect to it",
+        a_group_takes_another_timeout,
     ),
     Upstream(
         "StaticTCPRendezvous",
