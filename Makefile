@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some containers set it. Then each process compiles hftune and rewrites the assertions of all test modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test static lint bench measured docs clean
 
