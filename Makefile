@@ -7,15 +7,20 @@ BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some containers set it. Then each process compiles hftune and rewrites the assertions of all test modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test static lint bench measured docs clean
+.PHONY: demo check unit test static lint bench measured docs clean
 
 demo: $(VENV)/.installed
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
 	@echo "The real thing, on the Hub's Yelp reviews: $(BIN)/accelerate launch --config_file accelerate_configs/4gpu.yaml -m hftune.run recipe=yelp"
 
-check: static
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+check:
+	$(MAKE) --no-print-directory --jobs 2 static unit  # types are checked while pytest imports
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit  # some tests wait
 
 test: static
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths

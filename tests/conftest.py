@@ -50,10 +50,16 @@ def pytest_configure(config: pytest.Config):
     config.option.tx = [f"popen//python={executable}" for _ in tx]
 
 
+def pytest_collection():
+    """Import and rewrite test modules without Python's garbage collector, which would look at all objects again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish():
-    """Hide what was imported from Python's garbage collector, which would look at a million objects again and again."""
+    """Hide what was imported from the garbage collector for good: it is a million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

@@ -15,6 +15,7 @@ from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, tra
 from hftune.commands.evaluate import evaluate
 from hftune.data.demo_text import paragraphs
 from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
+from hftune.tasks.language_modeling import LanguageModeling
 from tests.support.runs import Command, Run, train_on
 
 ROOT = Path(__file__).parents[2]
@@ -170,3 +171,19 @@ def test_another_test_part_is_another_run(tmp_path):
     (tmp_path / "result.json").unlink()
     with pytest.raises(ConfigError, match=r"cannot resume with task\.max_test_samples=10 \(it was 11\)\."):
         train(tiny(tmp_path, "task.max_test_samples=10"))
+
+
+def test_the_real_files_have_the_known_numbers_of_words():
+    folder = Path(os.environ.get("HFTUNE_TEST_DATA", ROOT.parent / "shared" / "data")) / "wikitext2"
+    if not folder.is_dir():
+        pytest.skip("WikiText-2 is not on this machine (set HFTUNE_TEST_DATA to the folder that holds wikitext2/)")
+    files = {part: str(folder / f"{name}.txt") for part, name in (("train", "train"), ("eval", "valid"), ("test", "test"))}
+    task = LanguageModeling(dataset="text", data_files=files, tokenizer="words", model_config={"model_type": "transformer_lm"})
+    parts = task.datasets()
+    assert len(task.text_tokenizer) == 33278
+    assert {part: len(blocks.stream) for part, blocks in parts.items()} == {"train": 2088628, "eval": 217646, "test": 245569}
+    assert {part: int(blocks.lengths.sum()) for part, blocks in parts.items()} == {
+        "train": 2088627,
+        "eval": 217645,
+        "test": 245568,
+    }

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from hftune import DataError, Task
-from hftune.data.demo import reviews
+from hftune.data.demo import articles, reviews
 from hftune.data.demo_digits import digits
 from hftune.data.demo_pictures import pictures
 from hftune.data.demo_questions import questions
@@ -30,6 +30,13 @@ from hftune.tasks import SequenceClassification
 def few_reviews(part: str) -> list[dict[str, Any]]:
     """100 and 37 of the demo's reviews, made once a process: making all of them takes longer than a small run."""
     return list(reviews(part, {"train": 100, "eval": 37}[part]))
+
+
+@functools.cache
+def few_articles(part: str) -> list[dict[str, Any]]:
+    """40 and 10 of the demo's articles for training: before each one for evaluation, all 3,000 of these are made."""
+    count, seed = {"train": (40, 0), "eval": (10, 1)}[part]
+    return list(articles("train", count, seed))
 
 
 @functools.cache

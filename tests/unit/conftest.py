@@ -8,10 +8,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_interpreters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse to start Python: importing torch in another process costs seconds, and this folder is what one runs before a commit."""
-    if request.node.get_closest_marker("compiles"):
-        return
     original = subprocess.Popen.__init__
 
     def start(self, args, *more, **options):

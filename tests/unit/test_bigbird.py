@@ -1,7 +1,6 @@
 """Models that write titles, and block-sparse attention: against transformers, against themselves, and against leaks."""
 
 import copy
-import shutil
 import warnings
 from types import SimpleNamespace
 
@@ -36,33 +35,15 @@ from hftune.models.bigbird import (
     build_encoder_decoder,
     make_config,
 )
+from tests.support.big_bird import BLOCK, RANDOM, SIZES, load_encoder, right_padded, save_big_bird, words
 
 PAD, START, END = 0, 1, 2
-BLOCK, RANDOM = 4, 2
 FULL_UP_TO = (5 + RANDOM) * BLOCK  # 28 tokens
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "block_size": BLOCK,
-    "num_random_blocks": RANDOM,
-    "initializer_range": 0.2,  # large, so that a small model's tokens matter to each other
-}
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A folder with a BigBird that was pretrained, in name; its biases are not the zeros of a fresh one."""
-    torch.manual_seed(0)
-    model = BigBirdForPreTraining(BigBirdConfig(**SIZES))
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
-    folder = tmp_path_factory.mktemp("big_bird")
-    model.save_pretrained(folder)
-    return str(folder)
+    return save_big_bird(tmp_path_factory.mktemp("big_bird"))
 
 
 @pytest.fixture
@@ -75,10 +56,6 @@ def encoder_decoder(pretrained):
     torch.manual_seed(1)
     ids = {"start_token_id": START, "end_token_id": END, "pad_token_id": PAD}
     return build_encoder_decoder(pretrained, AutoConfig.from_pretrained(pretrained), **ids).eval()
-
-
-def words(*shape, seed=0):
-    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
 def source_and_title(num_source=9, num_title=6, rows=2):
@@ -304,19 +281,6 @@ def test_prefix_lm_without_token_types_is_refused(prefix_lm):
 # ------------------------------------------------------------------------------------------------ block-sparse attention
 
 
-def load_encoder(pretrained, **overrides):
-    config = BlockSparseBigBirdConfig.warm_start(AutoConfig.from_pretrained(pretrained), hidden_dropout_prob=0.0, **overrides)
-    model, info = BlockSparseBigBirdModel.from_pretrained(pretrained, config=config, output_loading_info=True)
-    assert not info["missing_keys"]
-    return model
-
-
-def right_padded(lengths, width=None):
-    width = width or max(lengths)
-    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-    return words(len(lengths), width) * mask, mask
-
-
 @pytest.mark.parametrize(("kind", "length"), [("original_full", 64), ("original_full", 31), ("block_sparse", FULL_UP_TO)])
 def test_full_attention_equals_that_of_transformers(kind, length, pretrained):
     ids, mask = right_padded([length, length - 7])
@@ -409,20 +373,6 @@ def test_no_parameter_of_the_encoder_is_left_out_whatever_the_length(length, pre
     model = load_encoder(pretrained).train()  # DistributedDataParallel stops where one has no gradient
     model(words(2, length)).last_hidden_state.square().sum().backward()
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
-
-
-@pytest.mark.compiles
-@pytest.mark.skipif(shutil.which("g++") is None, reason="FlexAttention on the CPU is compiled by g++")
-@pytest.mark.parametrize("lengths", [[64, 29, 33, 50], [127, 31]])
-def test_flex_attention_gives_what_gathered_blocks_give(lengths, pretrained, monkeypatch):
-    monkeypatch.setattr(bigbird_attention, "FLEX_TOKENS", 256)
-    gathered = load_encoder(pretrained).eval()
-    flex = load_encoder(pretrained, block_sparse_kernel="flex").eval()
-    assert flex.state_dict().keys() == gathered.state_dict().keys()
-    ids, mask = right_padded(lengths)
-    with torch.no_grad():
-        found, expected = (model(ids, attention_mask=mask).last_hidden_state[mask.bool()] for model in (flex, gathered))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_flex_attention_visits_the_blocks_seen_and_no_others_forward_and_backward(pretrained):

@@ -184,7 +184,7 @@ def test_sample_longer_than_the_bound_is_evaluated_and_others_fill_up_to_it(size
 
 def test_bound_in_tokens_is_refused_for_samples_without_lengths_before_training():
     with pytest.raises(ConfigError) as caught:
-        load_datasets(Recipe.load("mnist_demo", "eval.batch_tokens=100"))
+        load_datasets(Recipe.load("mnist_demo", "task.dataset=tests.support.tasks:few_digits", "eval.batch_tokens=100"))
     assert str(caught.value) == (
         "eval.batch_tokens needs a task whose samples have lengths; this task's have none. Set eval.batch_size instead."
     )

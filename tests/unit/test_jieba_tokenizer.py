@@ -2,7 +2,6 @@
 """The jieba tokenizer gives the ids of Lowin's class under transformers 4, everywhere, and refuses to be another tokenizer."""
 
 import json
-import os
 import pickle
 import random
 import re
@@ -10,18 +9,18 @@ import sys
 import tempfile
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import datasets
 import jieba
 import pytest
 from datasets.fingerprint import Hasher
-from transformers import AutoTokenizer, BertTokenizer, BertTokenizerLegacy
+from transformers import AutoTokenizer, BertTokenizer
 
 from hftune import ConfigError
 from hftune.data import jieba_tokenizer, text
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment
 from hftune.data.vocabulary import train_vocabulary
+from tests.support.lowin import assert_same_ids, prepare_jieba, write
 
 SUBJECTS = ["我们", "研究人员", "北京大学", "Linux 内核", "GitHub 的开发者", "這個公司", "卡拉OK 厅", "iPhone4 用户", "他"]
 VERBS = ["发布了", "讨论", "使用", "安装并测试", "不喜欢", "分析", "發現", "upgraded to"]
@@ -77,10 +76,7 @@ ADDED_BY_HAND = ["T恤", "t恤", "卡拉OK", "卡拉ok", "OK", "Linux", "##OK", 
 
 @pytest.fixture(scope="module", autouse=True)
 def reference():
-    """Let jieba keep its cache file where the tests keep theirs, not where another user's may lie."""
-    jieba.setLogLevel("ERROR")
-    jieba.dt.tmp_dir = os.environ["HF_DATASETS_CACHE"]
-    jieba.initialize()
+    prepare_jieba()
 
 
 def sentences(count, seed=0):
@@ -101,66 +97,9 @@ def vocabulary():
     return train_vocabulary(sentences(200), 500)
 
 
-@cache
-def shared_texts():
-    folder = Path(os.environ.get("HFTUNE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "chinese_title"
-    if not folder.is_dir():
-        pytest.skip(
-            "the Chinese articles are not on this machine (set HFTUNE_TEST_DATA to the folder that holds chinese_title/)"
-        )
-    articles, abstracts = (
-        [json.loads(line)["content"] for line in (folder / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("lctt_test.jsonl", "csl_dev.jsonl")
-    )
-    return folder, articles[:300] + abstracts[:1000]
-
-
-def write(tokens, folder):
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8", newline="\n")
-    return folder / "vocab.txt"
-
-
 @pytest.fixture
 def tokenizer(tmp_path):
     return JiebaTokenizer(write(vocabulary(), tmp_path / "trained"))
-
-
-class LowinTokenizer(BertTokenizerLegacy):
-    """The authors' class on the Python-backed tokenizer, and what transformers 4 did before it called ``_tokenize``.
-
-    Source: the readme of Lowin/chinese-bigbird-base-4096; transformers 4.6.1 to 4.57, PreTrainedTokenizer.tokenize.
-    """
-
-    def tokenize(self, text, **kwargs):
-        if self.do_lower_case:
-            text = lowered_but("|".join(map(re.escape, self.all_special_tokens)), text)
-        return super().tokenize(text, **kwargs)
-
-    def _tokenize(self, text, *args, **kwargs):
-        tokens = []
-        for word in jieba_words(text):
-            if word in self.vocab:
-                tokens.append(word)
-            else:
-                tokens.extend(super()._tokenize(word))
-        return tokens
-
-
-@cache  # for the second vocabulary
-def lowered_but(special, text):
-    return re.sub(rf"({special})|(.+?)", lambda match: match[1] or match[2].lower(), text)
-
-
-@cache
-def jieba_words(text):
-    return jieba.lcut(text, HMM=False)
-
-
-def assert_same_ids(vocab_file, texts, **kwargs):
-    ours, reference = JiebaTokenizer(vocab_file, **kwargs), LowinTokenizer(str(vocab_file), **kwargs)
-    different = [text for text, ids in zip(texts, ours(texts)["input_ids"], strict=True) if ids != reference.encode(text)]
-    assert different == []
 
 
 @pytest.mark.parametrize("do_lower_case", [True, False])
@@ -169,20 +108,8 @@ def test_ids_are_those_of_the_authors_class_on_mixed_texts(tmp_path, do_lower_ca
     assert_same_ids(vocab_file, ["", *sentences(200, seed=2), *mixed_texts(1500)], do_lower_case=do_lower_case)
 
 
-@pytest.mark.parametrize("whose", ["trained", "characters"])
-def test_ids_are_those_of_the_authors_class_on_real_articles(tmp_path, whose):
-    folder, texts = shared_texts()
-    vocab_file = folder / "vocab.txt" if whose == "characters" else write(train_vocabulary(texts, 20_000), tmp_path)
-    assert_same_ids(vocab_file, texts)
-
-
 def test_words_are_those_of_jieba_on_mixed_texts():
     texts = [text.replace("\ud83d", "") for text in mixed_texts(3000)]
-    assert [text for text in texts if segment(text) != jieba.lcut(text, HMM=False)] == []
-
-
-def test_words_are_those_of_jieba_on_real_articles():
-    _, texts = shared_texts()
     assert [text for text in texts if segment(text) != jieba.lcut(text, HMM=False)] == []
 
 

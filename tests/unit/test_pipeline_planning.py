@@ -49,7 +49,7 @@ def test_stages_are_listed_with_layers_weights_and_processes():
     ("schedule", "model"), [("gpipe", "chain"), ("1f1b", "gpt2"), ("interleaved", "llama_tied"), ("zero_bubble", "gpt2")]
 )
 def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, model):
-    words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", "train.batch_size=8"]
+    words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", "train.batch_size=6"]
     recipe = recipe_of("parallel.pipeline_stages=2", *words)
     task, dataset = recipe.task, load_datasets(recipe)["train"]
     step = plan_batches(recipe, dataset).epoch(0)[0]

@@ -27,6 +27,8 @@ from tests.support.runs import DATA, SMALL, TINY
 
 ROOT = Path(__file__).parents[2]
 FEW = "task.dataset=tests.support.tasks:few_reviews"
+ONE_LAYER = "task.model_config.num_hidden_layers=1"
+"""Planning calls each operation by itself, and takes as long as there are layers."""
 
 
 def own(folder, task, **train_keys):
@@ -38,7 +40,7 @@ def own(folder, task, **train_keys):
 
 def test_a_run_does_what_was_planned(tmp_path):
     words = (*SMALL, FEW, "train.max_steps=12", "train.warmup_ratio=0.3", "train.schedule=cosine", "eval.every=5")
-    words = (*words, "checkpoint.every=4", "checkpoint.keep=100", f"output_dir={tmp_path}/out")
+    words = (*words, ONE_LAYER, "checkpoint.every=4", "checkpoint.keep=100", f"output_dir={tmp_path}/out")
     plan = make_plan(Recipe.load("yelp_demo", *words))
     result = train(Recipe.load("yelp_demo", *words))
 
@@ -144,7 +146,7 @@ def test_the_weights_of_a_checkpoint_are_not_read(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]
     BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(tmp_path / "bert")
     (tmp_path / "bert/model.safetensors").write_bytes(b"nothing that could be loaded")
-    plan = make_plan(Recipe.load("yelp", f"task.model={tmp_path}/bert", FEW, "task.max_length=32", *DATA))
+    plan = make_plan(Recipe.load("yelp", f"task.model={tmp_path}/bert", FEW, "task.max_length=32", "train.packing=off", *DATA))
     five_classes = sum(parameter.numel() for parameter in model.parameters()) + 3 * 17
     assert plan.parameters == five_classes and plan.unused_parameters == []
 
@@ -227,6 +229,7 @@ def test_bytes_are_those_of_real_tensors():
 def test_bf16_and_gradient_checkpointing_take_less_memory():
     wide = "task.model_config={model_type: bert, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 256}"
     words = (wide, *TINY[1:], *DATA, FEW, "train.batch_size=8", "train.micro_batch_size=8", "train.micro_batch_tokens=null")
+    words = (*words, "train.packing=off", "train.parts=1")
     plain, bf16, recomputed = (
         make_plan(Recipe.load("yelp_demo", *words, word)).memory.activations_bytes
         for word in ("seed=1", "train.mixed_precision=bf16", "train.gradient_checkpointing=true")
@@ -235,7 +238,7 @@ def test_bf16_and_gradient_checkpointing_take_less_memory():
 
 
 def test_adapters_are_planned_beside_frozen_weights_whole_or_in_4_bits():
-    words = (*TINY, *DATA, FEW, "adapter.type=lora", "adapter.export=both")
+    words = (*TINY, *DATA, FEW, "adapter.type=lora", "adapter.export=both", "train.packing=off", "train.batch_size=4")
     recipe = Recipe.load("yelp_demo", *words)
     plan = make_plan(recipe)
     trained, whole = 4 * plan.trainable_parameters, plan.memory
@@ -255,7 +258,12 @@ def test_adapters_are_planned_beside_frozen_weights_whole_or_in_4_bits():
 
 @pytest.mark.parametrize("architecture", ["prefix_lm", "encoder_decoder"])
 def test_titles_are_planned(architecture):
-    words = ("task.max_train_samples=40", "task.max_eval_samples=10", "task.model_config.block_size=16")
+    words = (
+        "task.dataset=tests.support.tasks:few_articles",
+        ONE_LAYER,
+        "task.model_config.block_size=16",
+        "train.batch_size=4",
+    )
     plan = make_plan(Recipe.load("bigbird_demo", f"task.architecture={architecture}", *words), num_processes=2)
     assert plan.unused_parameters == []
     assert plan.memory.ddp_buckets_bytes == 4 * plan.parameters
@@ -314,7 +322,7 @@ def test_auto_is_planned_with_the_most_that_training_would_try(tmp_path):
 
 def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_of_the_device():
     words = (*TINY, *DATA, FEW, "train.micro_batch_size=null", "train.micro_batch_tokens=auto", "train.mixed_precision=auto")
-    words = (*words, "train.packing=off")
+    words = (*words, ONE_LAYER, "train.packing=off")
     recipe = Recipe.load("yelp_demo", *words)
     plan = make_plan(recipe, num_processes=2)
     (said,) = [notice for notice in plan.notices if "auto" in notice]
@@ -425,7 +433,7 @@ own on 2 machines x 1 process: a plan, nothing is trained.
 
 
 def test_a_plan_without_padding_says_so():
-    plan = make_plan(Recipe.load("yelp_demo", *TINY, *DATA, FEW), num_processes=2)
+    plan = make_plan(Recipe.load("yelp_demo", *TINY, *DATA, FEW, ONE_LAYER), num_processes=2)
     text = plan_text(plan)
     assert plan.work.packed and plan.data.padding_share == 0
     assert "; computed without padding\n" in text and "% of what is computed is padding" not in text

@@ -40,6 +40,11 @@ def different(one, other):
     return np.flatnonzero((row_hashes(one) != row_hashes(other)).any(1)).tolist()
 
 
+@pytest.fixture(scope="module")
+def unchanged():
+    return row_hashes(rows_of())
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [
@@ -54,8 +59,9 @@ def different(one, other):
         ("pair", [None, 1203]),
     ],
 )
-def test_one_changed_value_changes_the_hash_of_its_row_alone(column, value):
-    assert different(rows_of(), rows_of(**{column: (1203, value)})) == [1203]
+def test_one_changed_value_changes_the_hash_of_its_row_alone(unchanged, column, value):
+    changed = row_hashes(rows_of(**{column: (1203, value)}))
+    assert np.flatnonzero((unchanged != changed).any(1)).tolist() == [1203]
 
 
 def test_how_arrow_keeps_the_same_rows_does_not_show(tmp_path):

@@ -319,7 +319,7 @@ def test_a_model_without_a_head_for_tokens_has_none():
 
 
 def test_a_plan_counts_the_chunks(monkeypatch):
-    monkeypatch.setattr(scored_head, "AT_ONCE", 2**12)
+    monkeypatch.setattr(scored_head, "AT_ONCE", 2**14)
     together = ("train.micro_batch_size=20", "train.parts=1")
     plans = [make_plan(Recipe.load("wikitext2_demo", *together, f"train.head_loss={how}")) for how in ("whole", "auto")]
     whole, chunks = (plan.memory.activations_bytes for plan in plans)
