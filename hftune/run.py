@@ -31,6 +31,7 @@ from hftune.distributed.failure_report import (
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
+from hftune.distributed.rounds import REFUSED, has_trained, wait_for_agent
 from hftune.errors import TrainingError, did_you_mean
 from hftune.tracking.console import print_any_character
 
@@ -160,6 +161,8 @@ def fail(error: BaseException) -> int:
     elif report.code not in (INTERRUPTED, STOPPED) and ProcessInfo.from_environment().world_size > 1:
         # After these two every process ends by itself, and `hftune train --processes` has waited for the one that reports.
         GOT_SIGTERM.wait(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
+    if report.code == REFUSED and has_trained() and wait_for_agent(GOT_SIGTERM.is_set) is not None:
+        GOT_SIGTERM.wait(PATIENCE_S)
     return report.code
 
 

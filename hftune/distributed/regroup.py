@@ -19,7 +19,7 @@ from pathlib import Path
 from hftune.distributed.failure_report import is_second_hand
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.rounds import LOOK_S, ROUND, AgentFolder, Over, present_round, wait_for_agent
-from hftune.errors import Interrupted, TrainingError
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 
 DESCRIPTORS = Path("/proc/self/fd")
 """Where Linux lists the open files of a process."""
@@ -110,6 +110,8 @@ class RoundWatch:
     ) -> Iterator[None]:
         """Turn the error of a broken connection into a RoundOver if the agent says that the round is over.
 
+        So does it with recipe or data that were right in the rounds before: the newcomer that they are wrong on leaves.
+
         Args:
             has_failed: whether a process is known to have failed by itself: then the job ends, whatever the agent says.
             is_to_stop: whether this process was asked to stop. It cannot finish its step: its agent hung, or was cut off, and
@@ -123,6 +125,11 @@ class RoundWatch:
             yield
         except Interrupted:
             raise
+        except (ConfigError, DataError):
+            over = wait_for_agent(lambda: has_failed() or is_to_stop()) if self._promises and self.has_promised else None
+            if over is None:
+                raise
+            raise RoundOver(over.reason) from None
         except RuntimeError as error:
             is_settled = hasattr(error, "report")  # the processes of this round have agreed that the job ends
             if is_settled or not self.has_promised or not (is_second_hand(error) or _is_about_store(error)):

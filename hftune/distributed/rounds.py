@@ -30,6 +30,8 @@ FOLDER = "HFTUNE_AGENT_FOLDER"
 
 ATTEMPTS = 3
 """Rounds that may fail in the same stage of training, such as "step 12", before the job ends."""
+REFUSED = 2
+"""The exit code if recipe or data are wrong, which no other attempt mends."""
 AGENT_S = 30.0
 """For an agent to notice that a machine has left by word."""
 LOOK_S = 0.05
@@ -75,7 +77,7 @@ class Failure:
     text: str
     """The message that it ended with."""
     code: int
-    """The exit code: 2 if recipe or data are wrong, which no other attempt mends."""
+    """The exit code, see REFUSED."""
 
 
 class AgentFolder:
@@ -135,7 +137,7 @@ class AgentFolder:
             return None
         newest, first = max(failures), min([*failures, *self._rounds("over")])
         last = failures[newest]
-        if last.code == 2 and newest == first:
+        if last.code == REFUSED and newest == first:
             return last
         alike = [number for number, failure in failures.items() if failure.stage == last.stage]
         if not re.search(r"\d", last.stage):  # a stage of each start, such as "joining": only one start after another counts
@@ -177,6 +179,15 @@ def agents_word() -> Over | None:
     """Return what the agent of this process has said of the end of the present round; None if it has said nothing."""
     folder, number = AgentFolder.from_environment(), present_round()
     return None if folder is None or number is None else folder.over(number)
+
+
+def has_trained() -> bool:
+    """Whether this machine was in an earlier round: then recipe and data are right here, and wrong on a newcomer at most.
+
+    The newcomer's launcher leaves. Who has trained waits for that, as a process that ends by itself counts as one that failed.
+    """
+    folder, number = AgentFolder.from_environment(), present_round()
+    return folder is not None and number is not None and any(folder.over(before) for before in range(number))
 
 
 def note_failure(failure: Failure) -> None:

@@ -27,7 +27,7 @@ from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.regroup import RoundWatch
-from hftune.distributed.rounds import AGENT_S, agents_word
+from hftune.distributed.rounds import AGENT_S, REFUSED, agents_word, has_trained
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
 
@@ -118,6 +118,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._look, self._report_key = look, f"report/{secret}"
         self._own_report: Report | None = None
+        self._has_trained = has_trained()
         self._bye: str | None = None
         self._connection_is_broken = self._got_sigterm = False  # facts, true in whatever state
         self._wake = threading.Event()
@@ -241,7 +242,7 @@ class Watchdog:
         self.store.set(f"beat/{self.here.rank}", json.dumps(self._sign()))
         if self.report is None:
             found = self._find_report(passed_s)
-            if found is None or (found.is_of_lost and self._is_outlived()):
+            if found is None or (self._is_for_agent(found) and self._is_outlived()):
                 return
             self.report = found
             if self.report.is_stall:
@@ -296,6 +297,11 @@ class Watchdog:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
             return Report(f"{text}, from its launcher, a scheduler or a person.", rank=self.here.rank)
         return self.peers.find_stall(self._sign())
+
+    def _is_for_agent(self, report: Report) -> bool:
+        """Say whether others may go on: a process is lost, or recipe or data, which were right here before, are wrong there."""
+        is_refusal = report.code == REFUSED and self._own_report is None and self._has_trained
+        return report.is_of_lost or is_refusal
 
     def _is_outlived(self) -> bool:
         """Say whether to leave a loss to the agent of an elastic job: the others go on, in this process or in another one.

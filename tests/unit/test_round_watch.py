@@ -14,7 +14,7 @@ from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.distributed import regroup
 from hftune.distributed.regroup import Environment, RoundOver, RoundWatch, connections, hang_up
 from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Members, Over
-from hftune.errors import Interrupted, TrainingError
+from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.strategies.statistics import RunningStatistics
 from hftune.tracking.ledger import Ledger, holds_step, read_ledger
 
@@ -117,6 +117,16 @@ def test_an_error_of_its_own_ends_the_job_at_once(agent, error):
     with RoundWatch(promises=True) as watch, pytest.raises(type(error)) as raised, watch.outlived():
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [ConfigError("train.csv is another file there."), DataError("There is no train.csv.")])
+def test_what_was_right_before_is_wrong_on_a_newcomer_which_leaves(agent, error):
+    agent.end(3, Over("b has left", is_planned=False))
+    with RoundWatch(promises=True) as watch, pytest.raises(RoundOver, match="b has left"), watch.outlived():
+        raise error
+    with RoundWatch() as watch, pytest.raises(type(error)), watch.outlived():  # its first round
+        watch.promise()
+        raise error
 
 
 @pytest.mark.parametrize("why", ["no promise", "forbidden", "the agent is silent", "another process has failed"])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftune import ConfigError, Interrupted, Recipe, TrainingError
+from hftune import ConfigError, Interrupted, Recipe, TrainingError, run
 from hftune.checkpoints import atomic_files
 from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.checkpointer import Checkpointer, steps
@@ -245,3 +245,13 @@ def test_the_processes_of_a_round_wait_for_each_other_before_they_connect():
         await_all(store, 0, 2, timedelta(seconds=0.1))
     await_all(store, 1, 2, timedelta(seconds=0.1))
     await_all(store, 0, 2, timedelta(seconds=0.1))
+
+
+def test_who_has_trained_waits_for_the_newcomer_that_its_recipe_is_wrong_on(in_round, monkeypatch):
+    folder, waited = in_round(1), []
+    monkeypatch.setattr(run, "wait_for_agent", lambda was_told: waited.append("word") or LOST)
+    monkeypatch.setattr(run, "GOT_SIGTERM", SimpleNamespace(is_set=bool, wait=lambda seconds: waited.append("SIGTERM")))
+    assert run.fail(ConfigError("There is no file train.csv.")) == 2 and waited == []
+    folder.end(0, COME)
+    assert run.fail(TrainingError("The loss is nan.")) == 1 and waited == []
+    assert run.fail(ConfigError("There is no file train.csv.")) == 2 and waited == ["word", "SIGTERM"]

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from hftune import run
-from hftune.distributed import failure_report, heartbeat, peers, watchdog
+from hftune.distributed import failure_report, heartbeat, peers, rounds, watchdog
 from hftune.distributed.failure_report import Report, is_second_hand, stack_location, with_report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.peers import Limits
@@ -121,6 +121,18 @@ def test_exactly_one_process_of_each_machine_speaks():
 
 def test_a_process_alone_on_its_machine_that_is_gone_leaves_nobody_to_speak_there():
     assert not Report("", rank=1, can_print=False).is_printed_by(whereabouts(1, 2, range(1, 2)))
+
+
+def test_what_a_newcomer_cannot_train_on_is_left_to_the_agent_of_a_machine_that_can(watch, monkeypatch, tmp_path):
+    monkeypatch.setenv(rounds.ROUND, "1")
+    monkeypatch.setenv(rounds.FOLDER, str(tmp_path))
+    newcomer = watch(1)
+    rounds.AgentFolder(tmp_path).end(0, rounds.Over("host1 has come", is_planned=True))
+    first = watch(0, here=replace(whereabouts(0, machine=range(1)), round=1))
+    newcomer.settle(Report("hftune: There is no file train.csv.", code=2, rank=1))
+    assert not first._failure_is_known.wait(0.3) and first.report is None
+    monkeypatch.setattr(watchdog, "AGENT_S", 0.0)
+    assert first._failure_is_known.wait(5) and first.report.code == 2
 
 
 def silence(watch: Watchdog) -> None:
