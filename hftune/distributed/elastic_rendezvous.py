@@ -93,8 +93,8 @@ def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
     )
     if times.keep_alive > MOST_SILENCE_S:
         refuse(
-            f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MOST_SILENCE_S:g} s: the processes would give up before "
-            "their launcher knows which machine is lost."
+            f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MOST_SILENCE_S:g} s: the processes would give up "
+            "before their launcher knows which machine is lost."
         )
     try:
         place, where, address, is_host = _find_place(params, times)
