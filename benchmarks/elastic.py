@@ -182,9 +182,11 @@ def main() -> int:
         folder = Path(name)
         os.environ.setdefault("HF_DATASETS_CACHE", name)
         python, numbers = warm_python(), range(1, options.runs + options.restarts + 1)
-        expected = unbroken(folder / "unbroken", options, python)
-        with ProcessPoolExecutor(options.at_once) as pool:
-            runs = list(pool.map(partial(break_run, folder, options, expected, python), numbers))
+        run = partial(break_run, folder, options, unbroken(folder / "unbroken", options, python), python)
+        runs: list[BrokenRun] = []
+        for at_once, these in ((options.at_once, numbers[: options.runs]), (1, numbers[options.runs :])):
+            with ProcessPoolExecutor(at_once) as pool:
+                runs += pool.map(run, these)
     return report(options, runs)
 
 
@@ -221,7 +223,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds that a micro-batch takes at least")
     parser.add_argument("--restarts", type=int, default=0, help="further runs, which never regroup in place")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, but for those that restart")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
     three = {"events": 3, "steps": 30, "pause": 0.15, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}

@@ -104,6 +104,10 @@ class TrackerBackend:
         """End a run that a signal has stopped, to be resumed: the machine may be preempted within seconds."""
         self.abandon()
 
+    def pause(self) -> None:
+        """End a run that goes on in a moment, in the next round of an elastic job."""
+        self.interrupt()
+
     def abandon(self) -> None:
         """End a run that failed. The process ends within seconds, whether or not this has returned."""
         self.close()

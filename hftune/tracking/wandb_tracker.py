@@ -232,6 +232,11 @@ class WandbRun(TrackerBackend):
             self._background.do("preemption", self._run.mark_preempting)
         self.abandon()
 
+    def pause(self) -> None:
+        """End the run without the mark, for which a sweep would start it a second time."""
+        if self._run is not None:
+            self._finish(0, HURRY_S)
+
     def abandon(self) -> None:
         if self._run is not None:
             self._finish(1, HURRY_S)

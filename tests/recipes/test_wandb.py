@@ -191,12 +191,14 @@ def test_full_disk_or_failing_upload_is_one_warning(offline, tmp_path, capsys):
     assert read(files_of(tmp_path / "out")[0])["exit_code"] == 0
 
 
-def test_interrupted_run_is_marked_as_preempted(offline, tmp_path):
+@pytest.mark.parametrize("way", ["interrupt", "pause"])
+def test_interrupted_run_is_marked_as_preempted_unless_it_goes_on_at_once(offline, tmp_path, way):
     run = opened(tmp_path)
     run.log(1, {"train/loss": 2.0})
-    run.interrupt()
+    getattr(run, way)()
     found = read(files_of(tmp_path / "out")[0])
-    assert found["preempting"] and found["exit_code"] == 1 and [row["_step"] for row in found["history"]] == [1]
+    assert (found["preempting"], found["exit_code"]) == {"interrupt": (True, 1), "pause": (False, 0)}[way]
+    assert [row["_step"] for row in found["history"]] == [1]
 
 
 def test_server_that_hangs_holds_up_neither_a_step_nor_an_interruption(server, tmp_path):

@@ -14,6 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.config import sections
 from hftune.distributed.failure_report import STOPPED, Report
+from hftune.distributed.regroup import RoundOver
 from hftune.tracking.jsonl import read_lines
 from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class, without_passwords_in
 from tests.support.tasks import Tagging
@@ -56,6 +57,9 @@ class Remembers(TrackerBackend):
 
     def interrupt(self):
         self.calls.append(("interrupt",))
+
+    def pause(self):
+        self.calls.append(("pause",))
 
     def abandon(self):
         self.calls.append(("abandon",))
@@ -121,6 +125,9 @@ def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path):
     stopped = opened(tmp_path, "Remembers")
     stopped.end_early(Report("hftune: SIGTERM: stopped after step 3.", STOPPED))
     assert calls(stopped, "Remembers")[1:] == [("interrupt",)]
+    paused = opened(tmp_path, "Remembers")
+    paused.end_early(Report("hftune: A machine has come.", STOPPED, kind=RoundOver.__name__))
+    assert calls(paused, "Remembers")[1:] == [("pause",)]
 
 
 def test_a_resumed_run_tells_its_tracker_where_it_was(tmp_path):
