@@ -664,7 +664,7 @@ class _Schema:
         if holds(str, hint) and any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):
             return f"{full_key}={format_value(value)}: YAML reads a bare yes, no, on or off as true or false. Quote texts."
         try:
-            self.values[section][field_name] = value
+            OmegaConf.update(self.values[section], field_name, value)
         except OmegaConfBaseException:
             return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
         return None
