@@ -44,8 +44,8 @@ def pytest_configure(config: pytest.Config):
     from tests.support.runs import warm_python
 
     os.environ.update(TESTS_CACHE=CACHE, TESTS_COLD_PYTHON=sys.executable)
-    if not all("tests/unit" in name for name in config.args):  # those hardly train
-        os.environ["TESTS_DEMOS"] = "made"
+    only_units = all("tests/unit" in name for name in config.args)  # those hardly train
+    os.environ["TESTS_UNIT" if only_units else "TESTS_DEMOS"] = "yes"
     os.environ["TESTS_WARM_PYTHON"] = executable = warm_python()
     config.option.tx = [f"popen//python={executable}" for _ in tx]
 

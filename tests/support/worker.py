@@ -62,7 +62,8 @@ OPTIONAL = (
 )
 """Imported, too, where they are installed: what tests and tracked runs need of them takes seconds.
 
-Not where another interpreter has done so: then this one has other variables, for the Hub, and its runs need none of them.
+Not for unit tests, few of which need them. Not where another interpreter has done so: then this one has other variables, for
+the Hub, and its runs need none of them.
 
 Not wandb: it makes a temporary folder when it is imported, which each fork would remove at its end.
 """
@@ -84,7 +85,7 @@ def main() -> None:
     """
     for name in IMPORTED:
         importlib.import_module(name)
-    for name in () if "TESTS_WARM_PYTHON" in os.environ else OPTIONAL:
+    for name in () if {"TESTS_WARM_PYTHON", "TESTS_UNIT"} & set(os.environ) else OPTIONAL:
         with suppress(ImportError):
             importlib.import_module(name)
     for part in ("train", "eval"):  # each is made once a process
