@@ -128,7 +128,7 @@ class SpareNextToken(NextToken):
 
 
 def test_parameters_without_a_gradient_are_named():
-    recipe = recipe_of("parallel.pipeline_stages=2", "task.type=tests.unit.test_pipeline_planning.SpareNextToken")
+    recipe = recipe_of("parallel.pipeline_stages=2", "task.type=tests.parity.test_pipeline_planning.SpareNextToken")
     assert make_plan(recipe, 2).unused_parameters == ["spare.weight", "spare.bias"]
 
 

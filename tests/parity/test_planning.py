@@ -130,7 +130,7 @@ class Terabyte(Task):
 
 
 def test_a_terabyte_is_planned_and_not_allocated(tmp_path):
-    plan = make_plan(own(tmp_path, "tests.unit.test_planning.Terabyte"))
+    plan = make_plan(own(tmp_path, "tests.parity.test_planning.Terabyte"))
     assert plan.memory.weights_bytes == 4 * plan.parameters == 10**12 + 4 * 8002
     assert plan.memory.optimizer_bytes == pytest.approx(2e12)
     assert plan.memory.peak_bytes >= 4e12  # the gradient of an embedding is as large as the table
@@ -181,7 +181,7 @@ class Repeated(Terabyte):
 
 
 def test_samples_are_counted_as_they_are_augmented(tmp_path):
-    plan = make_plan(own(tmp_path, "tests.unit.test_planning.Repeated", batch_size=1, micro_batch_size=1))
+    plan = make_plan(own(tmp_path, "tests.parity.test_planning.Repeated", batch_size=1, micro_batch_size=1))
     assert plan.memory.activations_bytes > 400_000 * 4
 
 
@@ -287,7 +287,7 @@ class Curious(Terabyte):
 
 
 def test_what_needs_values_is_not_planned_and_the_rest_is(tmp_path):
-    recipe = own(tmp_path, "tests.unit.test_planning.Curious")
+    recipe = own(tmp_path, "tests.parity.test_planning.Curious")
     plan = make_plan(recipe)
     assert (plan.parameters, plan.memory, plan.unused_parameters) == (38, None, None) and plan.disk.model_bytes == 152
     assert plan.notices == [
