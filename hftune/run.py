@@ -162,7 +162,7 @@ def fail(error: BaseException) -> int:
         # After these two every process ends by itself, and `hftune train --processes` has waited for the one that reports.
         GOT_SIGTERM.wait(PATIENCE_S)  # a launcher ends all processes as soon as one ends; that should be the one that reports
     if report.code == REFUSED and has_trained() and wait_for_agent(GOT_SIGTERM.is_set) is not None:
-        GOT_SIGTERM.wait(PATIENCE_S)
+        GOT_SIGTERM.wait(PATIENCE_S)  # the newcomer has left, and the agent ends this process for the round without it
     return report.code
 
 
