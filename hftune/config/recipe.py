@@ -244,6 +244,12 @@ class Recipe(RunConfig):
         """Return the resolved recipe as YAML; texts from the environment as in ``to_dict``."""
         return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
 
+    def needs_trust(self) -> bool:
+        """Return whether ``load`` refuses what ``to_yaml`` returns without ``trust_code``; its trackers are not considered."""
+        values = {key: value for key, value in self.to_dict().items() if key != "track"}
+        named = [*_code_of_task(self.task), *code_of_sections(self.train, self.eval, TrackConfig())]
+        return bool(named) or not is_own(f"{type(self.task).__module__}.") or _task_reads_environment(values)
+
     def environment_digests(self) -> dict[str, str]:
         """Return a short digest of each value that ``to_dict`` leaves out, to compare processes without disclosing it."""
         return {
@@ -543,9 +549,12 @@ TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrot
 
 def _check_environment(schema: _Schema, layers: list[_Layer]) -> None:
     """Refuse a task that uses environment variables, which the address of a file could leak. Raise ConfigError."""
-    values = OmegaConf.to_container(schema.values, resolve=False)
-    if _reads_environment(values) and any("${" in text for text in _texts(values["task"])):
+    if _task_reads_environment(OmegaConf.to_container(schema.values, resolve=False)):
         raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
+
+
+def _task_reads_environment(values: Any) -> bool:
+    return _reads_environment(values) and any("${" in text for text in _texts(values["task"]))
 
 
 def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
@@ -620,8 +629,9 @@ class _Schema:
     @classmethod
     def of(cls, task_type: type[Task]) -> _Schema:
         """Return a schema with all defaults: a copy, as each is read from the dataclasses but once."""
-        schema = copy.copy(_defaults(task_type))
-        schema.values = copy.deepcopy(schema.values)
+        defaults, pickled = _defaults(task_type)
+        schema = copy.copy(defaults)
+        schema.values = copy.deepcopy(schema.values) if pickled is None else pickle.loads(pickled)
         return schema
 
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -697,8 +707,13 @@ class _Schema:
 
 
 @cache
-def _defaults(task_type: type[Task]) -> _Schema:
-    return _Schema(task_type)
+def _defaults(task_type: type[Task]) -> tuple[_Schema, bytes | None]:
+    """Return the schema of a kind of task, and its values pickled; None where a class cannot be, as a function has made it."""
+    schema = _Schema(task_type)
+    try:
+        return schema, pickle.dumps(schema.values)
+    except (AttributeError, pickle.PicklingError):
+        return schema, None
 
 
 def _structured(type_: type) -> DictConfig:

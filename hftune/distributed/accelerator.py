@@ -121,6 +121,6 @@ def leave_group() -> None:
 
     Not at the end of ``train``, which may be called again.
     """
-    gc.collect()  # DDP's reducers, in cycles with their modules, also hold the group
     if torch.distributed.is_initialized():
+        gc.collect()  # DDP's reducers, in cycles with their modules, also hold the group
         torch.distributed.destroy_process_group()

@@ -14,7 +14,6 @@ from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.export import read_about
 from hftune.config.importing import is_own
 from hftune.config.recipe import Recipe, type_name
-from hftune.errors import ConfigError
 from hftune.task import Task
 from hftune.tracking.console import is_number, short, warning
 from hftune.tracking.facts import NAME as RUN
@@ -111,7 +110,7 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
         epochs=lines[-1].get("epoch") if lines else None,
         model_config=read_json(model / "config.json") or read_json(model / "model_config" / "config.json"),
         base=read_json(model / "base.json"),
-        needs_trust=needs_trust(folder / RECIPE),
+        needs_trust=recipe.needs_trust(),
     )
 
 
@@ -131,15 +130,6 @@ def evaluation_of(best: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are single finite numbers."""
     return {name: value for name, value in metrics.items() if is_number(value) and math.isfinite(value)}
-
-
-def needs_trust(recipe: Path) -> bool:
-    """Return whether a stranger has to trust code to load this recipe."""
-    try:
-        Recipe.load(recipe, "replace=[track]", trust_code=False)
-    except ConfigError:
-        return True
-    return False
 
 
 # The card
@@ -240,7 +230,7 @@ def is_of_transformers(facts: CardFacts) -> bool:
         return False
     import transformers
 
-    return architectures[0] in dir(transformers)
+    return hasattr(transformers, architectures[0])  # dir() takes 0.2 s
 
 
 def hub_model(facts: CardFacts) -> str | None:

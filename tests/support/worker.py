@@ -5,6 +5,7 @@ its variables and an agent's store (which tests/support/runs.py keeps). What tor
 tested where tests start them.
 """
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -13,7 +14,9 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -23,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from PIL import Image
+from torch._dynamo.utils import dump_compile_times
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -53,24 +57,25 @@ IMPORTED = (
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
         "accelerate.commands.accelerate_cli",
     ),
+    *("hftune.cli", "rjieba", "tabulate", "fsspec.implementations.http"),
 )
 """Before there are processes. What is missing here they import themselves, each of them."""
 
 OPTIONAL = (
-    *("mlflow", "rouge_score.rouge_scorer", "tensorboard.backend.event_processing.event_accumulator"),
-    "transformers.trainer",
+    *("mlflow.store.tracking.sqlalchemy_store", "rouge_score.rouge_scorer"),
+    *("tensorboard.backend.event_processing.event_accumulator", "transformers.trainer"),
+    *("wandb.sdk.launch", "wandb.apis.public"),
 )
 """Imported, too, where they are installed: what tests and tracked runs need of them takes seconds.
 
 Not for unit tests, few of which need them. Not where another interpreter has done so: then this one has other variables, for
 the Hub, and its runs need none of them.
-
-Not wandb: it makes a temporary folder when it is imported, which each fork would remove at its end.
 """
 
 DEMOS = (
     *("demo:articles", "demo:reviews", "demo_chats:chats", "demo_shapes:shapes", "demo_spoken:sentences"),
     *("demo_text:paragraphs", "demo_tickets:tickets", "demo_tickets:replies", "demo_entities:sentences"),
+    *("demo_digits:digits", "demo_pictures:pictures"),
 )
 """Made before there are processes; what is missing here each process makes once."""
 
@@ -83,6 +88,8 @@ def main() -> None:
     The first line of the output is the path of a warm ``python``, see tests/support/warm.py; of the one that started this one, if
     one did.
     """
+    tempfile.tempdir = os.environ["HF_DATASETS_CACHE"]  # for wandb's folder, which tests/conftest.py removes with this one
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # as hftune does before it imports wandb
     for name in IMPORTED:
         importlib.import_module(name)
     for name in () if {"TESTS_WARM_PYTHON", "TESTS_UNIT"} & set(os.environ) else OPTIONAL:
@@ -93,6 +100,7 @@ def main() -> None:
     consistency.code(), consistency.packages()  # what processes compare before they train
     for name in ("yelp_demo", "mnist_demo", "bigbird_demo", "restoration_demo", str(SUPPORT / "next_token.yaml")):
         Recipe.load(name).to_yaml()  # the defaults of their tasks are read once a process
+    tempfile.tempdir = None
     get_checkpoint_conversion_mapping("bert")  # makes those of all models, which the first export of a process does otherwise
     Image.init()  # imports a module for each format
     dynamic_rendezvous.get_method_name = str  # for a log: it looks for each frame's function in all modules, a second of CPU
@@ -116,8 +124,9 @@ def main() -> None:
 def hasten() -> None:
     """Spare each of many hundred processes what takes a tenth of a second and changes no result.
 
-    These are measuring how fast the CPU multiplies, which is shown, counting the objects that this interpreter has frozen, and
-    generating a demo's data, of which most runs use a few rows.
+    These are measuring how fast the CPU multiplies, which is shown, counting the objects that this interpreter has frozen,
+    generating a demo's data, of which most runs use a few rows, and what libraries that were imported here do at the end of a
+    process: taking operators back, writing a table into a log that nobody keeps, removing the temporary folders of this one.
     """
     original = text._from_function
     once = cache(original)
@@ -127,6 +136,9 @@ def hasten() -> None:
 
     text._from_function = from_function
     devices.MEASURED_S = 0.001
+    atexit.unregister(dump_compile_times)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     loop.gc = SimpleNamespace(**{**vars(gc), "get_freeze_count": lambda: 1})
 
 

