@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hftune.atomic import remove
 from hftune.checkpoints.atomic_files import only_writer
-from hftune.checkpoints.checkpointer import steps
+from hftune.checkpoints.checkpointer import steps, tidy
 from hftune.checkpoints.contents import Changed
 from hftune.checkpoints.newest import BEHIND
 from hftune.checkpoints.own_folders import note_id, own_address, own_folder, read_id
@@ -72,6 +72,7 @@ class Copies:
         try:
             self._is_ours = self._held.enter_context(only_writer(self.folder))
             remove(self.folder / INCOMING)
+            tidy(self.folder / "checkpoints")
         except ConfigError as error:
             return str(error)
         return None

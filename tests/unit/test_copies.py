@@ -268,6 +268,13 @@ def test_a_machine_with_another_run_in_its_folder_keeps_no_copy(tmp_path):
     assert Copies(tmp_path, 1, True, lambda: None)._prepare("other") is None
 
 
+def test_what_was_being_removed_when_the_machine_died_goes_with_the_next_copy(here):
+    path = path_of(here / "checkpoints", 10)
+    path.rename(path.with_name(f".{path.name}.removed"))
+    assert Copies(here, 1, True, lambda: None)._prepare("run") is None
+    assert not [*(here / "checkpoints").iterdir()]
+
+
 def test_paths_of_checkpoints_are_those_of_the_checkpointer(here):
     listed = contents(here, Digests())
     assert list(listed.checkpoints) == [path_of(here / "checkpoints", 10).relative_to(here).as_posix()]
