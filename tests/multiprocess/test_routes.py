@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import Recipe, launch
-from tests.support.runs import Run, environment
+from tests.support.runs import Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("task.dataset=tests.support.tasks:few_digits", "train.epochs=1", "train.log_every=1", "train.batch_size=48")
@@ -25,7 +25,8 @@ ROUTES = {
 def runs(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("routes"), {}
     for name, route in ROUTES.items():
-        command = [sys.executable, *route, "recipe=mnist_demo", *WORDS, f"output_dir={folder / name}"]
+        python = warm_python() if name == "torchrun" else sys.executable  # accelerate starts torchrun's own launcher, cold
+        command = [python, *route, "recipe=mnist_demo", *WORDS, f"output_dir={folder / name}"]
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = Run(folder / name)
