@@ -32,7 +32,7 @@ text.to_ids = counting
 def prepare(results, together, dataset, data_files):
     task = SequenceClassification(model=None, vocab_size=200, max_train_samples=300, dataset=dataset, data_files=data_files)
     together.wait()
-    with one_at_a_time("test"):
+    with one_at_a_time(["test", dataset]):
         train = task.datasets()["train"]
     results.put([len(calls), isinstance(train.column("input_ids").flat, np.memmap), train[0]["input_ids"].tolist()])
 

@@ -137,6 +137,12 @@ def hasten() -> None:
     text._from_function = from_function
     devices.MEASURED_S = 0.001
     atexit.unregister(dump_compile_times)
+    if "wandb" in sys.modules:
+        from wandb.sdk.artifacts.artifact import Artifact
+        from wandb.sdk.data_types._private import MEDIA_TMP
+
+        for temporary in (MEDIA_TMP, Artifact._TMP_DIR):
+            atexit.unregister(temporary.cleanup)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     loop.gc = SimpleNamespace(**{**vars(gc), "get_freeze_count": lambda: 1})
