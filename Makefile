@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some containers set it. Then each process compiles hftune and rewrites the assertions of all test modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check unit test static lint bench measured docs clean
+.PHONY: demo check unit test suite static lint bench measured docs clean
 
 demo: $(VENV)/.installed
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
@@ -22,7 +22,10 @@ check:
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit  # some tests wait
 
-test: static
+test:
+	$(MAKE) --no-print-directory --jobs 2 static suite  # as above
+
+suite: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
 
 static: $(VENV)/.installed-dev

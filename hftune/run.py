@@ -85,7 +85,10 @@ def train_valid(recipe: Recipe) -> None:
     """Train a recipe that has been validated; raises what ``train`` does."""
     check_environment()
     announce(recipe)
-    from hftune.training import train  # imports torch: only once the recipe is known to be valid
+    from hftune.distributed.preflight import check_num_processes  # imports torch: only once the recipe is known to be valid
+
+    check_num_processes()  # here, too: the rest takes twice as long to import
+    from hftune.training import train
 
     train(recipe)
 
