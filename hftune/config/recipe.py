@@ -712,7 +712,7 @@ def _defaults(task_type: type[Task]) -> tuple[_Schema, bytes | None]:
     schema = _Schema(task_type)
     try:
         return schema, pickle.dumps(schema.values)
-    except (AttributeError, pickle.PicklingError):
+    except (AttributeError, TypeError, pickle.PicklingError):
         return schema, None
 
 
