@@ -23,7 +23,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit  # some tests wait
 
 test:
-	$(MAKE) --no-print-directory --jobs 2 static suite  # as above
+	$(MAKE) --no-print-directory --jobs 2 static suite  # types are checked while pytest imports
 
 suite: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths

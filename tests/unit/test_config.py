@@ -1222,6 +1222,15 @@ def test_torchs_own_optimizers_need_no_trust(write):
     assert Recipe.load(path, trust_code=False).train.optimizer == "torch.optim.RMSprop"
 
 
+def test_a_task_may_be_made_by_a_function(write, elsewhere):
+    """Its class has no name that pickle could find it by."""
+    task = "from dataclasses import dataclass\nfrom hftune.tasks import SequenceClassification\n"
+    task += "def make():\n    @dataclass\n    class Own(SequenceClassification):\n        size: int = 3\n    return Own\nMade = make()\n"
+    write("made_by_function.py", task)
+    path = write("mine.yaml", "task: {type: made_by_function.Made, model: null, dataset: hftune.data.demo:reviews}")
+    assert [Recipe.load(path, *words).task.size for words in ((), ("task.size=5",), ())] == [3, 5, 3]
+
+
 @pytest.mark.parametrize(
     ("section", "name"),
     [

@@ -1,6 +1,7 @@
 """What is refused of a launcher, or of variables that none sets, before a model is loaded; and what only looks like it."""
 
 import os
+import sys
 
 import pytest
 
@@ -157,6 +158,15 @@ def test_steps_to_accumulate_are_the_recipes(monkeypatch):
         "accelerate launch was asked for --gradient_accumulation_steps 4, but the recipe decides that: train.batch_size is the "
         "global batch, train.micro_batch_size what a process computes at once."
     )
+
+
+def test_too_few_processes_are_refused_before_the_training_is_imported(environment, monkeypatch):
+    options = launch_options(["/bin/accelerate", "launch", "--num_processes", "2", "script.py"])
+    monkeypatch.setattr("hftune.distributed.preflight.launch_options", lambda _: options)
+    monkeypatch.setitem(sys.modules, "hftune.training", None)  # cannot be imported
+    environment()
+    said = refused(hftune.run.train_valid, Recipe.load("yelp_demo"))
+    assert said.startswith("accelerate launch was asked for 2 processes and started only one: ")
 
 
 @pytest.mark.parametrize(("local", "expected"), [("2", "lo"), (None, None)])
