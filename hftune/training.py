@@ -425,6 +425,8 @@ def fit_and_save(run: Run, output: OutputDir, kept: Kept) -> TrainResult:
         run.profiler.close()
         kept.run = None  # the test replaces the model; all is in the last checkpoint
         result = finish(run, output)
+        if strategy.is_main:
+            run.checkpointer.remove_left()
         output.complete_copies()
     except RoundOver:
         run.profiler.close()

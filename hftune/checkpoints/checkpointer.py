@@ -191,6 +191,8 @@ class Checkpointer:
     """Whether this process still has the output folder; see ``only_writer``."""
     is_in_use: Callable[[int], bool] = field(default=lambda step: False, repr=False)
     """Says of a step's checkpoint whether another machine copies it now; then it stays until the next one is written."""
+    _written: tuple[int, int | None] | None = field(default=None, repr=False)
+    """Step of the last one that this process has written, and the best step then."""
     _writer: threading.Thread | None = field(default=None, repr=False)
 
     @property
@@ -229,12 +231,20 @@ class Checkpointer:
                     flush(path)
                 if not self.is_ours():  # its machine was stopped for a while
                     raise OSError("another process has taken over the folder")
-            self.failure, self.last = None, step
+            self.failure, self.last, self._written = None, step, (step, best_step)
             if self.on_written is not None:
                 self.on_written(step, tensor_hashes(files))
             self._prune(step, best_step)
         except Exception as error:  # whatever it is, training continues, and the main thread reports it
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+    def remove_left(self) -> None:
+        """Remove what stayed only because another machine copied it when the last checkpoint was written; it copies anew."""
+        self.wait()
+        if self._written is not None and self.is_ours():
+            self.is_in_use = lambda step: False
+            with suppress(OSError):
+                self._prune(*self._written)
 
     def _prune(self, newest_step: int, best_step: int | None) -> None:
         """Remove all but the best and those that ``config`` keeps, oldest first.

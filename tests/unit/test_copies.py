@@ -160,6 +160,17 @@ def test_a_checkpoint_that_is_being_copied_stays_until_it_is_there(here, source,
     assert steps(here / "checkpoints") == [30]
 
 
+def test_what_was_being_copied_when_the_last_checkpoint_was_written_goes_at_the_end(tmp_path):
+    writer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig(keep=1), is_in_use=lambda step: True)
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step, best=10, writer=writer)
+    assert steps(tmp_path / "checkpoints") == [10, 20, 30]
+    Checkpointer(tmp_path / "checkpoints", CheckpointConfig(keep=1), last=30).remove_left()
+    assert steps(tmp_path / "checkpoints") == [10, 20, 30]  # who has only resumed knows not which is the best
+    writer.remove_left()
+    assert steps(tmp_path / "checkpoints") == [10, 30]
+
+
 def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_silent(here, source, receiver, monkeypatch):
     thread, marks = CopyThread(receiver), []
     thread.start()
