@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.data.files import held_out_key
 from hftune.errors import ConfigError
 from hftune.task import Task
-from hftune.tasks.validation import bound_problems
+from hftune.tasks.validation import bound_problems, name_problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +105,7 @@ class TextTask(Task):
         return [
             *self._split_problems(),
             *model_folder_problems(self.model, self.model_config),
+            *name_problems(self),
             *bound_problems(self, {**lengths, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}),
         ]
 
