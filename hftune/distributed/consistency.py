@@ -6,7 +6,6 @@ that a message can say exactly what differs.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import pickle
@@ -14,14 +13,13 @@ import platform
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hftune.config.own_code import hashes_of
 from hftune.config.recipe import Recipe, code_of_sections, flat
 from hftune.config.shipped_files import PACKAGE
 from hftune.data.digest import content_digest
@@ -60,22 +58,14 @@ def code() -> Mapping[str, str]:
 
 
 def named_code(recipe: Recipe) -> dict[str, str]:
-    """Hash the files of the optimizer and the schedule, which every process computes with, if they are the user's."""
-    paths = set()
-    for key, name in code_of_sections(recipe.train, recipe.eval, recipe.track):
-        if key in ("train.optimizer", "train.schedule"):
-            with suppress(Exception, SystemExit):  # find_spec imports the package around it; building it says what is wrong
-                paths.add(getattr(find_spec(name.rpartition(".")[0]), "origin", None))
-    return {Path(path).name: _hash(Path(path)) for path in paths if path is not None and Path(path).is_file()}
+    """Hash the user's code of the optimizer and the schedule, which every process computes with."""
+    named = code_of_sections(recipe.train, recipe.eval, recipe.track)
+    return hashes_of(name.rpartition(".")[0] for key, name in named if key in ("train.optimizer", "train.schedule"))
 
 
 def code_of(task: Task) -> dict[str, str]:
-    """Hash the file of a task that is not hftune's."""
-    module = inspect.getmodule(type(task))
-    path = getattr(module, "__file__", None)
-    if path is None or module.__name__.startswith("hftune."):
-        return {}
-    return {Path(path).name: _hash(Path(path))}
+    """Hash the user's code of a task."""
+    return hashes_of(kind.__module__ for kind in type(task).__mro__)
 
 
 @cache

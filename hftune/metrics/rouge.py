@@ -184,8 +184,10 @@ class ExactMatch(_TextMetric):
     """
 
     score: ClassVar[str] = "exact_match"
-    plain: ClassVar[Callable[[str], str]] = staticmethod(str.strip)
-    """What is compared of a text."""
+
+    def plain(self, text: str) -> str:
+        """Return what is compared of a text."""
+        return text.strip()
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         pairs = [(self.plain(text), self.plain(true)) for text, true in zip(predictions, references, strict=True)]
@@ -199,7 +201,9 @@ class FoldedExactMatch(ExactMatch):
     """
 
     score = "exact_match_folded"
-    plain = staticmethod(lambda text: "".join(unicodedata.normalize("NFKC", text).lower().split()))
+
+    def plain(self, text: str) -> str:
+        return "".join(unicodedata.normalize("NFKC", text).lower().split())
 
 
 class PredictionLength(_TextMetric):
