@@ -163,7 +163,7 @@ def data_file_problems(
             yield f"task.data_files.{split}={patterns!r} is not a path or a list of paths."
             continue
         for pattern in paths:
-            if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
+            if "://" not in pattern and not local_files(pattern):
                 yield f"task.data_files.{split}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
             elif dataset not in FILE_FORMATS and file_format(pattern) is None:
                 yield (
@@ -174,10 +174,14 @@ def data_file_problems(
             yield f"task.data_files.{split} has files of several formats: {', '.join(sorted(formats))}. Use one format."
 
 
+def local_files(pattern: str) -> list[str]:
+    """Return the files of this machine that a pattern matches."""
+    return glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - Path.glob wants a root
+
+
 def file_format(pattern: str) -> str | None:
     """Return the format of a file, or of all files that a pattern matches, by their names; None if they do not tell."""
-    names = [pattern] if "://" in pattern else glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - as above
-    formats = {format_of(name) for name in names}
+    formats = {format_of(name) for name in ([pattern] if "://" in pattern else local_files(pattern))}
     return formats.pop() if len(formats) == 1 else None
 
 
