@@ -149,6 +149,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_recipe:
         options.words += rest
+    options.argv = argv
     return options
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, format_value
 
 if TYPE_CHECKING:
     from hftune.commands.sweep_space import Space
@@ -136,8 +136,8 @@ class Sweep:
         given = [f"recipe={self.space.recipe}", *self.space.fixed, *(f"{key}={value}" for key, value in trial.values.items())]
         if self.recipe.track.with_:
             group = self.recipe.track.group or f"{self.recipe.recipe} sweep"
-            given += [f"track.run_name={trial.name}", f"track.group={group}"]
-        return [*given, f"output_dir={trial.folder}"]
+            given += [f"track.run_name={format_value(trial.name)}", f"track.group={format_value(group)}"]
+        return [*given, f"output_dir={format_value(str(trial.folder))}"]
 
     def command(self, trial: Trial) -> list[str]:
         words = self.words(trial)

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from hftune import cli
-from hftune.commands import sweep
+from hftune.commands import folds, sweep
 from hftune.commands.sweep_space import Range, parse, split, trial_name
-from hftune.errors import ConfigError
+from hftune.config import Recipe
+from hftune.errors import ConfigError, format_value
 from hftune.launchers.local import kill
 
 TRIAL = """
@@ -259,3 +260,17 @@ def test_gpus_are_shared_out_among_jobs(monkeypatch):
         assert sweep.share_gpus(2, 2) == []
     one = sweep.Sweep(None, None, None, 2, 2, None, ["4", "5", "6", "7"])
     assert [one.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
+
+
+@pytest.mark.parametrize("text", ["run #1", "a: b", "1e3", 'it\'s "x"', "[a", "b\\"])
+def test_a_trial_gets_folder_and_group_as_they_are_whatever_yaml_makes_of_their_texts(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    fixed = [f"{key}={format_value(text)}" for key in ("output_dir", "track.group")]
+    options = cli.parse(["sweep", "recipe=yelp_demo", *fixed, "track.with=[tensorboard]", "train.lr=1e-5,3e-5"])
+    swept = sweep.prepare(options)
+    trials = sweep.Grid(swept.space, swept.folder).trials
+    recipes = [Recipe.from_argv(swept.words(trial)) for trial in trials]
+    assert [Path(recipe.output_dir) for recipe in recipes] == [Path(text, "sweep", f"lr_{lr}") for lr in ("1e-5", "3e-5")]
+    assert {recipe.track.group for recipe in recipes} == {text}
+    recipes = folds.fold_recipes(["recipe=yelp_demo", *fixed], 2)
+    assert [recipe.output_dir for recipe in recipes] == [f"{text}/fold_0", f"{text}/fold_1"]
