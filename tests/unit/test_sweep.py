@@ -20,6 +20,7 @@ from hftune.launchers.local import kill
 
 TRIAL = """
 echo $LR >>"{log}"
+echo '{facts}' >"$OUT/run.json"
 case "{fails}" in *" $LR "*) echo "hftune: The loss is not finite."; exit 1;; esac
 if [ -e "{stops}" ]; then trap 'exit 75' TERM; touch "$OUT/began"; while :; do sleep 0.02; done; fi
 echo '{{"best": {{"metric": "accuracy", "value": '$VALUE', "step": 5}}, "seconds": 3.0}}' >"$OUT/result.json"
@@ -31,7 +32,7 @@ def trained(tmp_path, monkeypatch):
     """Replace trainings by a shell script; return the learning rates of those that were begun."""
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log"
-    state = {"fails": "", "stops": tmp_path / "stops"}
+    state = {"fails": "", "stops": tmp_path / "stops", "facts": "{}"}
 
     def command(self, trial):
         rate = trial.values["train.lr"]
@@ -143,6 +144,25 @@ def test_a_failed_trial_does_not_end_the_others_and_is_tried_again(trained, caps
     assert trained() == ["1e-5", "3e-5"]
     assert swept("train.lr=1e-5,3e-5") == 0
     assert trained() == ["1e-5"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"), [({"data": {"train": "b"}}, "The data"), ({"code": {"t.py": "b"}}, "Files of your")]
+)
+def test_a_sweep_does_not_go_on_with_other_data_or_code(trained, tmp_path, capsys, facts, what):
+    trained.state["facts"] = json.dumps({"data": {"train": "a"}, "code": {"t.py": "a"}})
+    assert swept("train.lr=1e-5,3e-5") == 0
+    trained.state["facts"] = json.dumps(facts)
+    (tmp_path / "stops").touch()  # it is ended as soon as it says what it is trained on
+    assert swept("train.lr=1e-5,3e-5,1e-4") == 2
+    (tmp_path / "stops").unlink()
+    folder = Path("outputs/yelp_demo/sweep")
+    said = f"hftune: {what}"
+    assert (err := capsys.readouterr().err).startswith(said) and f"{folder}/lr_1e-5 and {folder}/lr_1e-4" in err
+    trained.state["facts"] = json.dumps({"data": {"train": "a"}, "code": {"t.py": "a"}})
+    assert swept("train.lr=1e-5,3e-5,1e-4") == 0, "the change is undone"
+    (folder / "lr_3e-5" / "run.json").write_text(json.dumps(facts))
+    assert swept("train.lr=1e-5,3e-5") == 2 and capsys.readouterr().err.startswith(said)
 
 
 def test_another_sweep_in_the_same_folder_is_refused(trained, capsys):
