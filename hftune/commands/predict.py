@@ -185,7 +185,7 @@ def read_text(path: str, option: str = "--text-file") -> str:
         ConfigError: there is no such file, or it is not UTF-8.
     """
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
         return data.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}.") from error

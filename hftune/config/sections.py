@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -669,7 +670,7 @@ class RunConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        self.output_dir = self.output_dir or f"outputs/{self.recipe}"
+        self.output_dir = os.path.expanduser(self.output_dir or f"outputs/{self.recipe}")  # noqa: PTH111 - Path's raises for ~a
 
     def problems(self) -> Iterator[str]:
         if not 0 <= self.seed < 2**32:

@@ -500,3 +500,12 @@ def test_a_number_of_processes_that_is_none_is_refused(capsys, text):
 def test_each_process_gets_the_command_line_but_for_their_number(words, given):
     options = cli.parse([*words[:2], *given, *words[2:]])
     assert options.processes == 2 and argv_of_one(options) == words
+
+
+def test_a_tilde_is_the_user_s_folder_in_every_path_of_a_command_and_in_output_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.parse(["replay", "a", "--step=1", "--output=~/x"]).output == tmp_path / "x"
+    assert cli.parse(["report", "~/a", "b"]).folders == [tmp_path / "a", Path("b")]
+    assert cli.parse(["report", "~no-such-user/a"]).folders == [Path("~no-such-user/a")]
+    recipe = Recipe.load("yelp_demo", "output_dir=~/x")
+    assert recipe.output_dir == str(tmp_path / "x") == Recipe.load("yelp_demo", {"output_dir": Path("~/x")}).output_dir

@@ -1062,6 +1062,14 @@ def test_a_missing_file_is_told_with_the_recipe_that_names_it(above):
     assert refusal("recipe=yelp_demo", "task.model=./nowhere") == "task.model=./nowhere: there is no such folder."
 
 
+def test_a_model_that_another_recipe_trains_is_told_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("recipe=chats_lora_demo") == (
+        "task.model=outputs/chats_demo/model: there is no such folder. Recipe chats_demo trains such a model: hftune train "
+        "recipe=chats_demo"
+    )
+
+
 # Numbers that YAML 1.1 reads differently
 
 
