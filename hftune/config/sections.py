@@ -654,8 +654,8 @@ class RunConfig(Section):
     `replace: [task.model_config]` lists keys or whole sections that are not inherited from the base. On the command line,
     `replace=[task.model_config] task.model_config={...}` does the same.
 
-    A text is taken as it is written, also where YAML alone would read a number or true and false: 1e3, 1.10, no. In paths, `~` is
-    the folder of the user.
+    A text is taken as it is written, also where YAML alone would read a number or true and false: 1e3, 1.10, no. In paths, `~`
+    is the folder of the user.
 
     A value can refer to another one, `${train.batch_size}`, or to an environment variable, `${oc.env:WANDB_NAME}`. The value of
     an environment variable is written to no file: recipe.yaml and the trackers get the reference itself.
