@@ -41,7 +41,7 @@ from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import cached_hashes, root, write_rows
 from hftune.distributed.accelerator import leave_group
-from hftune.distributed.consistency import fingerprint
+from hftune.distributed.consistency import code_of, fingerprint, named_code
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.pulse import marked_while_moving
@@ -370,6 +370,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         num_steps=run.num_steps,
         steps_per_epoch=run.plan.num_steps,
         notices=parts.notices,
+        code=code_of(run.recipe.task) | named_code(run.recipe),
         fold_data=ask(run.recipe.task, "fold_data", None),
     )
 
