@@ -189,11 +189,11 @@ class Trapped(Task):
 
 @dataclass
 class SlowReviews(SequenceClassification):
-    """A step after the third takes half a minute: the check before training calls the loss six times, a step four times."""
+    """A step after the third takes half a minute: the checks before training call the loss eight times, a step four times."""
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self._calls = getattr(self, "_calls", 0) + 1
-        if self._calls > 6 + 12:
+        if self._calls > 8 + 12:
             time.sleep(30)
         return super().loss(outputs, target)
 

@@ -1,5 +1,6 @@
 """A task of one's own whose loss is no sum over its items is refused before it trains with a wrong scale."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from hftune import ConfigError, Recipe, train
 from hftune.strategies.contract import check_sums
-from hftune.task import Task
+from hftune.task import BatchLossTask, Task
 from tests.support.tasks import NextToken, Tagging, Trapped
 
 
@@ -107,11 +108,80 @@ def test_a_mean_over_tokens_of_padded_samples_is_refused():
     assert refusal(MeanOfTokens()).startswith("MeanOfTokens.loss returns a mean, ")
 
 
-def test_items_that_do_not_add_up_are_refused():
-    assert refusal(OneItem()) == (
-        "OneItem.num_items must add up over samples: it returns 1 and 1 for samples 12 and 13 alone, and 1 for both together. Count "
-        "what loss sums over."
+class Padded(NextToken):
+    def num_items(self, target):
+        return target.numel()
+
+
+class PaddedByCollate(Padded):
+    def lengths(self, dataset):
+        return None
+
+
+class Keys(Tagging):
+    """Its target is no tensor: len() of it is the number of its keys."""
+
+    num_items = Task.num_items
+
+    def target(self, batch):
+        return {"tags": batch["labels"], "first": batch["labels"][:, 0]}
+
+    def loss(self, outputs, target):
+        return super().loss(outputs, target["tags"])
+
+
+class KeysInBatch(Keys, BatchLossTask):
+    """The same where the loss compares the samples of a step."""
+
+    def embed(self, outputs, target):
+        return outputs
+
+    def batch_losses(self, embeddings, labels):
+        return embeddings.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [
+        (OneItem(), r"it returns (1, ){7}1 for samples 0, 6, 13, 20, 26, 33, 40, 47 alone, 8 in all, and 1 for all of them "),
+        (Padded(), "and no padding"),
+        (PaddedByCollate(), "and no padding"),
+        (Keys(), "its target is a dict.* Define it: def num_items"),
+        (KeysInBatch(), "its target is a dict.* Define it: def num_items"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_items_that_do_not_add_up_over_samples_of_different_length_are_refused(task, what):
+    said = refusal(task)
+    assert said.startswith(
+        f"{type(task).__name__} has no num_items" if "dict" in what else f"{type(task).__name__}.num_items must"
     )
+    assert re.search(what, said)
+
+
+class LossOfPadding(Tagging):
+    """Forgets to leave padding out of the loss, which samples of equal length do not show."""
+
+    def collate(self, examples):
+        batch = super().collate(examples)
+        return {**batch, "labels": batch["labels"].clamp(min=0), "real": batch["ids"] != 0}
+
+    def inputs(self, batch):
+        return {"ids": batch["ids"]}
+
+    def target(self, batch):
+        return torch.stack([batch["labels"], batch["real"].long()])
+
+    def loss(self, outputs, target):
+        return super().loss(outputs, target[0])
+
+    def num_items(self, target):
+        return int(target[1].sum())
+
+
+def test_a_loss_that_depends_on_padding_gets_a_notice():
+    (said,) = check(LossOfPadding())
+    assert said.startswith("LossOfPadding.loss depends on padding: samples ") and "ignore_index=-100" in said
 
 
 def test_forgotten_num_items_is_refused_for_labels_and_said_for_numbers():
