@@ -225,8 +225,8 @@ class Task(ABC):
 
         if not isinstance(target, Tensor):
             raise ConfigError(
-                f"{type(self).__name__} has no num_items of its own, and its target is a {type(target).__name__}, which does not "
-                "tell how many items loss sums over. Define it: def num_items(self, target): return ..., such as "
+                f"{type(self).__name__} has no num_items of its own, and its target is a {type(target).__name__}, which does "
+                "not tell how many items loss sums over. Define it: def num_items(self, target): return ..., such as "
                 'len(target["labels"]) for samples or int((target["labels"] != -100).sum()) for labels.'
             )
         return len(target)

@@ -6,11 +6,14 @@ train with a wrong scale, and no number would look wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hftune.errors import ConfigError
 from hftune.strategies.statistics import restored_buffers
@@ -86,18 +89,38 @@ def first_line(error: Exception) -> str:
 
 def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[BatchLoss]:
     """Return the loss of each batch; model and random generators stay as they are."""
-    results, modes = [], {module: module.training for module in model.modules()}
+    results = []
+    with leaving_no_trace(model, training=False):
+        for batch in batches:
+            loss = float(task.loss(model(**task.inputs(batch)), task.target(batch)))
+            shapes = [tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)]
+            results.append(BatchLoss(loss, shapes))
+    return results
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into a mode, without gradients; at the end modes, buffers and random generators are what they were."""
+    modes = {module: module.training for module in model.modules()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
-        model.eval()
+        model.train(training)
         try:
-            for batch in batches:
-                loss = float(task.loss(model(**task.inputs(batch)), task.target(batch)))
-                shapes = [tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)]
-                results.append(BatchLoss(loss, shapes))
+            yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
-    return results
+
+
+def needs_two_samples(task: Task, model: nn.Module, dataset: Any) -> bool:
+    """Return whether a model cannot train on one sample, as BatchNorm cannot where it has one value per channel."""
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return False
+    try:
+        with leaving_no_trace(model, training=True):
+            model(**task.inputs(task.collate([dataset[0]])))
+    except CANNOT as error:
+        return "more than 1 value per channel" in str(error)
+    return False
 
 
 def check_loss(task: Task, model: nn.Module, indices: list[int], together: BatchLoss, alone: list[BatchLoss]) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hftune import ConfigError, Recipe, train
 from hftune.strategies.contract import check_sums
 from hftune.task import BatchLossTask, Task
 from tests.support.tasks import NextToken, Tagging, Trapped
+
+TRAPPED = Path(__file__).parents[1] / "support" / "trapped.yaml"
 
 
 @dataclass
@@ -226,6 +229,45 @@ def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"MeanOfPairs\.loss returns a mean"):
         train(Recipe.load(tmp_path / "mean.yaml", f"output_dir={tmp_path}/out"))
     assert not (tmp_path / "out" / "result.json").exists()
+
+
+@dataclass
+class Named(Trapped):
+    """Has strings beside its tensors, a test split, and a model to be served that is not the one in training."""
+
+    def datasets(self):
+        parts = {
+            name: [{**row, "id": f"{index}"} for index, row in enumerate(rows)] for name, rows in super().datasets().items()
+        }
+        return {**parts, "test": parts["eval"]}
+
+    def inputs(self, batch):
+        assert batch["id"][0].isdecimal()
+        return {"x": batch["x"]}
+
+    def load(self, directory):
+        return nn.Sequential(super().load(directory), nn.Softmax(-1))
+
+
+def test_a_batch_may_hold_strings_and_the_test_split_needs_no_model_to_be_served(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "named.yaml").write_text(f"task: {{type: {__name__}.Named}}\ntrain: {{max_steps: 4, batch_size: 12}}\n")
+    recipe = Recipe.load(
+        tmp_path / "named.yaml", f"output_dir={tmp_path}/out", "eval.every=2", "train.lr=0.1", "train.ema_decay=0.9"
+    )
+    result = train(recipe)
+    assert result.test["loss"] == pytest.approx(result.best["value"], rel=1e-12)
+
+
+def test_a_step_with_a_sample_that_batch_norm_cannot_take_alone_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = ("task.trap=running statistics", f"output_dir={tmp_path}/out", "train.batch_size=47")
+    single = r"has a micro-batch of one sample, \d+, "
+    with pytest.raises(ConfigError, match=rf"^Step 2 {single}.* train.batch_size .*train.skip=\[2\]"):
+        train(Recipe.load(TRAPPED, *words))
+    with pytest.raises(ConfigError, match=rf"^Step 1 {single}.* train.micro_batch_size "):
+        train(Recipe.load(TRAPPED, *words, "train.batch_size=16"))
+    assert train(Recipe.load(TRAPPED, *words, "train.micro_batch_size=12", "train.skip=[2,4]")).steps == 4
 
 
 class WeightedPairs(Pairs):
