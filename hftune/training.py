@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -511,7 +510,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
             strategy.on_main(lambda: export(recipe.task, model, output.path / "model", about, recipe.adapter.export))
         else:
             strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last", kind=recipe.adapter.export))
-    test = test_best(run, output) if "test" in run.datasets else {}
+    test = test_best(run) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,
         test=test,
@@ -540,7 +539,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     return result
 
 
-def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
+def test_best(run: Run) -> dict[str, Any]:
     """Score the best model on the test split, and log its metrics. Collective; it replaces the model in training.
 
     Raises:
@@ -548,16 +547,11 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     """
     recipe, strategy = run.recipe, run.strategy
     strategy.progress.stage("the evaluation on the test split")
-    if recipe.adapter.type is None:
-        load_best_model(run, output)
-        averaged: AbstractContextManager = nullcontext()
-    elif load_best_adapters(run):
-        averaged = strategy.averaged()
-    else:
+    if not load_best(run):
         return {}
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop) or run.rounds.is_broken
-    with averaged:
+    with strategy.averaged():
         evaluation = evaluate(
             strategy,
             dataset,
@@ -575,19 +569,10 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     return evaluation.metrics
 
 
-def load_best_model(run: Run, output: OutputDir) -> None:
-    """Give the model in training the weights of the best one, as they were exported. Collective."""
-    strategy, tensors = run.strategy, {}
+def load_best(run: Run) -> bool:
+    """Give the model in training the weights of the best one, from its checkpoint. Collective.
 
-    def read() -> None:
-        tensors.update(model_tensors(run.recipe.task.load(output.path / "model")))
-
-    strategy.on_main(read)
-    strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
-
-
-def load_best_adapters(run: Run) -> bool:
-    """Give the model in training the adapters of the best one, from its checkpoint: a merged export has none. Collective.
+    Not from the export: merged adapters are none, and what ``task.load`` returns may be a model that is made to be served.
 
     Returns:
         False: there is no such checkpoint. A kill came between the export of the best model and its checkpoint.

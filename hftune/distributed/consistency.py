@@ -167,8 +167,23 @@ def data_digest(task: Task, dataset: Any) -> str:
     if (lengths := task.lengths(dataset)) is not None:
         digest.update(lengths.tobytes())
     batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
-    digest.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
+    digest.update(
+        pickle.dumps(
+            {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
+        )
+    )
     return f"{DIGEST}{digest.hexdigest()}"
+
+
+def _plain(value: Any) -> Any:
+    """Return what equal values have in common on all processes; of objects, whose text may be an address, only the type."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
 
 
 def check_early(store: Any | None, rank: int, own: Mapping[str, Any]) -> None:
