@@ -94,6 +94,7 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
         load_metrics(recipe.eval.metrics)
     progress.stage("preparing the data")
     datasets = load_datasets(recipe) if datasets is None else datasets
+    recipe.validate_metric()
     plan = plan_batches(recipe, datasets["train"])
     num_steps = total_steps(recipe.train, plan)
     check_schedule(recipe.train, num_steps, plan.num_steps)

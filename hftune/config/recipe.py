@@ -126,12 +126,17 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found.
         """
-        problems = [
-            *self.task.validate(),
-            *self._metric_problems(),
-            *self._batch_loss_problems(),
-            *self._adapter_problems(),
-        ]
+        self._refuse(*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems())
+
+    def validate_metric(self) -> None:
+        """Check ``eval.metric`` once the task has its data, on which may depend what it computes.
+
+        Raises:
+            ConfigError: the task does not compute it of these data.
+        """
+        self._refuse(*self._metric_problems())
+
+    def _refuse(self, *problems: str) -> None:
         if problems:
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hftune.data.images import Form, Images, SeveralSizes, Source
     from hftune.models.image_processor import Preparation
-    from hftune.task import Batch
+    from hftune.task import Batch, Direction
 
 SMALLEST_IMAGE = 16
 """Pixels per side that ConvNet needs. Defined here because that module imports torch."""
@@ -97,7 +97,11 @@ class ImageClassification(ImageTask):
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
 
-    metric_directions = {"accuracy": "max", "macro_f1": "max", "mcc": "max", "top5_accuracy": "max"}
+    @property
+    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on the number of classes
+        directions: dict[str, Direction] = {"accuracy": "max", "macro_f1": "max", "mcc": "max"}
+        has_few = "_images" in vars(self) and len(self.labels) <= MANY_CLASSES
+        return directions if has_few else {**directions, "top5_accuracy": "max"}
 
     def validate(self) -> list[str]:
         from hftune.data.files import model_folder_problems

@@ -71,10 +71,10 @@ class SequenceClassification(TextTask):
 
     @property
     def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on the kind
-        if self.problem_type is None:  # any kind, which only the data tell
+        if self.problem_type is None and "_rows" not in vars(self):  # any kind, which only the data tell
             return {name: direction for kind in PROBLEMS.values() for name, direction in kind.directions.items()}
         grades: dict[str, Direction] = {"mae": "min"} if self.ordinal else {}
-        return {**PROBLEMS[self.problem_type].directions, **grades}
+        return {**PROBLEMS[self.kind].directions, **grades}
 
     def validate(self) -> list[str]:
         return [*super().validate(), *self._column_problems(), *self._loss_problems()]

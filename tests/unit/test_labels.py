@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hftune import DataError
+from hftune import ConfigError, DataError, Recipe
+from hftune.build import build
 from hftune.data.labels import name_notices
+from hftune.distributed.progress import Progress
 from hftune.tasks import ImageClassification, SequenceClassification, TokenClassification
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -247,3 +249,16 @@ def test_classes_that_differ_only_in_case_or_white_space_get_a_notice():
     (said,) = name_notices(["Ham", "ham ", "spam"], are_labels=True)
     assert said.startswith("The classes 'Ham' and 'ham ' differ only in case or white space.")
     assert name_notices(["ham", "spam"], are_labels=True) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "computed"),
+    [("accuracy", [0.5, 1.0, 2.5], "rmse, mae, pearson, spearman"), ("rmse", ["a", "b", "c"], "accuracy, macro_f1, mcc")],
+)
+def test_a_metric_that_these_labels_do_not_have_is_refused_before_a_model_is_built(tmp_path, metric, labels, computed):
+    files = {f"task.data_files.{part}": parquet(tmp_path / f"{part}.parquet", labels) for part in ("train", "eval")}
+    fields = {"task.model": None, "task.model_config": CONFIG, "task.vocab_size": 100, "eval.metric": metric}
+    recipe = Recipe.load("text_classification", {**files, **fields})
+    recipe.validate()  # without the data, either may be right
+    with pytest.raises(ConfigError, match=rf"eval\.metric='{metric}' is not computed .* It computes: loss, {computed}\."):
+        build(recipe, Progress())
