@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.bisect_runs import SAME, check_first, curve_of, line_of
+from hftune.commands.bisect_runs import check_first, curve_of, line_of
 from hftune.errors import ConfigError
 from hftune.launchers.local import environment
 from hftune.replay.bisection import Judge, Scale, first_bad
 from hftune.replay.history import History
+from hftune.reporting.differences import TOLERANCE
 
 DEFAULT_STEPS = 15
 
@@ -40,7 +41,7 @@ def search_candidates(options: argparse.Namespace, say: Callable[[str], None]) -
     for name, candidate, losses in zip(("good", "bad"), (candidates[0], candidates[-1]), ends, strict=True):
         say(f"  {name:>6}  {curve_of(scale.curve(losses))}  {candidate}")
     result: dict[str, Any] = {"steps": [options.first, last], "candidates": candidates, "found": [], "tries": []}
-    if scale.difference <= SAME:
+    if scale.difference <= TOLERANCE:
         say(f"{candidates[0]} and {candidates[-1]} have the same loss: there is nothing to find. Set --steps or --from.")
         return result
     judge = Judge(lambda chosen: tries.losses(*chosen), scale, lambda made: say(line_of(made)))

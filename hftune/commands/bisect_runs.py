@@ -17,6 +17,7 @@ from hftune.commands.arguments import add_trust_code, check_at_least_1, check_si
 from hftune.errors import ConfigError, TrainingError, format_value
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
+from hftune.reporting.differences import TOLERANCE
 from hftune.tracking.console import note, one_line, short
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ WIDTH = 100
 TRAIN_FILE = "task.data_files.train"
 OTHER_SAMPLES = ("seed", "train.batch_size")
 """Keys that decide which samples form a step."""
-SAME = 1e-6
-"""Relative difference between the two ends that may be rounding."""
 MAYBE_NOISE = 1e-3
 """Below this one, the good end is computed twice: GPUs do not always give the same bits, and that adds up over steps."""
 TIMES_NOISE = 3
@@ -215,7 +214,7 @@ class KeySearch:
             "changed": [asdict(change) for change in self.changes],
             "found": [],
         }
-        if scale.difference <= SAME:
+        if scale.difference <= TOLERANCE:
             self.say(self._nothing_to_find())
             return result
         if scale.difference < MAYBE_NOISE and (noise := Scale(scale.good, losses([])).difference) > 0:
@@ -241,7 +240,7 @@ class KeySearch:
         """Say why the two ends are equal."""
         steps, count = f"steps {self.first} to {self.first + self.num_steps - 1}", self.num_steps
         known = self.good.recorded(self.first), self.bad.recorded(self.first)
-        if known[0] and known[1] and Scale(known[0][:count], known[1][:count]).difference > SAME:
+        if known[0] and known[1] and Scale(known[0][:count], known[1][:count]).difference > TOLERANCE:
             return (
                 f"With all these keys {steps} are as without them, although the runs differed there: the cause is none of the "
                 f"keys. See hftune compare {self.good.history.folder} {self.bad.history.folder}."
@@ -299,11 +298,11 @@ def remark_on(end: End, losses: Sequence[float], first: int, scale: Scale) -> st
         return ""
     recorded = recorded[: len(losses)]
     apart = [abs(now - then) / (abs(then) or 1.0) if now != then else 0.0 for now, then in zip(losses, recorded, strict=True)]
-    if max(apart) <= SAME:
+    if max(apart) <= TOLERANCE:
         return ", as in its ledger"
     if Scale(recorded, losses).difference < NEAR * scale.difference:
         return f", as in its ledger to {max(apart):.0e}"
-    index = next(index for index, value in enumerate(apart) if not value <= SAME)
+    index = next(index for index, value in enumerate(apart) if not value <= TOLERANCE)
     then, now = short(recorded[index]), short(losses[index])
     why = "Code, libraries, data or hardware are others" if end.name == "good" else "The keys do not explain all of it"
     command = "hftune replay" if end.name == "good" else "hftune compare"

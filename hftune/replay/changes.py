@@ -19,11 +19,6 @@ class _Missing:
 
 MISSING = _Missing()
 """In the place of the value of a key that a recipe does not have."""
-WITHOUT_EFFECT = (
-    *("recipe", "output_dir", "resume", "eval", "checkpoint", "track", "parallel", "train.log_every", "train.num_workers"),
-    *("train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark", "train.profile"),
-)
-"""Keys and sections that do not change the loss of a step. Micro-batches do: they choose the masks of dropout."""
 LINE_FORMATS = ("json", "csv", "text")
 """Formats that have a row a line."""
 
@@ -74,9 +69,11 @@ def changed_keys(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[KeyCha
 
 
 def _differing(prefix: str, good: Mapping[str, Any], bad: Mapping[str, Any]) -> Iterator[KeyChange]:
+    from hftune.reporting.causes import ROUNDING, effects_of  # numpy, which commands that only start processes need not
+
     for name in dict.fromkeys([*good, *bad]):
         key, one, other = f"{prefix}{name}", good.get(name, MISSING), bad.get(name, MISSING)
-        if one == other or key in WITHOUT_EFFECT:
+        if one == other or effects_of(key) <= ROUNDING:
             continue
         is_section = prefix == ""
         if isinstance(one, Mapping) and isinstance(other, Mapping) and (is_section or _can_be_cut(one, other)):

@@ -43,13 +43,10 @@ from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
+from hftune.reporting.differences import TOLERANCE
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
-
-TOLERANCE = 1e-6
-"""Largest relative difference of loss and gradient norm that counts as equal, of a step near its checkpoint. Rounding on other
-numbers of processes, threads and CPU kernels was 2e-7 at most; the smallest real cause that was tried, 1.6e-5."""
 
 Look = Callable[["Replayer", StepBatch, StepReport], None]
 

@@ -51,8 +51,8 @@ UNKNOWN = ANYTHING - RATE
 KEYS: Mapping[frozenset[Effect], str] = {
     NOTHING: (
         "recipe output_dir resume track eval checkpoint adapter.export task.eval_split task.test_split task.max_eval_samples "
-        "task.max_test_samples task.data_files.eval task.data_files.test task.generation task.sample_fields train.num_workers "
-        "train.log_every train.profile train.dead_after_s train.stall_after_s train.ema_decay"
+        "task.max_test_samples task.data_files.eval task.data_files.test task.generation task.scores task.sample_fields "
+        "train.num_workers train.log_every train.profile train.dead_after_s train.stall_after_s train.ema_decay"
     ),
     frozenset({Effect.WEIGHTS, Effect.SAMPLES, Effect.FORWARD}): "seed",
     frozenset({Effect.SAMPLES, Effect.LR}): "train.batch_size",
@@ -69,7 +69,7 @@ KEYS: Mapping[frozenset[Effect], str] = {
     frozenset({Effect.FORWARD, Effect.BACKWARD}): "task.label_smoothing task.focal_gamma",
     frozenset({Effect.FORWARD, Effect.BACKWARD, Effect.ROUNDING}): (
         "train.micro_batch_size train.micro_batch_tokens train.packing train.parts train.head_loss train.mixed_precision "
-        "train.fsdp_gather train.tf32 train.batch_norm train.compile train.cudnn_benchmark train.deterministic "
+        "train.fsdp_gather train.tf32 train.batch_norm train.compile train.deterministic "
         "train.gradient_checkpointing"
     ),
     MODEL | UPDATE: "adapter",
@@ -80,7 +80,7 @@ KEYS: Mapping[frozenset[Effect], str] = {
         "task.data_files task.data_dir task.dataset task.dataset_config task.dataset_revision task.datasets task.train_split "
         "task.max_train_samples task.eval_share task.eval_fold"
     ),
-    ROUNDING: "parallel",
+    ROUNDING: "parallel train.cudnn_benchmark",
 }
 """What recipe keys can change, they and the keys below them; see UNKNOWN for any other."""
 EFFECTS = {key: effects for effects, keys in KEYS.items() for key in keys.split()}

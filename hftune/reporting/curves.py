@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hftune.tracking.jsonl import lines_of
 
 MATRIX = "confusion_matrix"
 PER_CLASS = "per_class"
@@ -149,8 +149,10 @@ class Log:
 def read_log(path: Path) -> Log:
     """Read metrics.jsonl, which may be growing; empty if there is none. Lines that are no metrics are passed over."""
     log, candidates = Log(), {}
-    for row in _rows(path):
-        step, epoch = row.pop("step"), row.pop("epoch", None)
+    for row in lines_of(path):
+        step, epoch = row.pop("step", None), row.pop("epoch", None)
+        if not isinstance(step, int) or abs(step) >= 2**62:
+            continue
         log.last_step = max(log.last_step, step)
         if step > 0 and is_number(epoch):
             log.epochs_per_step = epoch / step
@@ -169,19 +171,6 @@ def read_log(path: Path) -> Log:
 
 def _is_per_class(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(isinstance(scores, dict) for scores in value.values())
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:  # the last line while it is being written, or what a power failure left
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and abs(row["step"]) < 2**62:
-                yield row
 
 
 def is_number(value: Any) -> bool:

@@ -12,8 +12,9 @@ import numpy as np
 
 from hftune.reporting.curves import is_number
 from hftune.reporting.intervals import FEWEST_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
-from hftune.reporting.run_record import RunRecord, mapping, rows_of_file
+from hftune.reporting.run_record import RunRecord, mapping
 from hftune.reporting.traces import Trace, are_unequal
+from hftune.tracking.jsonl import lines_of
 
 STRETCHES = 8
 """Into which the training losses are cut to be read beside each other."""
@@ -131,7 +132,7 @@ def evaluation(a: RunRecord, b: RunRecord) -> Evaluation:
         found.reason = "the evaluation data differ"
         return found
     values: dict[str, list[tuple[float, float]]] = {}
-    for row_a, row_b in zip_longest(*(rows_of_file(run.folder / "predictions.jsonl") for run in (a, b))):
+    for row_a, row_b in zip_longest(*(lines_of(run.folder / "predictions.jsonl") for run in (a, b))):
         if row_a is None or row_b is None:
             found.reason = "one evaluation has more rows than the other" if found.num_rows else missing_rows(a, b)
             return found

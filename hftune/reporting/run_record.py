@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from hftune.reporting.curves import Log, is_number, read_log
 from hftune.tracking.facts import without_passwords
+from hftune.tracking.jsonl import lines_of
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The same loader in C, if PyYAML has it: seven times as fast."""
@@ -138,7 +139,7 @@ def read_predictions(path: Path) -> Predictions:
     """Find the first rows and those with the largest errors in predictions.jsonl, without holding the others in memory."""
     found = Predictions()
     worst: list[tuple[float, int, dict[str, Any]]] = []
-    for index, row in enumerate(rows_of_file(path)):
+    for index, row in enumerate(lines_of(path)):
         if index == MAX_ROWS:
             found.is_whole = False
             break
@@ -174,20 +175,6 @@ def find_images(folder: Path) -> list[Images]:
         elif path.suffix == ".png":
             found.setdefault(int(number), Images(int(number), [path], is_grid=True))
     return [found[step] for step in sorted(found)]
-
-
-def rows_of_file(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of predictions.jsonl; none if there is no file."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _read_text(path: Path) -> str:

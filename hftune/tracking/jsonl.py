@@ -63,17 +63,22 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[],
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file, if it exists, up to the first that is no JSON, as a kill or a power failure can leave it."""
-    lines: list[dict[str, Any]] = []
+    """Return what ``lines_of`` yields."""
+    return [*lines_of(path)]
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file, if it exists, without lines that are none, as a kill or a power failure can leave them."""
     if not path.is_file():
-        return lines
-    *texts, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for text in texts:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):  # of what is nested too deep
+                continue
+            if isinstance(line, dict):
+                yield line
 
 
 def _format(line: Mapping[str, Any]) -> str:

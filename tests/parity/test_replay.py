@@ -12,9 +12,10 @@ import torch
 from hftune import ConfigError, cli
 from hftune.models import scored_head
 from hftune.replay.earlier_weights import batch_loss
-from hftune.replay.engine import TOLERANCE, Replayer, difference
+from hftune.replay.engine import Replayer, difference
 from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
+from hftune.reporting.differences import TOLERANCE
 from tests.support.runs import FSDP, SMALL, Command, train_on
 
 STEPS = (

@@ -80,3 +80,10 @@ def test_files_that_cannot_be_mixed_are_refused(tmp_path, name, good, bad, said)
     (tmp_path / f"bad-{name}").write_text(bad)
     with pytest.raises(ConfigError, match=said):
         DataFiles(tmp_path / f"good-{name}", tmp_path / f"bad-{name}")
+
+
+def test_keys_that_comparisons_know_to_change_no_loss_are_not_tried():
+    words = ("task.generation={num_beams: 4}", "task.scores=[bleu]", "train.ema_decay=0.99", "task.max_eval_samples=10")
+    words += ("adapter.export=merged", "train.log_every=7", "train.cudnn_benchmark=true", "train.lr=1e-4")
+    good, bad = (Recipe.load("seq2seq_demo", *given).to_dict() for given in ((), words))
+    assert [change.key for change in changed_keys(good, bad)] == ["train.lr"]

@@ -5,7 +5,9 @@ import math
 
 import pytest
 
-from hftune.tracking.jsonl import LineFile, strict_json
+from hftune.reporting.curves import read_log
+from hftune.reporting.run_record import read_predictions
+from hftune.tracking.jsonl import LineFile, read_lines, strict_json
 
 
 def test_numbers_that_json_does_not_have_become_null_however_deep_they_lie():
@@ -23,3 +25,15 @@ def test_a_line_with_a_nested_number_that_is_not_finite_is_written(tmp_path):
     file.append({"eval/by_class": [math.nan]})
     file.close()
     assert (tmp_path / "lines.jsonl").read_text() == '{"eval/by_class": [null]}\n'
+
+
+def test_a_torn_line_is_passed_over_by_every_reader(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "train/loss": 3.0}\n{"step": 2, "train/lo{"step": 3, "train/loss": 1.0}\n{"step": 4, "train/loss": 0.5}\n'
+    )
+    assert [line["step"] for line in read_lines(path)] == [1, 4] and read_log(path).curves["train/loss"].steps.tolist() == [
+        1,
+        4,
+    ]
+    assert read_predictions(path).num_rows == 2
