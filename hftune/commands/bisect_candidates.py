@@ -17,7 +17,7 @@ from hftune.errors import ConfigError
 from hftune.launchers.local import environment
 from hftune.replay.bisection import Judge, Scale, first_bad
 from hftune.replay.history import History
-from hftune.reporting.differences import TOLERANCE
+from hftune.reporting import TOLERANCE
 
 DEFAULT_STEPS = 15
 

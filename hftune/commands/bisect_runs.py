@@ -17,7 +17,7 @@ from hftune.commands.arguments import add_trust_code, check_at_least_1, check_si
 from hftune.errors import ConfigError, TrainingError, format_value
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
-from hftune.reporting.differences import TOLERANCE
+from hftune.reporting import TOLERANCE
 from hftune.tracking.console import note, one_line, short
 
 if TYPE_CHECKING:

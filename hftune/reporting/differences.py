@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hftune.reporting import TOLERANCE
 from hftune.reporting.causes import (
     CONTENT,
     KINDS,
@@ -34,9 +35,6 @@ from hftune.reporting.curves import is_number
 from hftune.reporting.run_record import flat, mapping
 from hftune.reporting.traces import Segment, Steps, segments
 
-TOLERANCE = 2e-6
-"""Relative difference of a step's loss or gradient norm that other processes, threads, devices or code may make by rounding.
-The largest rounding met from equal weights was 2e-7, the smallest planted cause 1.6e-5. It does not grow with the steps."""
 JUMP = 10.0
 """A difference that exceeds all earlier ones by less than this factor has grown from them, as rounding does."""
 ARITHMETIC = ("world_size", "strategy", "hardware", "code", "packages", "recipe")

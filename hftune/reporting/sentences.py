@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from hftune.reporting.differences import TOLERANCE, Parting, relative
+from hftune.reporting import TOLERANCE
+from hftune.reporting.differences import Parting, relative
 from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, FEWEST_UNEQUAL, Interval
 from hftune.reporting.paired import Evaluation, Measure, TrainingLoss
 from hftune.reporting.seeds import MethodDifference

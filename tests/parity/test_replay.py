@@ -15,7 +15,7 @@ from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.engine import Replayer, difference
 from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
-from hftune.reporting.differences import TOLERANCE
+from hftune.reporting import TOLERANCE
 from tests.support.runs import FSDP, SMALL, Command, train_on
 
 STEPS = (

@@ -5,7 +5,8 @@ import copy
 import numpy as np
 import pytest
 
-from hftune.reporting.differences import TOLERANCE, part
+from hftune.reporting import TOLERANCE
+from hftune.reporting.differences import part
 from hftune.reporting.sentences import kinds_sentences, parting_sentences
 from hftune.reporting.traces import Trace
 
