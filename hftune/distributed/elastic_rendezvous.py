@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from hftune.distributed import rounds
 from hftune.distributed.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
-from hftune.distributed.elastic_parameters import attend, refuse
+from hftune.distributed.elastic_parameters import attend, refuse, words_of_launcher
 from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.meeting_places import connect
 from hftune.distributed.membership import Machine, Membership, Phase
@@ -164,6 +165,9 @@ class ElasticRendezvous(RendezvousHandler):
             self._check_place()
             if attendance.refusal is not None:
                 refuse(f"{self.where}: {attendance.refusal}")
+            if attendance.comes_later and not attendance.is_prepared:
+                self._prepare()
+                began = time.monotonic()
             membership, waited_s = attendance.membership, time.monotonic() - began
             if membership is None:
                 if attendance.earlier is not None and waited_s > reminder_s:
@@ -185,6 +189,32 @@ class ElasticRendezvous(RendezvousHandler):
                 say(self._situation(membership) + (ends if is_short and len(membership.machines) < membership.least else ""))
                 reminder_s += REMINDER_S
         self._begin(membership)
+
+    def _prepare(self) -> None:
+        """Do what this machine can do by itself before it asks to be let in; stop halfway if the others need it at once.
+
+        Raises:
+            SystemExit: it cannot, or the job has ended meanwhile.
+        """
+        attendance, (module, words) = self.attendance, words_of_launcher()
+        if module == "hftune.run" and words:
+            say(f"A job runs at {self.where}. {attendance.me} prepares data and model before it asks to be let in.")
+            with subprocess.Popen([sys.executable, "-m", "hftune.launchers.newcomer", *words]) as process:
+                try:
+                    while attendance.comes_later and process.poll() is None:
+                        self._check_place()
+                        attendance.wait(BEAT_S / 5)
+                finally:
+                    code = process.poll()
+                    process.kill()
+            if code:
+                say(f"{attendance.me} could not prepare data and model (exit code {code}), and is not let in.")
+                sys.exit(2 if code == 2 else 1)
+        if attendance.comes_later and attendance.earlier is not None and attendance.earlier.phase is Phase.ENDED:
+            say(f"The job at {self.where} has ended without this machine.")
+            sys.exit(0)
+        attendance.is_prepared = True
+        attendance.say()
 
     def _is_in_new_round(self, membership: Membership) -> bool:
         is_member = membership.phase is Phase.RUNNING and self.attendance.me.id in membership.members

@@ -14,6 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.config import sections
 from hftune.distributed.failure_report import STOPPED, Report
+from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Over
 from hftune.tracking.jsonl import read_lines
 from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class, without_passwords_in
 from tests.support.tasks import Tagging
