@@ -14,7 +14,8 @@ unbroken run of one process to 1e-5 of the largest of each tensor, and the audit
 gradient is zero, and Adam makes steps of rounding noise.
 
 Each event ends all processes, and new ones import everything, as many as four at once on the cores of this one machine. Under
---smoke they are forks of an interpreter that has done so. --meeting: at a host that stays (hftune meeting), or in a folder that all see.
+--smoke they are forks of an interpreter that has done so. --meeting: at a host that stays (hftune meeting), or in a folder that
+all see.
 """
 
 from __future__ import annotations
