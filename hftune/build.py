@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from hftune.strategies import head_trial
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model, repeated_layers
-from hftune.strategies.contract import check_sums
+from hftune.strategies.contract import check_sums, needs_two_samples
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import collate_for, reason_against, trial_samples
 from hftune.strategies.pipeline_stages import check_stages
@@ -101,6 +102,7 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
     said: list[str] = []
     model = build_model(recipe, said)
     check_pipeline(recipe, plan, datasets["train"], model)
+    check_single_samples(recipe, plan, first_epoch(recipe, datasets), model, num_steps)
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
         parts.base = base_digest(model) if has_adapter(model) else None
@@ -347,6 +349,7 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         ConfigError: what is built does not fit these devices, or this number of processes.
     """
     check_base_dtype(recipe, strategy, parts.model)
+    check_dropped_layers(strategy, parts.model)
     settle_packing(recipe, strategy, parts)
     rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
     train, *others = parts.datasets.values()
@@ -462,6 +465,42 @@ def check_base_dtype(recipe: Recipe, strategy: Strategy, model: nn.Module) -> No
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
         raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")
+
+
+def check_dropped_layers(strategy: Strategy, model: nn.Module) -> None:
+    """Refuse layers that a model drops at random where processes meet in each layer: they would exchange different ones.
+
+    Raises:
+        ConfigError: naming the keys of the model's configuration.
+    """
+    configs = [vars(config) for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    drops = {name: value for config in configs for name, value in config.items() if "layerdrop" in name and value}
+    if drops and not strategy.computes_alone:
+        raise ConfigError(
+            f"{type(model).__name__} drops whole layers at random: {', '.join(f'{name}={drops[name]}' for name in drops)}. "
+            f"{type(strategy).__name__} cannot compute that, as its processes meet in each layer. Set "
+            f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP and pipeline stages."
+        )
+
+
+def check_single_samples(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Module, num_steps: int) -> None:
+    """Refuse micro-batches of one sample for a model that normalises each micro-batch by itself and needs two.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    config = recipe.train
+    if config.batch_norm == "frozen" or not needs_two_samples(recipe.task, model, dataset):
+        return
+    steps = chain.from_iterable(map(plan.epoch, range(config.epochs)))
+    for number, step in enumerate(islice(steps, num_steps), start=1):
+        if number not in config.skip and (single := next((part for part in step if len(part.samples) == 1), None)):
+            key = "batch_size" if len(step) == 1 else "micro_batch_size"
+            raise ConfigError(
+                f"Step {number:,} has a micro-batch of one sample, {single.samples[0]}, of which BatchNorm cannot take a "
+                f"variance. Set a train.{key} that leaves no sample alone, leave the step out with train.skip=[{number}], or "
+                "set train.batch_norm=frozen."
+            )
 
 
 def check_statistics(recipe: Recipe, model: nn.Module) -> None:

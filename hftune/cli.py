@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 from hftune import __version__
 from hftune.commands import (
@@ -149,7 +151,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_recipe:
         options.words += rest
+    for name, value in vars(options).items():
+        setattr(options, name, [*map(expanded, value)] if isinstance(value, list) else expanded(value))
+    options.argv = argv
     return options
+
+
+def expanded(value: Any) -> Any:
+    """Return a path with the user's folder for ``~``, as no shell expands that of ``--output=~/x``; all else as it is."""
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value  # noqa: PTH111 - Path's raises for ~nobody
 
 
 def check_command(argv: list[str]) -> None:

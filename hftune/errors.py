@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 
@@ -59,10 +60,24 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as recipes write it, which differs from Python for null, true and [a, b]."""
+    """Format a value as recipes write it, in one line: YAML reads it back as the same value. Texts are always in quotes."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{format_value(key)}: {format_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, str):
+        if value.isprintable() and not set("'\\") & set(value):
+            return f"'{value}'"
+        return f'"{"".join(map(_escaped, value))}"'  # YAML's escapes are Python's
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}[repr(value)]
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def _escaped(letter: str) -> str:
+    if letter == '"':
+        return '\\"'
+    return letter if letter.isprintable() and letter != "\\" else letter.encode("unicode_escape").decode()
 
 
 def type_problem(hint: Any, value: Any, default: Any = None) -> str:

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from hftune.errors import ConfigError
+
 if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     import numpy as np
     import torch
@@ -214,8 +216,19 @@ class Task(ABC):
     def num_items(self, target: Tensor) -> float:
         """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels.
 
-        Where items have weights in the loss, their sum.
+        Where items have weights in the loss, their sum. It must add up over samples: padding is no item.
+
+        Raises:
+            ConfigError: ``target`` is no tensor, whose length would be its number of samples.
         """
+        from torch import Tensor
+
+        if not isinstance(target, Tensor):
+            raise ConfigError(
+                f"{type(self).__name__} has no num_items of its own, and its target is a {type(target).__name__}, which does "
+                "not tell how many items loss sums over. Define it: def num_items(self, target): return ..., such as "
+                'len(target["labels"]) for samples or int((target["labels"] != -100).sum()) for labels.'
+            )
         return len(target)
 
     @property

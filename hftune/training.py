@@ -10,7 +10,6 @@ import math
 import platform
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -37,7 +36,7 @@ from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import cached_hashes, root, write_rows
-from hftune.distributed.consistency import fingerprint
+from hftune.distributed.consistency import code_of, fingerprint, named_code
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.pulse import marked_while_moving
@@ -283,6 +282,7 @@ def facts_of(run: Run, session: Session, parts: Parts) -> Facts:
         num_steps=run.num_steps,
         steps_per_epoch=run.plan.num_steps,
         notices=parts.notices,
+        code=code_of(run.recipe.task) | named_code(run.recipe),
         fold_data=ask(run.recipe.task, "fold_data", None),
     )
 
@@ -414,7 +414,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
             strategy.on_main(lambda: export(recipe.task, model, output.path / "model", about, recipe.adapter.export))
         else:
             strategy.on_main(lambda: export(recipe.task, model, output.path / "model_last", kind=recipe.adapter.export))
-    test = test_best(run, output) if "test" in run.datasets else {}
+    test = test_best(run) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=run.state.metrics,
         test=test,
@@ -443,7 +443,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     return result
 
 
-def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
+def test_best(run: Run) -> dict[str, Any]:
     """Score the best model on the test split, and log its metrics. Collective; it replaces the model in training.
 
     Raises:
@@ -451,16 +451,11 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     """
     recipe, strategy = run.recipe, run.strategy
     strategy.progress.stage("the evaluation on the test split")
-    if recipe.adapter.type is None:
-        load_best_model(run, output)
-        averaged: AbstractContextManager = nullcontext()
-    elif load_best_adapters(run):
-        averaged = strategy.averaged()
-    else:
+    if not load_best(run):
         return {}
     config, workers = recipe.eval, recipe.train.num_workers
     dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
-    with averaged:
+    with strategy.averaged():
         evaluation = evaluate(
             strategy,
             dataset,
@@ -478,19 +473,10 @@ def test_best(run: Run, output: OutputDir) -> dict[str, Any]:
     return evaluation.metrics
 
 
-def load_best_model(run: Run, output: OutputDir) -> None:
-    """Give the model in training the weights of the best one, as they were exported. Collective."""
-    strategy, tensors = run.strategy, {}
+def load_best(run: Run) -> bool:
+    """Give the model in training the weights of the best one, from its checkpoint. Collective.
 
-    def read() -> None:
-        tensors.update(model_tensors(run.recipe.task.load(output.path / "model")))
-
-    strategy.on_main(read)
-    strategy.load_state(({"model": tensors, "optimizer": {}}, {}) if strategy.is_main else None)
-
-
-def load_best_adapters(run: Run) -> bool:
-    """Give the model in training the adapters of the best one, from its checkpoint: a merged export has none. Collective.
+    Not from the export: merged adapters are none, and what ``task.load`` returns may be a model that is made to be served.
 
     Returns:
         False: there is no such checkpoint. A kill came between the export of the best model and its checkpoint.

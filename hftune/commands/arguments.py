@@ -32,6 +32,13 @@ def check_at_least_1(options: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1.")
 
 
+def argv_of_one(options: argparse.Namespace) -> list[str]:
+    """Return the command line as it was typed, without ``--processes``: that of each process that it starts."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--processes")
+    return parser.parse_known_args(options.argv)[1]
+
+
 def check_single(command: str) -> None:
     """Raise ConfigError if a launcher has started several processes for a command that works in one."""
     from hftune.distributed.process_info import ProcessInfo

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
-from hftune.errors import ConfigError, TrainingError
+from hftune.errors import ConfigError, TrainingError, format_value
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
 from hftune.tracking.console import note, one_line, short
@@ -149,7 +148,7 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> KeySearc
         )
     first = options.first
     good.history.check_change(Change(overrides=tuple(overrides(changes)), from_step=first))
-    bounds = [f"train.{name}={json.dumps(recipes[0]['train'][name])}" for name in BOUNDS]  # as they were settled
+    bounds = [f"train.{name}={format_value(recipes[0]['train'][name])}" for name in BOUNDS]  # as they were settled
     return KeySearch(good, bad, [*bounds, *good.words], changes, first, count_steps(good, bad, options), options.tries, say)
 
 
@@ -358,7 +357,7 @@ class LineSearch:
         def losses(changes: Sequence[LineChange]) -> list[float]:
             path = folder / f"{len(judge.tries)}{files.suffix}"  # another name each time: data sets are cached by it
             files.write(changes, path)
-            return self.trials.losses([*self.keys.words, f"{TRAIN_FILE}={path}"])
+            return self.trials.losses([*self.keys.words, f"{TRAIN_FILE}={format_value(str(path))}"])
 
         bad = self.trials.losses([*self.keys.words, *overrides([self.change])])
         judge = Judge(losses, Scale(self.good, bad), lambda made: self.keys.say(line_of(made, "lines ")))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.data.files import held_out_key
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def with_evaluation(recipe: Recipe) -> Recipe:
     """Return the recipe of a run that never evaluates as one that does, or raise ConfigError if it names no data for it."""
     files = getattr(recipe.task, "data_files", None)
-    if files and "eval" not in files:
+    if files and "eval" not in files and held_out_key(recipe.task) is None:
         raise ConfigError(
             "This run has no evaluation data (eval.every=never). Name some: task.data_files.eval=..., or --split test."
         )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
 from hftune.distributed.process_info import ProcessInfo
-from hftune.errors import ConfigError, format_value
+from hftune.errors import ConfigError
 
 if TYPE_CHECKING:
     from hftune.config import Recipe
@@ -68,20 +68,19 @@ def fold_recipes(words: list[str], num_folds: int) -> list[Recipe]:
         raise ConfigError("eval.every=never: folds are there to be evaluated. Leave it out.")
     if given.resume not in ("auto", "never"):
         raise ConfigError(f"resume={given.resume}: each fold resumes from its own folder. Use auto or never.")
-    recipes = [Recipe.from_argv([*words, *_overrides(given, number, num_folds)]) for number in range(num_folds)]
+    recipes = [Recipe.from_argv([*words, _overrides(given, number, num_folds)]) for number in range(num_folds)]
     recipes[0].validate()
     return recipes
 
 
-def _overrides(given: Recipe, number: int, num_folds: int) -> list[str]:
+def _overrides(given: Recipe, number: int, num_folds: int) -> dict[str, Any]:
     """Return what tells the recipe of a fold from the one that was given."""
-    run_name = given.track.run_name or given.recipe
-    return [
-        *(f"task.eval_fold=[{number},{num_folds}]", "task.eval_share=null", "task.max_eval_samples=null"),
-        f"output_dir={format_value(str(Path(str(given.output_dir)) / f'fold_{number}'))}",
-        f"track.group={format_value(given.track.group or given.recipe)}",
-        f"track.run_name={format_value(f'{run_name}-fold-{number}')}",
-    ]
+    return {
+        **{"task.eval_fold": [number, num_folds], "task.eval_share": None, "task.max_eval_samples": None},
+        "output_dir": str(Path(str(given.output_dir)) / f"fold_{number}"),
+        "track.group": given.track.group or given.recipe,
+        "track.run_name": f"{given.track.run_name or given.recipe}-fold-{number}",
+    }
 
 
 def train_fold(recipe: Recipe, number: int, num_folds: int, num_processes: int | None) -> None:

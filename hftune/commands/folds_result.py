@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -17,7 +15,7 @@ from hftune.checkpoints.output_dir import OUT_OF_FOLD, TrainResult
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.tracking.console import is_number, short
-from hftune.tracking.facts import NAME as RUN
+from hftune.tracking.facts import differing
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.summary import best_and_last, column_widths
 
@@ -80,14 +78,9 @@ def joined_rows(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def check_same_data(folders: Sequence[Path]) -> None:
-    """Raise ConfigError if folds are known to be of different data: a finished fold stays as it is when its file changes."""
-    digests = {}
-    for folder in folders:
-        with suppress(OSError, ValueError):
-            if digest := json.loads((folder / RUN).read_text(encoding="utf-8")).get("fold_data"):
-                digests[folder] = digest
-    if others := [folder for folder, digest in digests.items() if digest != next(iter(digests.values()))]:
-        raise ConfigError(f"The data have changed between {next(iter(digests))} and {others[0]}, so {AGAIN}")
+    """Raise ConfigError if folds are known to be of different data."""
+    if found := differing(folders, "fold_data"):
+        raise ConfigError(f"The data have changed between {found[1]} and {found[2]}, so {AGAIN}")
 
 
 def spread(metrics: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], dict[str, float]]:

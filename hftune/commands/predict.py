@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, find_modules_here
 from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
@@ -155,7 +155,8 @@ def predict_table(options: argparse.Namespace) -> int:
             from hftune.launchers.local import start_processes
 
             libraries = ("hftune.commands.predict_rows", *job.recipe.task.libraries)
-            start_processes("hftune.cli", words_of(options), options.processes, libraries)
+            words = [*argv_of_one(options), f"--output={options.output}"]
+            start_processes("hftune.cli", words, options.processes, libraries)
             return 0
         from hftune.commands.predict_rows import predict_rows  # imports torch: only once everything has been checked
         from hftune.tracking.console import hide_reports
@@ -167,18 +168,6 @@ def predict_table(options: argparse.Namespace) -> int:
     if is_main:
         print(options.output, flush=True)
     return 0
-
-
-def words_of(options: argparse.Namespace) -> list[str]:
-    """Return the command line of one process of a table's prediction."""
-    words = ["predict", options.folder, "--data", options.data, "--output", str(options.output), "--empty", options.empty]
-    words += [word for given in options.map for word in ("--map", given)]
-    words += [word for name in ("columns", "batch_size", "mixed_precision") for word in _option(name, getattr(options, name))]
-    return words + [f"--{name.replace('_', '-')}" for name in ("probabilities", "trust_code") if getattr(options, name)]
-
-
-def _option(name: str, value: Any) -> list[str]:
-    return [] if value is None else [f"--{name.replace('_', '-')}={value}"]
 
 
 def images_in(prediction: Mapping[str, Any]) -> list[Any]:
@@ -196,7 +185,7 @@ def read_text(path: str, option: str = "--text-file") -> str:
         ConfigError: there is no such file, or it is not UTF-8.
     """
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
         return data.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}.") from error

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         find_modules_here()
     from hftune.checkpoints.run_folder import open_run
 
-    folder = options.folder.expanduser()
+    folder = options.folder
     recipe, model = open_run(folder, options.trust_code)
     if model != folder / "model":
         raise ConfigError(f"{folder} is a single model. Name the output folder of its run, whose best model is pushed.")

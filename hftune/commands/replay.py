@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hftune import __version__
-from hftune.commands.arguments import add_trust_code, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, find_modules_here
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -315,20 +315,5 @@ def on_processes(job: Job, options: argparse.Namespace) -> int:
 
     recipe = job.history.recipe_at(job.last, *job.change.overrides_at(job.last))
     libraries = ("hftune.commands.replay_steps", *recipe.task.libraries)
-    start_processes("hftune.cli", [*words_of(options), "--output", str(job.output)], options.processes, libraries)
+    start_processes("hftune.cli", [*argv_of_one(options), f"--output={job.output}"], options.processes, libraries)
     return 0 if json.loads((job.output / "replay.json").read_text(encoding="utf-8"))["equal"] else 1
-
-
-def words_of(options: argparse.Namespace) -> list[str]:
-    """Return the command line of one process."""
-    words = ["replay", options.folder, *option("step", options.step), *option("steps", options.steps)]
-    words += [word for text in options.data for word in ("--data", text)]
-    words += [word for text in options.set for word in ("--set", text)]
-    words += option("from", options.from_step) + option("without", options.without) + option("skip", options.skip)
-    words += option("save-every", options.save_every) + option("worst", options.worst) + ["--why"] * options.why
-    return words + ["--json"] * options.json + ["--trust-code"] * options.trust_code
-
-
-def option(name: str, value: Any) -> list[str]:
-    """Return an option as one types it; nothing if it has no value."""
-    return [] if value is None else [f"--{name}={value}"]

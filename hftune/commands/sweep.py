@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, format_value
 
 if TYPE_CHECKING:
     from hftune.commands.sweep_space import Space
@@ -65,6 +65,8 @@ class Trial:
     step: int | None = None
     seconds: float | None = None
     error: str | None = None
+    facts_written: float | None = None
+    """When its run.json was written, as far as it has been looked at."""
 
     def read_result(self) -> bool:
         """Take over the result of a finished run, and return whether there is one."""
@@ -136,8 +138,8 @@ class Sweep:
         given = [f"recipe={self.space.recipe}", *self.space.fixed, *(f"{key}={value}" for key, value in trial.values.items())]
         if self.recipe.track.with_:
             group = self.recipe.track.group or f"{self.recipe.recipe} sweep"
-            given += [f"track.run_name={trial.name}", f"track.group={group}"]
-        return [*given, f"output_dir={trial.folder}"]
+            given += [f"track.run_name={format_value(trial.name)}", f"track.group={format_value(group)}"]
+        return [*given, f"output_dir={format_value(str(trial.folder))}"]
 
     def command(self, trial: Trial) -> list[str]:
         words = self.words(trial)
@@ -173,6 +175,7 @@ def run(options: argparse.Namespace) -> int:
         from hftune.commands.sweep_optuna import Search
 
         chooser = Search(sweep.space, sweep.folder, sweep.num_trials, sweep.recipe)
+    check_same_data(chooser.trials)
     done = sum(trial.state == "finished" for trial in chooser.trials)
     count = sweep.num_trials or len(chooser.trials)
     print(f"{count} trials in {sweep.folder}{f', {done} of them finished' if done else ''}.", flush=True)
@@ -305,6 +308,34 @@ def _spelled(value: Any) -> str:
     return ", ".join(value) or "none" if isinstance(value, list) else str(value)
 
 
+def check_same_data(trials: Sequence[Trial], begun: Trial | None = None) -> None:
+    """Raise ConfigError if trials are known to be of different data or code, whose scores cannot be compared.
+
+    Args:
+        begun: a trial that has not finished, which is compared with those that have.
+    """
+    from hftune.tracking.facts import differing
+
+    alike = defaultdict[str, list[Path]](list)
+    for trial in trials:
+        if trial.state == "finished" or trial is begun:  # keys but these change neither rows nor samples nor code
+            own = [word for word in trial.values.items() if word[0].startswith(("task.", "train.optimizer", "train.schedule"))]
+            alike[str(own)].append(trial.folder)
+    for folders in alike.values():
+        if found := differing(folders, "data", "code"):
+            what = {"data": "The data", "code": "Files of your code"}[found[0]]
+            raise ConfigError(
+                f"{what} have changed between {found[1]} and {found[2]}, so their scores cannot be compared. Undo the change, "
+                "or set output_dir=... to a different folder."
+            )
+
+
+def time_written(trial: Trial) -> float | None:
+    """Return when the run.json of a trial was written, which says what it is trained on; None if there is none."""
+    path = trial.folder / "run.json"
+    return path.stat().st_mtime if path.is_file() else None
+
+
 class Runner:
     """Keeps up to ``jobs`` trials running, each a process with a log of its own, until none is left or a signal comes."""
 
@@ -344,7 +375,7 @@ class Runner:
             if (trial := self.chooser.next()) is None:
                 return
             trial.folder.mkdir(parents=True, exist_ok=True)
-            trial.state = "running"
+            trial.state, trial.facts_written = "running", time_written(trial)
             with (trial.folder / "output.log").open("ab") as log:
                 # A session of its own: the terminal would also send Ctrl-C to it, which would then receive it twice.
                 process = subprocess.Popen(
@@ -360,7 +391,11 @@ class Runner:
 
     def _collect(self) -> None:
         for slot, (trial, process, began) in list(self.running.items()):
-            if (code := process.poll()) is None:
+            code = process.poll()
+            if trial.facts_written != (written := time_written(trial)):
+                trial.facts_written = written
+                check_same_data(self.chooser.trials, trial)
+            if code is None:
                 continue
             del self.running[slot]
             self._judge(trial, code, time.monotonic() - began)

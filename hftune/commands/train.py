@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def parse_processes(text: str) -> int | tuple[int, int]:
     least, dash, most = text.partition("-")
     if dash and least.isdecimal() and most.isdecimal():
         return int(least), int(most)
-    if not text.lstrip("-").isdecimal():
+    if not re.fullmatch(r"-?\d+", text):
         raise ConfigError(f"--processes {text} is neither a number, such as 4, nor the least and the most, such as 1-4.")
     if int(text) < 1:
         raise ConfigError(f"--processes {text} must be at least 1.")

@@ -11,12 +11,13 @@ import difflib
 import importlib
 import pickle
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -40,6 +41,8 @@ from hftune.config.sections import (
 from hftune.config.shipped_files import recipe_path, resource_dir
 from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
 from hftune.task import BatchLossTask, Direction, Task
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML was built with it
 
 
 @dataclass
@@ -86,10 +89,12 @@ class Recipe(RunConfig):
             self.task.evaluates = not self.eval.is_off
 
     @classmethod
-    def load(cls, source: str | Path, *overrides: str, trust_code: bool = True) -> Recipe:
-        """Read a shipped recipe by name or any by path, then apply ``section.key=value`` overrides.
+    def load(cls, source: str | Path, *overrides: str | Mapping[str, Any], trust_code: bool = True) -> Recipe:
+        """Read a shipped recipe by name or any by path, then apply overrides in their order.
 
         Args:
+            overrides: ``"section.key=value"``, whose value is read as YAML; or mappings such as ``{"section.key": value}``,
+                also nested as in a recipe, whose values are taken as they are.
             trust_code: import the code that the recipe's files name, also from the folders of these files. False: refuse a
                 recipe that names code other than hftune's own, or uses environment variables in its task.
 
@@ -100,18 +105,19 @@ class Recipe(RunConfig):
         return _build([*_layers(path), _parse(overrides)], path.stem, trust_code)
 
     @classmethod
-    def from_argv(cls, argv: list[str], trust_code: bool = True) -> Recipe:
-        """Read ``recipe=<name or path> [section.key=value ...]``; ``trust_code`` as for ``load``.
+    def from_argv(cls, argv: Sequence[str | Mapping[str, Any]], trust_code: bool = True) -> Recipe:
+        """Read ``recipe=<name or path> [section.key=value ...]``; overrides and ``trust_code`` as for ``load``.
 
         Raises:
             ConfigError: as ``load``, and for arguments in any other form.
         """
-        sources = [word.partition("=")[2] for word in argv if word.startswith("recipe=")]
+        words = [word for word in argv if isinstance(word, str)]
+        sources = [word.partition("=")[2] for word in words if word.startswith("recipe=")]
         if len(sources) != 1:
-            bare = next((word for word in argv if "=" not in word), None)
+            bare = next((word for word in words if "=" not in word), None)
             hint = f" Did you mean recipe={bare}?" if bare is not None and not sources else ""
             raise ConfigError(f"Name one recipe, such as recipe=yelp_demo; {len(sources)} were given.{hint}")
-        overrides = [word for word in argv if not word.startswith("recipe=")]
+        overrides = [word for word in argv if not (isinstance(word, str) and word.startswith("recipe="))]
         return cls.load(sources[0], *overrides, trust_code=trust_code)
 
     def validate(self) -> None:
@@ -313,7 +319,8 @@ def type_name(type_: type) -> str:
 class _Layer:
     """What one recipe file, or the command line, sets."""
 
-    values: DictConfig
+    values: dict[str, Any]
+    """As they are nested in YAML; numbers, true and false are ``Written``."""
     path: Path | None = None
     """None: the command line."""
     replaced: list[str] = field(default_factory=list)
@@ -331,14 +338,12 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[_Layer]:
     """Read a recipe file and the ``base`` it names, the lowest first."""
     origin = f" ({path})"
     try:
-        raw, odd = pickle.loads(_read(path, path.read_text(encoding="utf-8-sig")))
+        raw = pickle.loads(_read(path, path.read_text(encoding="utf-8-sig")))
     except Exception as error:  # YAML's errors share no base with OmegaConf's and OSError
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if odd is not None:
-        raise ConfigError(f"{path}, {odd}")
-    if not isinstance(raw, DictConfig):
+    if not isinstance(raw, dict):
         raise ConfigError(f"{path} is not a recipe: at its top level it needs keys such as task: and train:.")
-    base = raw.pop("base", None)
+    base = _as_typed(raw.pop("base", None), str)
     layer = _Layer(raw, path, _replaced(raw, origin))
     if base is None:
         if layer.replaced:
@@ -362,66 +367,114 @@ def _read(path: Path, text: str) -> bytes:
     """Parse a file, whose text is given, once, as sweeps and tests load the same recipes over and over.
 
     Returns:
-        The values and what is odd about them, pickled, which copies them ten times as fast as copy.deepcopy.
+        The values, pickled, which copies them ten times as fast as copy.deepcopy.
     """
-    return pickle.dumps((OmegaConf.load(path), _odd_number(text)))
+    values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return pickle.dumps(_as_written(values, yaml.load(text, _Texts)))
 
 
-def _replaced(raw: DictConfig, origin: str) -> list[str]:
+@dataclass(frozen=True)
+class Written:
+    """A number, true or false, and how it is written: for a key typed as text, 1e3, 1.10 and no are texts."""
+
+    value: float
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class _Texts(_LOADER):  # type: ignore[valid-type, misc]
+    """Reads all plain values as texts, also those that YAML would take for numbers."""
+
+    yaml_implicit_resolvers = {"<": _LOADER.yaml_implicit_resolvers["<"]}  # the key <<, which merges mappings
+
+
+def _as_written(values: Any, texts: Any) -> Any:
+    """Return what OmegaConf has read, with ``Written`` for numbers, true and false; ``texts``: what ``_Texts`` has read."""
+    if isinstance(values, dict):
+        texts = texts or {}  # of an empty file
+        keys = map(_as_written, values, texts)
+        return dict(zip(keys, map(_as_written, values.values(), texts.values()), strict=True))
+    if isinstance(values, list):
+        return [*map(_as_written, values, texts)]
+    return Written(values, texts) if isinstance(values, (int, float)) and isinstance(texts, str) else values
+
+
+def _as_typed(value: Any, hint: Any = Any) -> Any:
+    """Return a value of a layer as its type wants it: for a text, ``Written`` as it is written, else what YAML reads.
+
+    Raises:
+        ValueError: YAML 1.1 reads a number as a different one, 1:30 as 90, 010 as 8; or of a number for a text it is not known
+            how it is written.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+    if isinstance(value, (list, tuple)):
+        inner = next((get_args(kind) for kind in kinds if get_origin(kind) in (list, tuple)), ())
+        return [_as_typed(item, inner[0] if inner else Any) for item in value]
+    if isinstance(value, Mapping):
+        inner = next((get_args(kind) for kind in kinds if get_origin(kind) is dict), (Any, Any))
+        return {_as_typed(key, inner[0]): _as_typed(item, inner[1]) for key, item in value.items()}
+    number = value.value if isinstance(value, Written) else value
+    is_text = str in kinds and type(number) not in kinds
+    if not isinstance(value, Written):
+        if is_text and isinstance(value, (int, float)):
+            raise ValueError("this key takes a text. Quote it.")
+        return str(value) if isinstance(value, Path) else value
+    if not is_text and not isinstance(number, bool) and _ODD_NUMBER.fullmatch(value.text):
+        raise ValueError(
+            f"YAML reads {value.text} as the number {number}. Write {number}, or put a text in quotes: '{value.text}'."
+        )
+    return value.text if is_text else number
+
+
+def _replaced(raw: dict[str, Any], origin: str) -> list[str]:
     """Remove the key ``replace`` from a layer and return it, or raise ConfigError."""
-    given = raw.pop("replace", None)
-    keys = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
+    keys = _as_typed(raw.pop("replace", None))
     if keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         return keys or []
     raise ConfigError(f"replace={format_value(keys)} is not a list of keys, such as [task.model_config].{origin}")
 
 
-def _parse(overrides: Sequence[str]) -> _Layer:
-    raw = OmegaConf.create({})
-    for word in overrides:
-        if not re.match(r"[A-Za-z_][\w.]*=", word):
-            raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.")
-        try:
-            raw.merge_with_dotlist([word])
-            odd = _odd_number(word.partition("=")[2])
-        except Exception as error:  # as above
-            reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-            raise ConfigError(f"{word} cannot be read: {reason}.") from error
-        if odd is not None:
-            raise ConfigError(f"{word}: {odd.partition(': ')[2]}")
-        if word.startswith("base="):
-            raise ConfigError("base=... belongs in a recipe file; here, name the recipe itself: recipe=...")
-    return _Layer(raw, None, _replaced(raw, ""))
+def _parse(overrides: Sequence[str | Mapping[str, Any]]) -> _Layer:
+    values: dict[str, Any] = {}
+    for override in overrides:
+        for key, value in override.items() if isinstance(override, Mapping) else [_read_word(override)]:
+            if not (isinstance(key, str) and _KEY.fullmatch(key)):
+                raise ConfigError(f"{key!r} is not a key of a recipe, such as train.lr.")
+            if key == "base":
+                raise ConfigError("base=... belongs in a recipe file; here, name the recipe itself: recipe=...")
+            for name in reversed(key.split(".")):
+                value = {name: value}
+            _merge(values, value)
+    return _Layer(values, None, _replaced(values, ""))
 
 
-def _odd_number(text: str) -> str | None:
-    """Find a number that YAML 1.1 reads as a different one: 1:30 as 90, 010 as 8. Return a message about it."""
-    tree = yaml.compose(text, Loader=_LOADER)
-    nodes, seen = [tree] if tree is not None else [], set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:  # an alias
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            nodes += [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        elif (
-            isinstance(node, yaml.ScalarNode)
-            and not node.style  # a plain one: None, or "" from libyaml
-            and node.tag.endswith((":int", ":float"))
-            and _ODD_NUMBER.fullmatch(node.value)
-        ):
-            number = yaml.safe_load(node.value)
-            return (
-                f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {number}. Write {number}, or put a "
-                f"text in quotes: '{node.value}'."
-            )
-    return None
+def _merge(values: dict[str, Any], others: Mapping[str, Any]) -> None:
+    """Put other values over nested ones: mappings are merged, all else is replaced."""
+    for key, other in others.items():
+        if isinstance(other, Mapping):
+            if not isinstance(values.get(key), dict):
+                values[key] = {}
+            _merge(values[key], other)
+        else:
+            values[key] = other
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML was built with it
+def _read_word(word: str) -> tuple[str, Any]:
+    """Read ``section.key=value``."""
+    key, equals, text = word.partition("=") if isinstance(word, str) else ("", "", "")
+    if not (equals and _KEY.fullmatch(key)):
+        raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.")
+    try:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        return key, _as_written(read["value"], yaml.load(text, _Texts))
+    except Exception as error:  # as above
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{word} cannot be read: {reason}.") from error
+
+
+_KEY = re.compile(r"[A-Za-z_][\w.]*")
 _ODD_NUMBER = re.compile(r"[-+]?(\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|0[\d_]+)")
 
 
@@ -430,13 +483,13 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
     for place, layer in enumerate(layers):
         for key in layer.replaced:
             for below in layers[:place]:
-                below.values = _without(below.values, key)
+                _remove(below.values, key)
     schema, source = _Schema.of(_import_task(layers, trust_code)), Source()
     schema.values.top.recipe = default_name
     problems = []
     for layer in layers:
         problems += [layer.locate(problem) for key in layer.replaced if (problem := schema.unknown(key))]
-        for key, value in schema.leaves(OmegaConf.to_container(layer.values, resolve=False)):
+        for key, value in schema.leaves(layer.values):
             if problem := schema.assign(key, value):
                 problems.append(layer.locate(problem))
             source.origins[key] = layer.origin
@@ -475,15 +528,13 @@ def _reason(error: OmegaConfBaseException, reads_environment: bool) -> str:
     return str(error).splitlines()[0]
 
 
-def _without(values: DictConfig, full_key: str) -> DictConfig:
-    """Return a layer's values without those of a key and everything below it."""
-    plain = parent = OmegaConf.to_container(values, resolve=False)
+def _remove(values: Any, full_key: str) -> None:
+    """Remove the values of a key and everything below it from a layer's."""
     *sections, last = full_key.split(".")
     for name in sections:
-        parent = parent.get(name) if isinstance(parent, dict) else None
-    if isinstance(parent, dict):
-        parent.pop(last, None)
-    return OmegaConf.create(plain)
+        values = values.get(name) if isinstance(values, dict) else None
+    if isinstance(values, dict):
+        values.pop(last, None)
 
 
 def _drop_keys_of_other_choices(
@@ -517,17 +568,17 @@ def _texts_from_environment(schema: _Schema, sections: Mapping[str, Any]) -> Ite
     for section in schema.types:
         raws, values = (OmegaConf.to_container(schema.values[section], resolve=resolve) for resolve in (False, True))
         for name, raw in raws.items():
-            if (written := _as_written(raw, values[name])) != values[name]:
+            if (written := _unresolved(raw, values[name])) != values[name]:
                 key = name if section == "top" else f"{section}.{name}"
                 yield key, (written, copy.deepcopy(getattr(sections[section], name)))
 
 
-def _as_written(raw: Any, value: Any) -> Any:
+def _unresolved(raw: Any, value: Any) -> Any:
     """Return a value with its texts as they are written, and everything else resolved."""
     if isinstance(raw, dict) and isinstance(value, dict):
-        return {key: _as_written(raw[key], value[key]) for key in raw}
+        return {key: _unresolved(raw[key], value[key]) for key in raw}
     if isinstance(raw, list) and isinstance(value, list):
-        return [_as_written(*pair) for pair in zip(raw, value, strict=True)]
+        return [_unresolved(*pair) for pair in zip(raw, value, strict=True)]
     return raw if isinstance(value, (str, list, dict)) else value
 
 
@@ -602,9 +653,9 @@ def _name_of(origin: str) -> str:
     return origin or "the command line"
 
 
-def _task_type(raw: DictConfig) -> Any:
+def _task_type(raw: Mapping[str, Any]) -> Any:
     task = raw.get("task")
-    return task.get("type") if isinstance(task, DictConfig) else None
+    return _as_typed(task.get("type")) if isinstance(task, dict) else None
 
 
 class _Schema:
@@ -637,7 +688,7 @@ class _Schema:
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""
         for key, value in raw.items():
-            full_key = f"{prefix}{key}"
+            full_key = f"{prefix}{_as_typed(key, str)}"
             is_section = full_key in self.types or full_key in self.mappings
             if isinstance(value, dict) and (is_section or not (prefix or key in self.hints["top"])):  # misspelled ones, too
                 yield from self.leaves(value, f"{full_key}.")
@@ -652,15 +703,15 @@ class _Schema:
         if full_key in self.types:
             example = next(known for known in self.known if known.startswith(f"{full_key}."))
             return f"{full_key}={format_value(value)} must be a section of keys, such as {example}=..."
-        mapping = key.partition(".")[0]
-        if f"{section}.{mapping}" in self.mappings and "." in key:
-            if self.values[section][mapping] is None:
-                self.values[section][mapping] = {}
-            OmegaConf.update(self.values[section], key, value, force_add=True)
-            return None
-        hint = self.hints.get(section, {}).get(field_name := self._field_name(section, key))
+        mapping, dot, name = key.partition(".")
+        is_inside = f"{section}.{mapping}" in self.mappings and dot != ""
+        hint = self.hints.get(section, {}).get(field_name := self._field_name(section, mapping if is_inside else key))
         if hint is None:
             return f"{full_key} is not a key of a recipe.{self._nearest(full_key)}"
+        try:
+            value = _as_typed({name: value}, hint)[name] if is_inside else _as_typed(value, hint)
+        except ValueError as error:
+            return f"{full_key}={format_value(value)}: {error}"
         if value is False:  # as YAML reads a bare no or off
             value = next((word for word in ("no", "off") if word in get_args(hint)), value)
         default = getattr(self.types[section], field_name, None)
@@ -671,10 +722,10 @@ class _Schema:
         if holds(bool, hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
             # OmegaConf would read every number as true or false.
             return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
-        if holds(str, hint) and any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):
-            return f"{full_key}={format_value(value)}: YAML reads a bare yes, no, on or off as true or false. Quote texts."
         try:
-            OmegaConf.update(self.values[section], field_name, value)
+            if is_inside and self.values[section][mapping] is None:
+                self.values[section][mapping] = {}
+            OmegaConf.update(self.values[section], field_name, {name: value} if is_inside else value, force_add=is_inside)
         except OmegaConfBaseException:
             return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
         return None

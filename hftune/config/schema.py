@@ -32,8 +32,8 @@ PLAIN = {
     bool: ("boolean", "^([Tt]rue|[Ff]alse|[Yy]es|[Nn]o|[Oo]n|[Oo]ff)$"),
 }
 """The name of each plain type in JSON schema, and a pattern of the texts that OmegaConf reads as such a value."""
-ANY_TEXT = {"type": ["string", "number"]}
-"""OmegaConf takes a number where a text is due, such as a run's name."""
+ANY_TEXT = {"type": ["string", "number", "boolean"]}
+"""Where a text is due, such as a run's name, 1e3 and no are texts, as they are written."""
 SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
     "train.optimizer": (OPTIMIZERS, DOTTED),
     "train.schedule": (SCHEDULES, DOTTED),

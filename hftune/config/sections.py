@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -653,6 +654,9 @@ class RunConfig(Section):
     `replace: [task.model_config]` lists keys or whole sections that are not inherited from the base. On the command line,
     `replace=[task.model_config] task.model_config={...}` does the same.
 
+    A text is taken as it is written, also where YAML alone would read a number or true and false: 1e3, 1.10, no. In paths, `~`
+    is the folder of the user.
+
     A value can refer to another one, `${train.batch_size}`, or to an environment variable, `${oc.env:WANDB_NAME}`. The value of
     an environment variable is written to no file: recipe.yaml and the trackers get the reference itself.
     """
@@ -669,7 +673,7 @@ class RunConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        self.output_dir = self.output_dir or f"outputs/{self.recipe}"
+        self.output_dir = os.path.expanduser(self.output_dir or f"outputs/{self.recipe}")  # noqa: PTH111 - Path's raises for ~a
 
     def problems(self) -> Iterator[str]:
         if not 0 <= self.seed < 2**32:

@@ -68,9 +68,9 @@ def is_number(kind: Any) -> bool:
 
 
 def is_label(kind: Any) -> bool:
-    """Return whether it may hold classes: texts, whole numbers, or named classes."""
+    """Return whether it may hold classes: texts, whole numbers, true and false, or named classes."""
     dtype = str(getattr(kind, "dtype", None))
-    return is_text(kind) or hasattr(kind, "names") or dtype.removeprefix("u").startswith("int")
+    return is_text(kind) or hasattr(kind, "names") or dtype.removeprefix("u").startswith(("int", "bool"))
 
 
 def is_image(kind: Any) -> bool:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hftune.config.shipped_files import recipe_names
 from hftune.data import idx
 from hftune.data.hub import commit_of, name_problems
-from hftune.errors import ConfigError, did_you_mean
+from hftune.errors import ConfigError, did_you_mean, format_value
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """Formats of ``task.data_files``, named as the builders of datasets."""
@@ -58,9 +59,7 @@ def held_out_problems(task: Any) -> Iterator[str]:
         return
     if share is not None and fold is not None:
         yield f"task.eval_share={share} and task.eval_fold={fold} both hold out training rows. Set one of them to null."
-    if not task.evaluates:
-        yield f"{key} holds out training rows, but eval.every=never evaluates on none. Set {key.partition('=')[0]}=null."
-    elif "eval" in (task.data_files or {}):
+    if task.evaluates and "eval" in (task.data_files or {}):
         yield (
             f"{key} takes the evaluation rows from the training data, but task.data_files.eval={task.data_files['eval']} names "
             "others. Leave one of them out."
@@ -116,6 +115,9 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
     else:
         for text in data_file_problems(dataset, None if files is None else {"train": files}, needs_eval=False):
             yield text.replace("task.dataset", f"{key}.dataset").replace("task.data_files.train", f"{key}.data_files")
+    for name in ("dataset", "dataset_config", "dataset_revision", "split"):
+        if not isinstance(value := entry.get(name), str | None):
+            yield f"{key}.{name}={format_value(value)} is not a text. Quote it as it is meant."
     weight = entry.get("weight", 1)
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e6:
         yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."
@@ -163,7 +165,7 @@ def data_file_problems(
             yield f"task.data_files.{split}={patterns!r} is not a path or a list of paths."
             continue
         for pattern in paths:
-            if "://" not in pattern and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207 - Path.glob wants a root
+            if "://" not in pattern and not local_files(pattern):
                 yield f"task.data_files.{split}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
             elif dataset not in FILE_FORMATS and file_format(pattern) is None:
                 yield (
@@ -174,10 +176,14 @@ def data_file_problems(
             yield f"task.data_files.{split} has files of several formats: {', '.join(sorted(formats))}. Use one format."
 
 
+def local_files(pattern: str) -> list[str]:
+    """Return the files of this machine that a pattern matches."""
+    return glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - Path.glob wants a root
+
+
 def file_format(pattern: str) -> str | None:
     """Return the format of a file, or of all files that a pattern matches, by their names; None if they do not tell."""
-    names = [pattern] if "://" in pattern else glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 - as above
-    formats = {format_of(name) for name in names}
+    formats = {format_of(name) for name in ([pattern] if "://" in pattern else local_files(pattern))}
     return formats.pop() if len(formats) == 1 else None
 
 
@@ -249,7 +255,9 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
         return
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        yield f"task.model={model}: there is no such folder."
+        trained = folder.parent.name if folder.parent.name in recipe_names() else None
+        hint = f" Recipe {trained} trains such a model: hftune train recipe={trained}" if trained else ""
+        yield f"task.model={model}: there is no such folder.{hint}"
     elif (folder / "adapter_config.json").is_file():
         yield f"task.model={model} holds adapters, not a whole model. hftune merge {model} makes one of them."
     elif not (folder / "config.json").is_file():

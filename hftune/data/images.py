@@ -22,7 +22,7 @@ from PIL import ExifTags, Image, ImageOps
 from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
 from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
-from hftune.data.labels import read_labels
+from hftune.data.labels import names_of, read_labels
 from hftune.data.splits import Part
 from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.data.texts import Ragged
@@ -233,7 +233,7 @@ def load_rows(
     rows = take(rows, part, label_column)
     numbers = row_numbers(rows, range(len(rows)))
     labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
-    names = getattr(rows.features[label_column], "names", None)
+    names = names_of(rows.features[label_column])
     raw = rows.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
     encoded = _Encoded(raw, image_column, split)
     images = encoded.several_sizes(form, labels) if isinstance(form, Uncropped) else Images(encoded.decode(form), labels)

@@ -20,6 +20,15 @@ MANY = 100
 """Classes of which nearly every row has another are refused above this number."""
 
 
+def names_of(kind: Any) -> list[str] | None:
+    """Return the names that a data set itself gives the classes of a column: those of a ``ClassLabel``, false and true.
+
+    Args:
+        kind: the column's feature; of a column of lists, that of their values.
+    """
+    return ["false", "true"] if getattr(kind, "dtype", None) == "bool" else getattr(kind, "names", None)
+
+
 def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callable[[int], int]) -> list[Any]:
     """Return the labels of a column: names if it has any (also those of its ``ClassLabel``), else whole numbers.
 
@@ -31,14 +40,14 @@ def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callabl
     """
     kind = rows.features[column]
     dtype = str(getattr(kind, "dtype", kind))
-    is_known = dtype.removeprefix("u").startswith(("int", "string", "large_string", "null"))
+    is_known = dtype.removeprefix("u").startswith(("bool", "int", "string", "large_string", "null"))
     if not is_known and not dtype.startswith(("float", "double")):
         raise DataError(f"Column {column!r} of the {split} split holds {dtype}, not whole numbers or names.")
     labels = list(rows[column])
     _refuse_missing(labels, column, split, row_of)
     if not is_known:  # only now, because whole numbers with missing ones among them are floats, too
         raise DataError(f"Column {column!r} of the {split} split holds {dtype}, not whole numbers or names.")
-    names = getattr(kind, "names", None)
+    names = names_of(kind)
     if not names:
         return labels
     return [names[label] if 0 <= label < len(names) else label for label in labels]  # -1 stands for a missing label
@@ -98,12 +107,24 @@ def class_names(
     return sorted(texts)
 
 
-def counted(names: Sequence[str]) -> list[str]:
-    """Return a notice if classes, named by nothing but the labels, are numbers that do not count from 0."""
-    if not _own_numbers(names):
-        return []
-    shown = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
-    return [f"The {len(names)} classes are the numbers among the labels: {shown}. task.label_names would name them."]
+def name_notices(names: Sequence[str], are_labels: bool) -> list[str]:
+    """Return notices of classes whose names differ in nothing but case and outer white space, and of odd numbers.
+
+    Args:
+        are_labels: whether nothing but the labels names the classes. Then numbers that do not count from 0 are said.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.strip().casefold(), []).append(name)
+    said = [
+        f"The classes {' and '.join(map(repr, group))} differ only in case or white space. If they are one, correct the labels."
+        for group in alike.values()
+        if len(group) > 1
+    ]
+    if are_labels and _own_numbers(names):
+        shown = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+        said += [f"The {len(names)} classes are the numbers among the labels: {shown}. task.label_names would name them."]
+    return said
 
 
 def _own_numbers(names: Sequence[str]) -> dict[int, int]:
@@ -192,7 +213,7 @@ def read_label_lists(
             f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not lists of labels. Name a column "
             "of 0 and 1 for each label in task.label_columns, or set task.problem_type=single_label_classification."
         )
-    names, labels, indices = getattr(inner, "names", None), [], []
+    names, labels, indices = names_of(inner), [], []
     for index, listed in enumerate(rows[column]):
         if wrong := _wrong_list(listed, column):
             raise DataError(f"Row {row_of(index)} of the {split} split {wrong}")

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.compute
 
 from hftune.batch_plan import drawn
+from hftune.data.files import held_out_key
 
 DOING = {"train": "Training", "eval": "Evaluating", "test": "Testing"}
 MOST_BYTES = 2**31
@@ -41,6 +42,11 @@ def ignored_splits(task: Any) -> list[str]:
 
 def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
     """Return a notice of the training rows that are evaluated on instead; ``total``: of the training data."""
+    if not task.evaluates and (key := held_out_key(task)):
+        return [
+            f"{key}: a part of the {total:,} {what} of the train split is held out, although eval.every=never uses none; "
+            f"hftune evaluate can. To train on all of them, set {key.partition('=')[0]}=null."
+        ]
     if task.eval_fold is not None:
         fold, num_folds = task.eval_fold
         return [f"task.eval_fold={task.eval_fold}: evaluated on fold {fold} of {num_folds} (from 0), trained on the others."]

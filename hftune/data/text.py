@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import is_offline_mode
 from huggingface_hub.utils import httpx
@@ -19,7 +23,7 @@ from huggingface_hub.utils import httpx
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
 from hftune.data.digest import content_digest
-from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, SURPLUS, file_format
+from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, SURPLUS, file_format, local_files
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
@@ -181,7 +185,39 @@ def _from_files(dataset: str, files: str | Sequence[str], split: str) -> dataset
     patterns = [files] if isinstance(files, str) else files
     paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
     kind = dataset if dataset in FILE_FORMATS else file_format(paths[0])
-    return load_files(kind, f"task.data_files.{split}={files}", data_files={split: paths}, split=split)
+    source = f"task.data_files.{split}={files}"
+    rows = load_files(kind, source, data_files={split: paths}, split=split)
+    row = _swallowing_row(rows, "\t" if kind == "tsv" else ",") if kind in ("csv", "tsv") else None
+    # Texts of several lines are usual in csv files, whose writers quote them well.
+    if row is not None and (kind == "tsv" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, paths))))):
+        raise DataError(
+            f'{source}: a cell of row {row} has the lines of several rows, as a quote (") begins it that belongs to the '
+            "text. Put such cells into quotes and double the quotes inside, or save the rows as jsonl or parquet."
+        )
+    return rows
+
+
+def _swallowing_row(rows: datasets.Dataset, separator: str) -> int | None:
+    """Return the first row of a csv file with a cell that holds as many separators as the lines in it would have as rows."""
+    others = len(rows.column_names) - 1 if len(rows) else 0
+    for cells in rows.data.columns if others else ():
+        if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+            for row in pc.indices_nonzero(pc.fill_null(pc.match_substring(cells, "\n"), False)).to_pylist():
+                text = cells[row].as_py()
+                if text.count(separator) == others * text.count("\n"):
+                    return row
+    return None
+
+
+def _has_stray_quotes(path: str) -> bool:
+    """Return whether something follows the closing quote of a cell, where the next cell or line would have to begin."""
+    with Path(path).open(newline="", encoding="utf-8", errors="replace") as file:
+        try:
+            for _ in csv.reader(file, strict=True):
+                pass
+        except csv.Error:
+            return True
+    return False
 
 
 def load_files(kind: str, source: str, **kwargs: Any) -> datasets.Dataset:

@@ -6,7 +6,6 @@ that a message can say exactly what differs.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import pickle
@@ -14,14 +13,13 @@ import platform
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hftune.config.own_code import hashes_of
 from hftune.config.recipe import Recipe, code_of_sections, flat
 from hftune.config.shipped_files import PACKAGE
 from hftune.data.digest import content_digest
@@ -60,22 +58,14 @@ def code() -> Mapping[str, str]:
 
 
 def named_code(recipe: Recipe) -> dict[str, str]:
-    """Hash the files of the optimizer and the schedule, which every process computes with, if they are the user's."""
-    paths = set()
-    for key, name in code_of_sections(recipe.train, recipe.eval, recipe.track):
-        if key in ("train.optimizer", "train.schedule"):
-            with suppress(Exception, SystemExit):  # find_spec imports the package around it; building it says what is wrong
-                paths.add(getattr(find_spec(name.rpartition(".")[0]), "origin", None))
-    return {Path(path).name: _hash(Path(path)) for path in paths if path is not None and Path(path).is_file()}
+    """Hash the user's code of the optimizer and the schedule, which every process computes with."""
+    named = code_of_sections(recipe.train, recipe.eval, recipe.track)
+    return hashes_of(name.rpartition(".")[0] for key, name in named if key in ("train.optimizer", "train.schedule"))
 
 
 def code_of(task: Task) -> dict[str, str]:
-    """Hash the file of a task that is not hftune's."""
-    module = inspect.getmodule(type(task))
-    path = getattr(module, "__file__", None)
-    if path is None or module.__name__.startswith("hftune."):
-        return {}
-    return {Path(path).name: _hash(Path(path))}
+    """Hash the user's code of a task."""
+    return hashes_of(kind.__module__ for kind in type(task).__mro__)
 
 
 @cache
@@ -177,8 +167,23 @@ def data_digest(task: Task, dataset: Any) -> str:
     if (lengths := task.lengths(dataset)) is not None:
         digest.update(lengths.tobytes())
     batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
-    digest.update(pickle.dumps({name: value.tolist() for name, value in batch.items()}))
+    digest.update(
+        pickle.dumps(
+            {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
+        )
+    )
     return f"{DIGEST}{digest.hexdigest()}"
+
+
+def _plain(value: Any) -> Any:
+    """Return what equal values have in common on all processes; of objects, whose text may be an address, only the type."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
 
 
 def check_early(store: Any | None, rank: int, own: Mapping[str, Any]) -> None:

@@ -39,12 +39,10 @@ class Accuracy(_LabelMetric):
 
 
 class MacroF1(_LabelMetric):
-    """Mean over the classes of the F1 score, in [0, 1]; a class that is neither present nor predicted counts 0."""
+    """Mean of the F1 scores of the classes that are present or predicted, in [0, 1], as scikit-learn has it."""
 
-    def _compute(self, predictions: Any, references: Any, num_labels: int) -> dict[str, float]:
-        labels = range(num_labels)
-        score = f1_score(references, predictions, labels=labels, average="macro", zero_division=0.0)
-        return {"macro_f1": float(score)}
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        return {"macro_f1": float(f1_score(references, predictions, average="macro", zero_division=0.0))}
 
 
 class MatthewsCorrelation(_LabelMetric):

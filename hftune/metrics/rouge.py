@@ -178,15 +178,32 @@ def rouge_l_of_each(
 
 
 class ExactMatch(_TextMetric):
-    """Share of predictions that equal their reference, in [0, 1]; case, white space and full-width forms are ignored.
+    """Share of predictions that equal their reference, in [0, 1]; white space around both is ignored.
 
-    A BERT vocabulary lower-cases and puts blanks between tokens. Punctuation does count. An empty prediction equals no
-    reference, as in RougeChar.
+    An empty prediction equals no reference, as in RougeChar.
     """
 
+    score: ClassVar[str] = "exact_match"
+
+    def plain(self, text: str) -> str:
+        """Return what is compared of a text."""
+        return text.strip()
+
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        pairs = [(_plain(text), _plain(true)) for text, true in zip(predictions, references, strict=True)]
-        return {"exact_match": fmean(text == true != "" for text, true in pairs)}
+        pairs = [(self.plain(text), self.plain(true)) for text, true in zip(predictions, references, strict=True)]
+        return {self.score: fmean(text == true != "" for text, true in pairs)}
+
+
+class FoldedExactMatch(ExactMatch):
+    """The same without regard to case, white space and full-width forms, for titles; punctuation does count.
+
+    A BERT vocabulary lower-cases and puts blanks between tokens.
+    """
+
+    score = "exact_match_folded"
+
+    def plain(self, text: str) -> str:
+        return "".join(unicodedata.normalize("NFKC", text).lower().split())
 
 
 class PredictionLength(_TextMetric):
@@ -195,7 +212,3 @@ class PredictionLength(_TextMetric):
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         lengths = [len(text.strip()) for text in predictions]
         return {"mean_length": fmean(lengths), "empty_share": fmean(length == 0 for length in lengths)}
-
-
-def _plain(text: str) -> str:
-    return "".join(unicodedata.normalize("NFKC", text).lower().split())

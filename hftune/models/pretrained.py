@@ -60,13 +60,24 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
         ConfigError: there is no such model, or an override or the ``model_type`` is unknown.
     """
     if model is None:
-        return _fresh_config(overrides)
+        return _without_router_loss(_fresh_config(overrides))
     folder = folder_of(model, commit, CONFIG)
     try:
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, trust_remote_code=False, **overrides)
     except (OSError, ValueError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     _refuse_unknown(unknown, config)
+    return _without_router_loss(config)
+
+
+def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config. Raise ConfigError if the model's own loss would balance its experts: hftune's does not, as yet."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if getattr(part, "output_router_logits", False):
+            raise ConfigError(
+                f"task.model_config.output_router_logits is true, with which {config.model_type} adds a loss that balances its "
+                "experts. hftune computes the loss without it. Set task.model_config.output_router_logits=false."
+            )
     return config
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hftune.models.adapters import LINEAR
 from hftune.strategies.averages import averaged_names, to_training
@@ -54,10 +54,13 @@ class StepMemory:
 
 def without_values(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a batch whose tensors have no values; what is read on the host, such as the lengths of a packing, has them."""
-    return {
-        name: torch.empty_like(value, device=device) if isinstance(value, Tensor) else value.to(device)
-        for name, value in batch.items()
-    }
+
+    def without(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_like(value, device=device)
+        return value.to(device) if hasattr(value, "to") else value
+
+    return tree_map(without, dict(batch))
 
 
 def as_fake(model: nn.Module, device: torch.device) -> None:

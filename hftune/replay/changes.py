@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ class KeyChange:
     @property
     def word(self) -> str | None:
         """The override that makes the change; None if the key only goes."""
-        return None if self.bad is MISSING else f"{self.key}={json.dumps(self.bad, ensure_ascii=False)}"
+        return None if self.bad is MISSING else f"{self.key}={format_value(self.bad)}"
 
     def __str__(self) -> str:
         return f"{self.key}={spell(self.bad)}"
@@ -50,8 +49,6 @@ class KeyChange:
 
 def spell(value: Any) -> str:
     """Return a value as one would type it."""
-    if isinstance(value, Mapping):
-        return json.dumps(value, ensure_ascii=False)
     return str(value) if isinstance(value, (str, _Missing)) else format_value(value)
 
 

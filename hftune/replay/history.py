@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
+from omegaconf import OmegaConf
 
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
@@ -164,9 +165,9 @@ class History:
         trust = self.trust_code if trust_code is None else trust_code
         with TemporaryDirectory(prefix="hftune-replay-") as folder:
             path = Path(folder) / f"{self.folder.name}.yaml"
-            path.write_text(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            path.write_text(OmegaConf.to_yaml(OmegaConf.create(nested)), encoding="utf-8")  # which quotes 1e3, unlike PyYAML
             try:
-                recipe = Recipe.load(path, *moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+                recipe = Recipe.load(path, moved_data(nested["task"], self.data), *overrides, trust_code=trust)
             except ConfigError as error:
                 raise ConfigError([text.replace(str(path), str(self.folder)) for text in error.problems]) from error
         origins = recipe.source.origins
@@ -312,7 +313,7 @@ def on_gpu(start: Mapping[str, Any]) -> bool:
     return start.get("hardware", {}).get("device", "cpu") != "cpu"
 
 
-def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """Return the overrides that name the data where they are now.
 
     Args:
@@ -322,25 +323,25 @@ def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the recipe names no files; a word names nothing that is there.
     """
-    overrides = []
+    overrides: dict[str, Any] = {}
     for word in words:
         split, equals, path = word.rpartition("=")
         if not Path(path).expanduser().exists():
             raise ConfigError(f"--data {word}: there is no {path}.")
         if equals:
-            overrides.append(f"{split}={path}" if split.startswith("task.") else f"task.data_files.{split}={path}")
+            overrides[split if split.startswith("task.") else f"task.data_files.{split}"] = path
         elif task.get("data_dir") is not None:
-            overrides.append(f"task.data_dir={path}")
+            overrides["task.data_dir"] = path
         elif files := task.get("data_files"):
-            overrides += [f"task.data_files.{name}={under(path, value)}" for name, value in files.items()]
+            overrides |= {f"task.data_files.{name}": under(path, value) for name, value in files.items()}
         else:
             raise ConfigError(f"--data {word}: this run read no files of its own, so there is nothing to look for.")
     return overrides
 
 
-def under(path: str, files: Any) -> str:
+def under(path: str, files: Any) -> str | list[str]:
     """Return data files of a recipe, a path or a list of them, under their names in another folder; a file as it is."""
     if Path(path).expanduser().is_file():
         return path
     moved = [str(Path(path) / Path(file).name) for file in ([files] if isinstance(files, str) else files)]
-    return moved[0] if isinstance(files, str) else f"[{', '.join(moved)}]"
+    return moved[0] if isinstance(files, str) else moved

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
-from hftune.strategies.sharding import Replicated, Sharding, refuse_unused, without_gradient
+from hftune.strategies.sharding import Replicated, Sharding, fill_gradients, refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze, named_buffers, restored_buffers
 from hftune.strategies.two_pass import cache
 from hftune.task import BatchLossTask, Task
@@ -58,8 +59,9 @@ class DataParallel(Strategy):
             return self._keep_statistics([], frozen)
         with restored_buffers(self.sharding.model) as changed:
             try:
-                self._backward_once(self.sharding.wrapped, dataset, micro_batch.samples)
-                self._check_gradients()
+                with reached(dict(self.sharding.model.named_parameters())) as missing:
+                    inputs = self._backward_once(self.sharding.wrapped, dataset, micro_batch.samples)
+                self._check_gradients(inputs, missing if self._is_ddp else None)
             finally:
                 self.sharding.clear_gradient()
         places = named_buffers(self.sharding.model)
@@ -70,16 +72,27 @@ class DataParallel(Strategy):
         if frozen:
             freeze({module: None for module, _ in places})
         self._statistics = RunningStatistics([] if frozen else places, self.exact)
-        if isinstance(self.sharding.wrapped, DistributedDataParallel):  # it sends buffers at each step, even constant ones
+        if self._is_ddp:  # it sends buffers at each step, even constant ones
             self.sharding.wrapped.broadcast_buffers = bool(self._statistics.places)
         return class_names(places)
 
-    def _backward_once(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> None:
-        """Compute a gradient that will be discarded."""
+    @property
+    def _is_ddp(self) -> bool:
+        return isinstance(self.sharding.wrapped, DistributedDataParallel)
+
+    def _backward_once(self, model: nn.Module, dataset: Any, samples: np.ndarray) -> dict[str, Any]:
+        """Compute a gradient that will be discarded; return the batch, on the device."""
         (loaded,) = self.loader(dataset, num_workers=0, is_packed=True).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
         outputs = compute(model, **inputs_of(self.task, inputs, self.scores_head))
-        self.task.loss(outputs, self.task.target(inputs)).backward()
+        self._reaching_all(self.task.loss(outputs, self.task.target(inputs))).backward()
+        return inputs
+
+    def _reaching_all(self, loss: Tensor) -> Tensor:
+        """Return a loss whose backward pass comes by all parameters, for DDP waits for each of them: see ``ReachingAll``."""
+        if not self._is_ddp:
+            return loss
+        return ReachingAll.apply(loss, *(value for value in self.sharding.model.parameters() if value.requires_grad))
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
@@ -131,9 +144,11 @@ class DataParallel(Strategy):
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
                     self.times.end_computing_after(scaled)
+                    scaled = self._reaching_all(scaled)
                 self.accelerator.backward(scaled)
             losses.append(loss.detach() * weight)
-            self._check_gradients()
+        self._check_gradients(inputs)
+        fill_gradients(self.sharding.model.parameters())
         self._statistics.finish(self.sum)
         return losses
 
@@ -188,12 +203,30 @@ class DataParallel(Strategy):
             scores_head = self.scores_head and not torch.is_grad_enabled()
             return compute(self.sharding.model, **inputs_of(self.task, inputs, scores_head)), inputs  # past DDP
 
-    def _check_gradients(self) -> None:
-        """After the first backward pass, refuse parameters without a gradient. DDP would wait for them, and reduce nothing."""
+    def _check_gradients(self, inputs: dict[str, Any], missing: Sequence[str] | None = None) -> None:
+        """After the first backward pass, refuse parameters that cannot get a gradient.
+
+        Those of layers that are dropped at random in training get one in evaluation mode, when none is dropped.
+
+        Args:
+            missing: names of those that got none; None: those that have none.
+        """
         if self._checked_gradients:
             return
-        self._checked_gradients = True
-        refuse_unused(without_gradient(dict(self.sharding.model.named_parameters())))
+        self._checked_gradients, model = True, self.sharding.model
+        parameters = dict(model.named_parameters())
+        missing = without_gradient(parameters) if missing is None else missing
+        if missing and self.computes_alone:
+            model.eval()
+            try:
+                with torch.backends.cudnn.flags(enabled=False):  # its RNNs have a backward pass in training mode only
+                    outputs = compute(model, **inputs_of(self.task, inputs, self.scores_head))
+                    loss = self.task.loss(outputs, self.task.target(inputs))
+                    found = torch.autograd.grad(loss, [parameters[name] for name in missing], allow_unused=True)
+            finally:
+                model.train()
+            missing = [name for name, gradient in zip(missing, found, strict=True) if gradient is None]
+        refuse_unused(missing)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         parameters = [*self.sharding.wrapped.parameters()]
@@ -219,6 +252,42 @@ class DataParallel(Strategy):
         """Return the model's keyword arguments in an evaluation. Not collective."""
         inputs = self.task.evaluation_inputs(batch)
         return {**inputs, TARGETS: self.task.target(batch)} if self.scores_head and reads_scores(self.task) else inputs
+
+
+class ReachingAll(torch.autograd.Function):
+    """Passes on a loss, and makes all parameters a part of its graph, without adding anything to their gradients.
+
+    DDP sums a gradient over the processes when the backward pass has come by its parameter, and would wait in vain on a
+    process that dropped a layer, or whose samples need no second head: what the others have would then be added to something
+    else. Its own remedy, find_unused_parameters, looks at the model's outputs, of which a loss may use a part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *[None] * ctx.count
+
+
+@contextmanager
+def reached(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+    """Yield a list that is filled with the names of the trainable parameters by which a backward pass comes in vain."""
+    missing: list[str] = []
+
+    def note(name: str, parameter: Tensor) -> None:
+        if parameter.grad is None:  # not yet one that DDP shares out
+            missing.append(name)
+
+    trainable = {name: value for name, value in parameters.items() if value.requires_grad}
+    hooks = [value.register_post_accumulate_grad_hook(partial(note, name)) for name, value in trainable.items()]
+    try:
+        yield missing
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def drop_gradient(parameter: Tensor) -> None:

@@ -152,6 +152,8 @@ class Pipeline(Strategy):
         logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)  # if a stage fails, it prints all actions
         self._schedule: tuple[Any, TorchSchedule] | None = None
         self._outputs: Any = None
+        self._unused: list[str] = []
+        """Parameters that the last backward pass gave no gradient."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         layers = layers_of(model)
@@ -185,7 +187,7 @@ class Pipeline(Strategy):
         with restored_buffers(self.sharding.model) as changed:
             try:
                 self.backward(batch, 0, 0, torch.ones((), device=self.device))
-                unused = self.broadcast(self.gather_to_main(without_gradient(self.sharding.parameters())))
+                unused = self.broadcast(self.gather_to_main(self._unused))
             finally:
                 self.sharding.optimizer.zero_grad()
                 self.times.discard()
@@ -221,6 +223,7 @@ class Pipeline(Strategy):
             self._run(micro_batches, backward=True)
         for one in statistics:
             one.finish(self.sharding.sum_over_replicas)
+        self._unused = without_gradient(self.sharding.parameters())
         self.sharding.sum_gradients()
         last = self._last_stage
         zero = torch.zeros((), device=self.device)

@@ -22,7 +22,7 @@ from hftune.distributed.collectives import Collectives
 from hftune.strategies.meta_model import materialize, meta_copy
 from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import cut
-from hftune.strategies.sharding import Sharding, Tensors, moments, start_equal
+from hftune.strategies.sharding import Sharding, Tensors, fill_gradients, moments, start_equal
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket of gradients that replicas sum in one all-reduce, as DDP does by default."""
@@ -195,6 +195,7 @@ class StagedWeights(Sharding):
     def sum_gradients(self) -> None:
         """Sum the gradients over the replicas; then those of tied parameters over the stages that have them. Collective."""
         parameters = self.parameters()
+        fill_gradients(parameters.values())
         if self.grid.dp_size > 1:
             for bucket in buckets([value.grad for value in parameters.values() if value.grad is not None], BUCKET_BYTES):
                 summed = self.sum_over_replicas(torch.cat([gradient.flatten() for gradient in bucket]))

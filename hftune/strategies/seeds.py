@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ def seed_forward(seed: int, step: int, micro_batch_index: int, device: torch.dev
     key = int(np.random.SeedSequence(what).generate_state(1, np.uint64)[0]) >> 1
     # torch.manual_seed seeds both, too, but visits every possible backend: half a millisecond for each forward pass.
     torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)  # transformers' speech models mask and drop layers by it, and some others by random
+    random.seed(key)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(key)
 

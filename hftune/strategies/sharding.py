@@ -6,7 +6,7 @@ Independent of steps, epochs and files.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from inspect import signature
@@ -325,6 +325,13 @@ def start_equal(model: nn.Module, group: Collectives) -> None:
 def without_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return the names of the trainable parameters that the last backward pass gave no gradient."""
     return [name for name, value in parameters.items() if value.requires_grad and value.grad is None]
+
+
+def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradients of a step that are missing to zero, as they are where any process has one: layers may be dropped."""
+    for value in parameters:
+        if value.requires_grad and value.grad is None:
+            value.grad = torch.zeros_like(value)
 
 
 def refuse_unused(names: Sequence[str]) -> None:

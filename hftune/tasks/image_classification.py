@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hftune.errors import did_you_mean, format_value
 from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.images import ImageTask, check_same_network
-from hftune.tasks.validation import bound_problems
+from hftune.tasks.validation import bound_problems, name_problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,6 +107,7 @@ class ImageClassification(ImageTask):
             *self._split_problems(folders=("train_split", "eval_split")),
             *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
+            *name_problems(self),
             *self.network_problems(),
             *self._value_problems(),
             *self._augmentation_problems(),
@@ -352,12 +353,12 @@ class ImageClassification(ImageTask):
 
     def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
         from hftune.data import notices
-        from hftune.data.labels import counted
+        from hftune.data.labels import name_notices
 
         totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
         messages = [*notices.ignored_splits(self), *self._column_notices()]
         messages += [*notices.held_out(self, totals["train"][1], "images"), *notices.left_out(self._kept(totals), "images")]
-        messages += counted(self.labels) if self._are_labels else []
+        messages += name_notices(self.labels, self._are_labels)
         if self._is_of_transformers:
             messages += [*self._model_notices(), *self._shared_files()]
             return messages

@@ -295,18 +295,22 @@ class LanguageModeling(TextTask):
         """Continue a single text, because not every tokenizer can pad on the left."""
         import torch
 
+        from hftune.models.pretrained import max_positions
+
         tokens = self.text_tokenizer
         ids = torch.tensor(tokens(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
-        maximum = getattr(model.config, "max_position_embeddings", None)
+        maximum = max_positions(model)
         positions = maximum or len(ids)
         losses = [
             head_losses(model(input_ids=block[None, :-1], use_cache=False), block[None, 1:])
             for start in range(0, len(ids) - 1, positions)
             if len(block := ids[start : start + positions + 1]) > 1
         ]
-        room = positions - (model.generation_config.max_new_tokens or 20)  # the default of generate
-        prompt = ids[-room:] if maximum and 0 < room < len(ids) else ids
-        generated = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]))[0, len(prompt) :]
+        new = model.generation_config.max_new_tokens or 20  # the default of generate
+        prompt = ids if maximum is None else ids[-max(1, maximum - new) :]  # as much of the end as leaves room, or one token
+        new = new if maximum is None else min(new, maximum - len(prompt))
+        mask = torch.ones_like(prompt[None])
+        generated = model.generate(prompt[None], attention_mask=mask, max_new_tokens=new)[0, len(prompt) :]
         total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
         return {
             "generated": tokens.decode(generated, skip_special_tokens=True),

@@ -71,7 +71,7 @@ class SingleLabel:
         count = len(self.labels)
         return {
             **classification.Accuracy().compute(**pairs),
-            **classification.MacroF1().compute(**pairs, num_labels=count),
+            **classification.MacroF1().compute(**pairs),
             **classification.MatthewsCorrelation().compute(**pairs),
             **(classification.MeanAbsoluteError().compute(**pairs) if self.ordinal else {}),
             **classification.ConfusionMatrix().compute(**pairs, num_labels=count),

@@ -211,8 +211,10 @@ class SequenceClassification(TextTask):
     def _data_label_names(self) -> list[str] | None:
         if self.label_columns:
             return None
+        from hftune.data.labels import names_of
+
         feature = self._rows["train"].features[self._label]
-        return getattr(getattr(feature, "feature", feature), "names", None)
+        return names_of(getattr(feature, "feature", feature))
 
     def _raw_labels(self, split: str) -> tuple[list[Any], list[int]]:
         """Return the labels as they are in the data, those of lists one after the other, and the index of the row of each."""
@@ -331,13 +333,12 @@ class SequenceClassification(TextTask):
         return super().datasets()
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-        from hftune.data.labels import counted
+        from hftune.data.labels import name_notices
 
         messages = super().notices(datasets, model)
         if self.problem_type is None:
             messages.append(f"task.problem_type={self.kind}: {self._evidence}.")
-        if self.labels is not None and self._are_labels:
-            messages += counted(self.labels)
+        messages += name_notices(self.labels or [], self._are_labels)
         if self.ordinal and not self.label_names:
             messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels or [])}.")
         return messages

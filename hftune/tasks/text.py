@@ -6,7 +6,6 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -15,10 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.config.own_code import hashes_of
 from hftune.data.files import held_out_key
 from hftune.errors import ConfigError
 from hftune.task import Task
-from hftune.tasks.validation import bound_problems
+from hftune.tasks.validation import bound_problems, name_problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +105,7 @@ class TextTask(Task):
         return [
             *self._split_problems(),
             *model_folder_problems(self.model, self.model_config),
+            *name_problems(self),
             *bound_problems(self, {**lengths, "vocab_size": 100, "max_train_samples": 1, "max_eval_samples": 1}),
         ]
 
@@ -452,12 +453,11 @@ _SHARED = frozenset(item.name for item in fields(TextTask))
 
 
 def _code(task: type[TextTask]) -> list[Any]:
-    """Return the code of a user's task, on which tokens may depend: that of its modules. hftune's own has a version."""
+    """Return the user's code on which tokens may depend: the files of a task, and the functions of one in a notebook."""
     kinds = [kind for kind in task.__mro__ if issubclass(kind, TextTask) and not kind.__module__.startswith("hftune.")]
-    try:
-        return [inspect.getsource(sys.modules[name]) for name in sorted({kind.__module__ for kind in kinds})]
-    except (OSError, TypeError):  # of a notebook, whose functions are hashed by their code
-        return [function for kind in kinds for function in vars(kind).values() if inspect.isfunction(function)]
+    files = hashes_of(kind.__module__ for kind in kinds)
+    alone = [kind for kind in kinds if not hashes_of([kind.__module__])]
+    return [files, *(function for kind in alone for function in vars(kind).values() if inspect.isfunction(function))]
 
 
 def beginning(text: str) -> str:

@@ -63,7 +63,7 @@ class TitleGeneration(SourceToTarget):
     libraries = (*SourceToTarget.libraries, "hftune.models.bigbird")
     metric_directions = {
         **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
-        **{"exact_match": "max", "mean_length": None, "empty_share": "min"},
+        **{"exact_match_folded": "max", "mean_length": None, "empty_share": "min"},
     }
     sample_fields = ("source", "title", "generated")
 
@@ -271,10 +271,10 @@ class TitleGeneration(SourceToTarget):
         ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics.rouge import ExactMatch, PredictionLength, RougeChar, RougeWord
+        from hftune.metrics.rouge import FoldedExactMatch, PredictionLength, RougeChar, RougeWord
 
         pairs = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
-        computed = [metric().compute(**pairs) for metric in (RougeChar, RougeWord, ExactMatch, PredictionLength)]
+        computed = [metric().compute(**pairs) for metric in (RougeChar, RougeWord, FoldedExactMatch, PredictionLength)]
         return {name: value for scores in computed for name, value in scores.items()}
 
     def load(self, directory: Path) -> PreTrainedModel:

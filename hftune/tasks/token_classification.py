@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -142,6 +142,11 @@ class TokenClassification(TextTask):
 
     def encoded_by(self) -> Any:
         return [self.max_length, self.labels, self._data_label_names]
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        from hftune.data.labels import name_notices
+
+        return [*super().notices(datasets, model), *name_notices(self.labels, are_labels=False)]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
         """Return the number of words with each tag."""

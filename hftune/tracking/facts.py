@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ class Facts:
     num_steps: int
     steps_per_epoch: int
     notices: Sequence[str]
+    code: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the user's own files that are computed with, by name."""
     fold_data: str | None = None
     """Of a fold: the digest of the data that all folds are made of."""
 
@@ -62,6 +66,23 @@ class Facts:
         text = strict_json(asdict(self), indent=2, ensure_ascii=False, default=str) + "\n"
         with explain_write_errors(output_dir / NAME):
             write_text(output_dir / NAME, text.encode("utf-8", "replace").decode("utf-8"))  # a word may be no Unicode
+
+
+def differing(folders: Iterable[Path], *names: str) -> tuple[str, Path, Path] | None:
+    """Return the first of these facts that is known to differ between runs, and two such runs; None if there is none.
+
+    A finished run stays as it is when its data change, so what compares runs of one command has to look.
+    """
+    first: dict[str, tuple[Path, Any]] = {}
+    for folder in folders:
+        with suppress(OSError, ValueError):
+            facts = json.loads((folder / NAME).read_text(encoding="utf-8"))
+            for name in names:
+                if (value := facts.get(name)) is not None:
+                    other, known = first.setdefault(name, (folder, value))
+                    if value != known:
+                        return name, other, folder
+    return None
 
 
 def now() -> str:

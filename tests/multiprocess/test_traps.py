@@ -12,7 +12,12 @@ from tests.support.runs import Command, Run, train_on
 
 SUPPORT = Path(__file__).parents[1] / "support"
 RECIPE = str(SUPPORT / "trapped.yaml")
-JOBS = {"plain": (), "statistics": ("task.trap=running statistics",), "slow": ("task.trap=slow process",)}
+JOBS = {
+    "plain": (),
+    "statistics": ("task.trap=running statistics",),
+    "slow": ("task.trap=slow process",),
+    "dropped": ("task.trap=dropped layers", "train.clip_norm=0.5"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,12 @@ def test_a_process_that_makes_the_other_one_wait_is_named(runs):
     assert run.logged("train/loss") == pytest.approx(runs["plain", 2].logged("train/loss"), rel=1e-12)
     alone = runs["slow", 1]
     assert len(alone.logged("perf/data_share")) == 7 and not alone.logged("perf/slowest_rank")
+
+
+def test_layers_dropped_at_random_give_the_same_gradient_on_any_number_of_processes(runs):
+    one, two = runs["dropped", 1], runs["dropped", 2]
+    for name in ("train/loss_step", "train/grad_norm", "eval/loss"):
+        assert two.logged(name) == pytest.approx(one.logged(name), rel=1e-10)
 
 
 UNUSED = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import random
 import signal
 import sys
 import time
@@ -151,9 +152,12 @@ class Net(nn.Module):
         self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)
         self.norm = nn.BatchNorm1d(8) if trap == "running statistics" else nn.Identity()
         self.unused = nn.Linear(8, 2) if trap == "unused parameters" else None
+        self.dropped = nn.ModuleList(nn.Linear(4, 4) for _ in range(6 if trap == "dropped layers" else 0))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
+        for layer, drawn in zip(self.dropped, [torch.rand, np.random.random, lambda _: random.random()] * 2, strict=False):
+            x = x if self.training and drawn(1) < 0.5 else x + torch.tanh(layer(x))
         return self.last(self.drop(self.norm(torch.tanh(self.first(x)))))
 
 
@@ -196,11 +200,11 @@ class Trapped(Task):
 
 @dataclass
 class SlowReviews(SequenceClassification):
-    """A step after the third takes half a minute: the check before training calls the loss six times, a step four times."""
+    """A step after the third takes half a minute: the checks before training call the loss eight times, a step four times."""
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         self._calls = getattr(self, "_calls", 0) + 1
-        if self._calls > 6 + 12:
+        if self._calls > 8 + 12:
             time.sleep(30)
         return super().loss(outputs, target)
 

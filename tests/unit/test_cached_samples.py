@@ -1,6 +1,8 @@
 """Samples are taken from the cache only for the rows, split, columns and model that they were made for."""
 
+import importlib
 import json
+import sys
 
 import pytest
 
@@ -54,3 +56,32 @@ def test_tokenizer_is_trained_on_the_words_of_the_column_that_is_read(write_rows
     tasks = [task_of(TokenClassification, {"train": path, "eval": path}, words_column=name) for name in ("tokens", "lemmas")]
     letters = [set("".join(task.text_tokenizer.get_vocab())) for task in tasks]
     assert "g" in letters[0] and "g" not in letters[1] and "q" in letters[1]
+
+
+OWN_TASK = """
+from dataclasses import dataclass
+from hftune.tasks import SequenceClassification
+
+@dataclass
+class Mine(SequenceClassification):
+    def encode(self, rows):
+        from cleaned_words.words import clean
+        return super().encode({**rows, "text": [clean(text) for text in rows["text"]]})
+"""
+
+
+def test_rows_are_tokenized_again_if_a_module_that_the_task_imports_changes(tmp_path, monkeypatch, write_rows):
+    rows = write_rows("rows.jsonl", [{"text": f"good {i}", "label": i % 2} for i in range(6)])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "task_that_cleans.py").write_text(OWN_TASK)
+    (tmp_path / "cleaned_words").mkdir()
+    (tmp_path / "cleaned_words" / "__init__.py").touch()
+    lengths = []
+    for body in ("return text", "return text + ' and more of it'"):
+        (tmp_path / "cleaned_words" / "words.py").write_text(f"def clean(text):\n    {body}\n")
+        for name in ("task_that_cleans", "cleaned_words.words"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        task = task_of(importlib.import_module("task_that_cleans").Mine, {"train": str(rows)}, eval_share=0.5)
+        lengths.append(len(task.datasets()["train"][0]["input_ids"]))
+    assert lengths[0] < lengths[1]

@@ -11,6 +11,7 @@ import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
 from hftune.commands import recipes
+from hftune.commands.arguments import argv_of_one
 from hftune.commands.evaluate_output import check_output
 from hftune.config.shipped_files import recipe_names, recipe_path
 from hftune.distributed.preflight import launch_options
@@ -479,3 +480,32 @@ def test_batch_script_takes_any_words_as_they_are_and_asks_for_what_was_asked(ca
     assert f"--config_file {CONFIGS[0].parent / '4gpu.yaml'}" in script
     said = before_srun(script, 'printf "%s\\n" "${words[@]}"', SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
     assert said.splitlines() == ["recipe=yelp", *words]
+
+
+@pytest.mark.parametrize("text", ["--5", "-", "x"])
+def test_a_number_of_processes_that_is_none_is_refused(capsys, text):
+    assert refused(capsys, "train", "recipe=yelp_demo", f"--processes={text}").startswith(
+        f"--processes {text} is neither a number"
+    )
+
+
+@pytest.mark.parametrize("given", [["--processes", "2"], ["--processes=2"], ["--proc", "2"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", "outputs/a #1", "--data=x y.csv", "--map", "text=--odd", "--map=b=c", "--batch-size", "3", "--trust-code"],
+        ["replay", "outputs/a", "--steps", "1:3", "--set", "train.lr=1", "track.run_name='- a'", "--skip=2", "--why"],
+    ],
+)
+def test_each_process_gets_the_command_line_but_for_their_number(words, given):
+    options = cli.parse([*words[:2], *given, *words[2:]])
+    assert options.processes == 2 and argv_of_one(options) == words
+
+
+def test_a_tilde_is_the_user_s_folder_in_every_path_of_a_command_and_in_output_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.parse(["replay", "a", "--step=1", "--output=~/x"]).output == tmp_path / "x"
+    assert cli.parse(["report", "~/a", "b"]).folders == [tmp_path / "a", Path("b")]
+    assert cli.parse(["report", "~no-such-user/a"]).folders == [Path("~no-such-user/a")]
+    recipe = Recipe.load("yelp_demo", "output_dir=~/x")
+    assert recipe.output_dir == str(tmp_path / "x") == Recipe.load("yelp_demo", {"output_dir": Path("~/x")}).output_dir

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +17,7 @@ from hftune import run, tasks
 from hftune.config.importing import import_named
 from hftune.config.recipe import EvalConfig, Recipe, TrackConfig, TrainConfig
 from hftune.config.shipped_files import recipe_names
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, format_value
 
 PLAIN = """
 task:
@@ -569,16 +571,44 @@ def test_a_value_of_a_wrong_type_says_what_would_fit(plain, word, message):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("task.text_column=no", "task.text_column=false"),
-        ("task.label_names=[no,yes]", "task.label_names=[false, true]"),
-        ("output_dir=on", "output_dir=true"),
-    ],
+    "text", ["1e3", "1.10", "1234e56", "8e12345", "0x10", "1_000", "010", "1:30", "2024-01-01", "no", "on"]
 )
-def test_a_text_that_yaml_takes_for_true_or_false_is_not_turned_into_another_text(plain, word, message):
-    reason = "YAML reads a bare yes, no, on or off as true or false. Quote texts."
-    assert refusal(f"recipe={plain}", word) == f"{message}: {reason}"
+def test_a_text_stays_as_it_is_typed_though_yaml_would_read_it_as_something_else(write, text):
+    """Also in lists and mappings typed as texts; from files and from the command line."""
+    words = ["track.run_name={}", "task.model_revision={}", "task.label_names=[a, {}]", "train.optimizer_args={{{}: 1}}"]
+    path = write("mine.yaml", PLAIN + f"  model_revision: {text}\n  label_names: [a, {text}]\ntrack: {{run_name: {text}}}\n")
+    for recipe in (Recipe.load(path), Recipe.load("yelp_demo", *(word.format(text) for word in words))):
+        assert recipe.track.run_name == recipe.task.model_revision == text and recipe.task.label_names == ["a", text]
+        assert Recipe.load(write("again.yaml", recipe.to_yaml())) == recipe
+    assert recipe.train.optimizer_args == {text: 1}
+    prefixes = Recipe.load("embeddings_demo", f"task.prefixes={{a: {text}}}", f"task.prefixes.b={text}").task.prefixes
+    assert prefixes == {"a": text, "b": text}
+
+
+def test_a_number_that_python_gives_for_a_text_is_refused_as_nobody_knows_how_it_was_written(plain):
+    for key, value in {"track.run_name": 1e3, "task.label_names": ["a", True]}.items():
+        with pytest.raises(ConfigError, match=rf"^{key}=.*: this key takes a text\. Quote it\.$"):
+            Recipe.load(plain, {key: value})
+
+
+def test_overrides_may_be_mappings_whose_values_are_taken_as_they_are(plain):
+    words = ("train.lr=1", "task.data_files.eval=b")
+    recipe = Recipe.load(plain, *words, {"train.lr": 2, "task": {"data_files": {"eval": "a #b"}}, "output_dir": Path("x: y")})
+    assert (recipe.train.lr, recipe.task.data_files["eval"], recipe.output_dir) == (2.0, "a #b", "x: y")
+    for wrong in (["train.lr=1"], {"train[lr]": 1}, {3: 1}):
+        with pytest.raises(ConfigError, match=r"such as train\.lr"):
+            Recipe.load(plain, wrong)
+
+
+def test_a_formatted_value_is_read_back_as_the_same_value(plain):
+    letters = "ab 1e3.0x_-+:#'\"\\,[]{}&*!|>%@`~?=\n\t\r\0\x1b\x7f\x85\xa0\u2028\ufeff\uffffé名😀$"
+    rng = random.Random(0)
+    texts = ["", "null", "~", "no", "1e3", "a #b", "- a", "'", '"', "\\", "<<", *letters]
+    texts += ["".join(rng.choices(letters, k=rng.randrange(12))) for _ in range(500)]
+    assert Recipe.load(plain, f"task.label_names={format_value(texts)}").task.label_names == texts
+    values = {text: [1e-5, 1e16, -math.inf, True, None, {"a": 3}] for text in texts}
+    assert Recipe.load(plain, f"train.optimizer_args={format_value(values)}").train.optimizer_args == values
+    assert math.isnan(Recipe.load(plain, f"train.optimizer_args.a={format_value(math.nan)}").train.optimizer_args["a"])
 
 
 @pytest.mark.parametrize(
@@ -1032,6 +1062,14 @@ def test_a_missing_file_is_told_with_the_recipe_that_names_it(above):
     assert refusal("recipe=yelp_demo", "task.model=./nowhere") == "task.model=./nowhere: there is no such folder."
 
 
+def test_a_model_that_another_recipe_trains_is_told_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("recipe=chats_lora_demo") == (
+        "task.model=outputs/chats_demo/model: there is no such folder. Recipe chats_demo trains such a model: hftune train "
+        "recipe=chats_demo"
+    )
+
+
 # Numbers that YAML 1.1 reads differently
 
 
@@ -1039,8 +1077,8 @@ def test_a_missing_file_is_told_with_the_recipe_that_names_it(above):
 def test_a_number_that_yaml_takes_for_another_one_is_refused(write, plain, text, number):
     reason = f"YAML reads {text} as the number {number}. Write {number}, or put a text in quotes: '{text}'."
     assert refusal(f"recipe={plain}", f"train.epochs={text}") == f"train.epochs={text}: {reason}"
-    path = write("mine.yaml", PLAIN + f"track:\n  run_name: {text}\n")
-    assert refusal(f"recipe={path}") == f"{path}, line {PLAIN.count(chr(10)) + 2}: {reason}"
+    path = write("mine.yaml", PLAIN + f"train:\n  epochs: {text}\n")
+    assert refusal(f"recipe={path}") == f"train.epochs={text}: {reason} ({path})"
 
 
 def test_the_same_as_a_text_in_quotes_and_plain_numbers_are_accepted(plain):

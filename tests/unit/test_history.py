@@ -205,7 +205,7 @@ def test_data_that_have_moved(tmp_path, capsys):
         path.write_text('{"text": "a", "label": 0}\n')
     words = [f"task.data_files.{name}={path}" for name, path in rows.items()]
     folder = recorded(tmp_path / "out", *words, recipe="text_classification")
-    rows["train"].parent.rename(tmp_path / "new")
+    rows["train"].parent.rename(new := tmp_path / "new #1, a: b")
     said = refused(capsys, folder, "--step", 3)
     assert f"task.data_files.train={rows['train']}: there is no such file." in said
     assert said.endswith(
@@ -214,9 +214,9 @@ def test_data_that_have_moved(tmp_path, capsys):
     assert refused(capsys, folder, "--step", 3, "--data", tmp_path / "none") == (
         f"--data {tmp_path}/none: there is no {tmp_path}/none."
     )
-    found = History.open(folder, data=[str(tmp_path / "new")]).recipe_at(3).task.data_files
-    assert found == {name: str(tmp_path / "new" / f"{name}.jsonl") for name in rows}
-    one = History.open(folder, data=[f"train={tmp_path}/new/train.jsonl", f"eval={tmp_path}/new/eval.jsonl"])
+    found = History.open(folder, data=[str(new)]).recipe_at(3).task.data_files
+    assert found == {name: str(new / f"{name}.jsonl") for name in rows}
+    one = History.open(folder, data=[f"train={new}/train.jsonl", f"eval={new}/eval.jsonl"])
     assert one.recipe_at(3).task.data_files == found
 
 

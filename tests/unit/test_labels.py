@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from hftune import DataError
-from hftune.tasks import ImageClassification, SequenceClassification
+from hftune.data.labels import name_notices
+from hftune.tasks import ImageClassification, SequenceClassification, TokenClassification
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -221,3 +222,28 @@ def test_an_empty_text_of_a_csv_names_its_row(tmp_path):
     assert refused(of_csv(tmp_path, "text,label\na,1\n,0\n")) == (
         "The train split has an empty text in column 'text' at row 1. Remove these rows, or fill them in."
     )
+
+
+@BOTH
+def test_true_and_false_are_two_classes(tmp_path, kind):
+    found = task(kind, tmp_path, ([True, False, False],), ([False, True],))
+    assert scored_as(found, "train") == ["true", "false", "false"] and scored_as(found, "eval") == ["false", "true"]
+
+
+def test_lists_and_names_of_true_and_false_keep_their_meaning(tmp_path):
+    renamed = task("texts", tmp_path, ([True, False],), ([False],), label_names=["ham", "spam"])
+    assert scored_as(renamed, "train") == ["spam", "ham"]
+
+
+@pytest.mark.parametrize("kind", [SequenceClassification, TokenClassification, ImageClassification])
+def test_a_class_name_listed_twice_is_refused(kind):
+    problems = kind(label_names=["spam", "ham", "ham"]).validate()
+    assert [problem for problem in problems if "ham" in problem] == [
+        "task.label_names lists 'ham' 2 times. Give each class a name of its own."
+    ]
+
+
+def test_classes_that_differ_only_in_case_or_white_space_get_a_notice():
+    (said,) = name_notices(["Ham", "ham ", "spam"], are_labels=True)
+    assert said.startswith("The classes 'Ham' and 'ham ' differ only in case or white space.")
+    assert name_notices(["ham", "spam"], are_labels=True) == []

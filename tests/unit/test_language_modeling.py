@@ -166,6 +166,20 @@ def test_text_is_continued_and_its_own_perplexity_said(task):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("new", [40, 64, 100])
+def test_a_long_text_is_continued_up_to_the_last_position_at_most(task, new):
+    made = task(
+        generation={"max_new_tokens": new},
+        model_config={"model_type": "gpt2", "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2},
+    )
+    made.datasets()
+    model = made.build_model().eval()
+    model.generation_config.eos_token_id = None
+    (answer,) = made.predict(model, [" ".join(["The cat saw the dog ."] * 20)])
+    assert len(answer["generated"].split()) == min(new, 63)
+
+
+@torch.no_grad()
 def test_model_without_a_maximum_of_positions_reads_the_whole_text(task, monkeypatch):
     made = task(
         model_config={"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, generation={"max_new_tokens": 2}
@@ -261,6 +275,11 @@ def test_row_without_a_text_is_named(write_rows):
             "task.model_config cannot be used: hidden_size=15 is not a multiple of 2 * num_attention_heads=4.",
         ),
         ({"model_config": OWN | {"nhead": 3}}, "task.model_config.nhead is not a key of TransformerLMConfig."),
+        (
+            {"model_config": {"model_type": "mixtral", "output_router_logits": True}},
+            "task.model_config.output_router_logits is true, with which mixtral adds a loss that balances its experts. hftune "
+            "computes the loss without it. Set task.model_config.output_router_logits=false.",
+        ),
         (
             {"model_config": {"model_type": "transformer"}},
             "task.model_config.model_type='transformer' is not known to transformers. Did you mean 'transformer_lm'?",

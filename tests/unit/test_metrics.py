@@ -15,9 +15,11 @@ def test_mean_absolute_error_is_in_grades():
     assert MeanAbsoluteError().compute(**SAID) == {"mae": 1.0}
 
 
-def test_macro_f1_counts_every_class_even_absent_ones():
-    # F1 of the classes: 0: 2/3, 1: 2/3, 2: 0, 3: 0, 4 (absent): 0.
-    assert MacroF1().compute(**SAID, num_labels=5) == {"macro_f1": pytest.approx((2 / 3 + 2 / 3) / 5)}
+def test_macro_f1_counts_the_classes_that_occur_as_scikit_learn_does():
+    # F1 of the classes: 0: 2/3, 1: 2/3, 2 (never predicted): 0, 3 (never true): 0.
+    assert MacroF1().compute(**SAID) == {"macro_f1": pytest.approx((2 / 3 + 2 / 3) / 4)}
+    right = [0, 0, 2, 2]  # of a model with a third class, 1
+    assert MacroF1().compute(predictions=right, references=right) == {"macro_f1": 1.0}
 
 
 def test_confusion_matrix_has_true_classes_as_rows():

@@ -195,6 +195,7 @@ def test_columns_that_do_not_fit_together_are_refused(files, tmp_path):
             {"columns": {"text": "review", "title": "review"}},
             "task.datasets[0].columns={'text': 'review', 'title': 'review'} gives review two names. Name each column once.",
         ),
+        ({"dataset_revision": 1e9}, "task.datasets[0].dataset_revision=1000000000.0 is not a text. Quote it as it is meant."),
         ({"data_files": None}, "task.datasets[0] names no data: give it data_files or dataset."),
     ],
 )

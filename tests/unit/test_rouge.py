@@ -16,6 +16,7 @@ from hftune.data.demo import articles
 from hftune.metrics.rouge import (
     CharTokenizer,
     ExactMatch,
+    FoldedExactMatch,
     PredictionLength,
     RougeChar,
     RougeOther,
@@ -167,9 +168,15 @@ def test_scores_on_characters_need_neither_package(without):
     assert char(TITLE, TITLE)["rouge_l_char"] == 1.0
 
 
-def test_exact_match_ignores_case_white_space_and_full_width_but_not_punctuation():
+def test_exact_match_of_titles_ignores_case_white_space_and_full_width_but_not_punctuation():
     said = ["华星 发布 nova5", "华星发布\uff2eova5", "华星，发布Nova5", "华星发布"]
-    assert ExactMatch().compute(predictions=said, references=["华星发布Nova5"] * 4) == {"exact_match": 0.5}
+    assert FoldedExactMatch().compute(predictions=said, references=["华星发布Nova5"] * 4) == {"exact_match_folded": 0.5}
+
+
+def test_exact_match_ignores_nothing_but_white_space_around_a_text():
+    said = ["now here", "the train to oxford", "deff(x):returnx", " right\n", ""]
+    true = ["nowhere", "the train to Oxford", "def f(x):\n    return x", "right", ""]
+    assert ExactMatch().compute(predictions=said, references=true) == {"exact_match": 0.2}
 
 
 def test_lengths_are_in_characters_and_blank_predictions_are_empty():

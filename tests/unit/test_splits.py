@@ -9,6 +9,7 @@ import pytest
 
 from hftune import ConfigError, DataError
 from hftune.commands import folds_result
+from hftune.commands.evaluate_output import with_evaluation
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.splits import Part, split_fold, split_off
@@ -212,10 +213,7 @@ def problems(*words):
             "task.eval_share=0.1 takes the evaluation rows from the training data, but task.data_files.eval={file} names others. "
             "Leave one of them out.",
         ),
-        (
-            ("task.eval_share=0.1", "eval.every=never"),
-            "task.eval_share=0.1 holds out training rows, but eval.every=never evaluates on none. Set task.eval_share=null.",
-        ),
+        (("task.eval_share=0.1", "eval.every=never"), None),
         (
             ("task.eval_share=0.1", "task.eval_fold=[0,5]"),
             "task.eval_share=0.1 and task.eval_fold=[0, 5] both hold out training rows. Set one of them to null.",
@@ -226,6 +224,16 @@ def test_evaluation_data_are_named_held_out_or_switched_off(tmp_path, words, pro
     file = one_file(tmp_path)
     found = problems(f"task.data_files.train={file}", *(word.format(file=file) for word in words))
     assert found == ([problem.format(file=file)] if problem else [])
+
+
+@pytest.mark.parametrize("key", ["task.eval_share=0.5", "task.eval_fold=[0, 2]"])
+def test_rows_held_out_though_nothing_evaluates_on_them_are_a_notice_and_can_be_evaluated_on_later(tmp_path, key):
+    words = [f"task.data_files.train={one_file(tmp_path, [*'ababab'])}", "eval.every=never", key]
+    recipe = Recipe.load("yelp_demo", "replace=[task.data_files]", *words)
+    assert recipe.task._rows.keys() == {"train"} and len(recipe.task._rows["train"]) < 6
+    (notice,) = notices.held_out(recipe.task, 6)
+    assert notice.startswith(f"{key}: a part of the 6 rows") and notice.endswith(f"set {key.partition('=')[0]}=null.")
+    assert with_evaluation(recipe).task.evaluates
 
 
 def test_a_data_set_without_the_eval_split_says_what_else_can_be_done(tmp_path):

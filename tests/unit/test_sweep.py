@@ -12,13 +12,15 @@ import psutil
 import pytest
 
 from hftune import cli
-from hftune.commands import sweep
+from hftune.commands import folds, sweep
 from hftune.commands.sweep_space import Range, parse, split, trial_name
-from hftune.errors import ConfigError
+from hftune.config import Recipe
+from hftune.errors import ConfigError, format_value
 from hftune.launchers.local import kill
 
 TRIAL = """
 echo $LR >>"{log}"
+echo '{facts}' >"$OUT/run.json"
 case "{fails}" in *" $LR "*) echo "hftune: The loss is not finite."; exit 1;; esac
 if [ -e "{stops}" ]; then trap 'exit 75' TERM; touch "$OUT/began"; while :; do sleep 0.02; done; fi
 echo '{{"best": {{"metric": "accuracy", "value": '$VALUE', "step": 5}}, "seconds": 3.0}}' >"$OUT/result.json"
@@ -30,7 +32,7 @@ def trained(tmp_path, monkeypatch):
     """Replace trainings by a shell script; return the learning rates of those that were begun."""
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log"
-    state = {"fails": "", "stops": tmp_path / "stops"}
+    state = {"fails": "", "stops": tmp_path / "stops", "facts": "{}"}
 
     def command(self, trial):
         rate = trial.values["train.lr"]
@@ -142,6 +144,25 @@ def test_a_failed_trial_does_not_end_the_others_and_is_tried_again(trained, caps
     assert trained() == ["1e-5", "3e-5"]
     assert swept("train.lr=1e-5,3e-5") == 0
     assert trained() == ["1e-5"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"), [({"data": {"train": "b"}}, "The data"), ({"code": {"t.py": "b"}}, "Files of your")]
+)
+def test_a_sweep_does_not_go_on_with_other_data_or_code(trained, tmp_path, capsys, facts, what):
+    trained.state["facts"] = json.dumps({"data": {"train": "a"}, "code": {"t.py": "a"}})
+    assert swept("train.lr=1e-5,3e-5") == 0
+    trained.state["facts"] = json.dumps(facts)
+    (tmp_path / "stops").touch()  # it is ended as soon as it says what it is trained on
+    assert swept("train.lr=1e-5,3e-5,1e-4") == 2
+    (tmp_path / "stops").unlink()
+    folder = Path("outputs/yelp_demo/sweep")
+    said = f"hftune: {what}"
+    assert (err := capsys.readouterr().err).startswith(said) and f"{folder}/lr_1e-5 and {folder}/lr_1e-4" in err
+    trained.state["facts"] = json.dumps({"data": {"train": "a"}, "code": {"t.py": "a"}})
+    assert swept("train.lr=1e-5,3e-5,1e-4") == 0, "the change is undone"
+    (folder / "lr_3e-5" / "run.json").write_text(json.dumps(facts))
+    assert swept("train.lr=1e-5,3e-5") == 2 and capsys.readouterr().err.startswith(said)
 
 
 def test_another_sweep_in_the_same_folder_is_refused(trained, capsys):
@@ -259,3 +280,17 @@ def test_gpus_are_shared_out_among_jobs(monkeypatch):
         assert sweep.share_gpus(2, 2) == []
     one = sweep.Sweep(None, None, None, 2, 2, None, ["4", "5", "6", "7"])
     assert [one.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
+
+
+@pytest.mark.parametrize("text", ["run #1", "a: b", "1e3", 'it\'s "x"', "[a", "b\\"])
+def test_a_trial_gets_folder_and_group_as_they_are_whatever_yaml_makes_of_their_texts(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    fixed = [f"{key}={format_value(text)}" for key in ("output_dir", "track.group")]
+    options = cli.parse(["sweep", "recipe=yelp_demo", *fixed, "track.with=[tensorboard]", "train.lr=1e-5,3e-5"])
+    swept = sweep.prepare(options)
+    trials = sweep.Grid(swept.space, swept.folder).trials
+    recipes = [Recipe.from_argv(swept.words(trial)) for trial in trials]
+    assert [Path(recipe.output_dir) for recipe in recipes] == [Path(text, "sweep", f"lr_{lr}") for lr in ("1e-5", "3e-5")]
+    assert {recipe.track.group for recipe in recipes} == {text}
+    recipes = folds.fold_recipes(["recipe=yelp_demo", *fixed], 2)
+    assert [recipe.output_dir for recipe in recipes] == [f"{text}/fold_0", f"{text}/fold_1"]

@@ -1,6 +1,8 @@
 """A task of one's own whose loss is no sum over its items is refused before it trains with a wrong scale."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from hftune import ConfigError, Recipe, train
 from hftune.strategies.contract import check_sums
-from hftune.task import Task
+from hftune.task import BatchLossTask, Task
 from tests.support.tasks import NextToken, Tagging, Trapped
+
+TRAPPED = Path(__file__).parents[1] / "support" / "trapped.yaml"
 
 
 @dataclass
@@ -107,11 +111,80 @@ def test_a_mean_over_tokens_of_padded_samples_is_refused():
     assert refusal(MeanOfTokens()).startswith("MeanOfTokens.loss returns a mean, ")
 
 
-def test_items_that_do_not_add_up_are_refused():
-    assert refusal(OneItem()) == (
-        "OneItem.num_items must add up over samples: it returns 1 and 1 for samples 12 and 13 alone, and 1 for both together. Count "
-        "what loss sums over."
+class Padded(NextToken):
+    def num_items(self, target):
+        return target.numel()
+
+
+class PaddedByCollate(Padded):
+    def lengths(self, dataset):
+        return None
+
+
+class Keys(Tagging):
+    """Its target is no tensor: len() of it is the number of its keys."""
+
+    num_items = Task.num_items
+
+    def target(self, batch):
+        return {"tags": batch["labels"], "first": batch["labels"][:, 0]}
+
+    def loss(self, outputs, target):
+        return super().loss(outputs, target["tags"])
+
+
+class KeysInBatch(Keys, BatchLossTask):
+    """The same where the loss compares the samples of a step."""
+
+    def embed(self, outputs, target):
+        return outputs
+
+    def batch_losses(self, embeddings, labels):
+        return embeddings.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [
+        (OneItem(), r"it returns (1, ){7}1 for samples 0, 6, 13, 20, 26, 33, 40, 47 alone, 8 in all, and 1 for all of them "),
+        (Padded(), "and no padding"),
+        (PaddedByCollate(), "and no padding"),
+        (Keys(), "its target is a dict.* Define it: def num_items"),
+        (KeysInBatch(), "its target is a dict.* Define it: def num_items"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_items_that_do_not_add_up_over_samples_of_different_length_are_refused(task, what):
+    said = refusal(task)
+    assert said.startswith(
+        f"{type(task).__name__} has no num_items" if "dict" in what else f"{type(task).__name__}.num_items must"
     )
+    assert re.search(what, said)
+
+
+class LossOfPadding(Tagging):
+    """Forgets to leave padding out of the loss, which samples of equal length do not show."""
+
+    def collate(self, examples):
+        batch = super().collate(examples)
+        return {**batch, "labels": batch["labels"].clamp(min=0), "real": batch["ids"] != 0}
+
+    def inputs(self, batch):
+        return {"ids": batch["ids"]}
+
+    def target(self, batch):
+        return torch.stack([batch["labels"], batch["real"].long()])
+
+    def loss(self, outputs, target):
+        return super().loss(outputs, target[0])
+
+    def num_items(self, target):
+        return int(target[1].sum())
+
+
+def test_a_loss_that_depends_on_padding_gets_a_notice():
+    (said,) = check(LossOfPadding())
+    assert said.startswith("LossOfPadding.loss depends on padding: samples ") and "ignore_index=-100" in said
 
 
 def test_forgotten_num_items_is_refused_for_labels_and_said_for_numbers():
@@ -156,6 +229,45 @@ def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"MeanOfPairs\.loss returns a mean"):
         train(Recipe.load(tmp_path / "mean.yaml", f"output_dir={tmp_path}/out"))
     assert not (tmp_path / "out" / "result.json").exists()
+
+
+@dataclass
+class Named(Trapped):
+    """Has strings beside its tensors, a test split, and a model to be served that is not the one in training."""
+
+    def datasets(self):
+        parts = {
+            name: [{**row, "id": f"{index}"} for index, row in enumerate(rows)] for name, rows in super().datasets().items()
+        }
+        return {**parts, "test": parts["eval"]}
+
+    def inputs(self, batch):
+        assert batch["id"][0].isdecimal()
+        return {"x": batch["x"]}
+
+    def load(self, directory):
+        return nn.Sequential(super().load(directory), nn.Softmax(-1))
+
+
+def test_a_batch_may_hold_strings_and_the_test_split_needs_no_model_to_be_served(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "named.yaml").write_text(f"task: {{type: {__name__}.Named}}\ntrain: {{max_steps: 4, batch_size: 12}}\n")
+    recipe = Recipe.load(
+        tmp_path / "named.yaml", f"output_dir={tmp_path}/out", "eval.every=2", "train.lr=0.1", "train.ema_decay=0.9"
+    )
+    result = train(recipe)
+    assert result.test["loss"] == pytest.approx(result.best["value"], rel=1e-12)
+
+
+def test_a_step_with_a_sample_that_batch_norm_cannot_take_alone_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = ("task.trap=running statistics", f"output_dir={tmp_path}/out", "train.batch_size=47")
+    single = r"has a micro-batch of one sample, \d+, "
+    with pytest.raises(ConfigError, match=rf"^Step 2 {single}.* train.batch_size .*train.skip=\[2\]"):
+        train(Recipe.load(TRAPPED, *words))
+    with pytest.raises(ConfigError, match=rf"^Step 1 {single}.* train.micro_batch_size "):
+        train(Recipe.load(TRAPPED, *words, "train.batch_size=16"))
+    assert train(Recipe.load(TRAPPED, *words, "train.micro_batch_size=12", "train.skip=[2,4]")).steps == 4
 
 
 class WeightedPairs(Pairs):

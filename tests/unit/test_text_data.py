@@ -132,3 +132,27 @@ def test_file_given_to_a_model_of_texts_says_how_texts_are_given():
     assert str(caught.value) == (
         "Input 0 is the file photo.png; texts come from --text and --text-file. This model takes texts."
     )
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "csv"])
+def test_a_quote_that_swallows_rows_is_refused_with_its_row(tmp_path, suffix):
+    separator = "\t" if suffix == "tsv" else ","
+    lines = [
+        separator.join((f"the food was {word}", str(label)))
+        for label, word in enumerate(["good", '"fine', "bad", 'b" ad', "ok"])
+    ]
+    lines[2:4] = [separator.join(('"fine', "1")), separator.join(('ba" d', "0"))]
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text("\n".join(["text" + separator + "label", *lines]) + "\n")
+    with pytest.raises(DataError, match=rf"rows\.{suffix}: a cell of row 2 has the lines of several rows"):
+        text.load_split("", "train", {"train": str(path)}, "train")
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "csv"])
+def test_texts_of_several_lines_that_are_quoted_well_are_read(tmp_path, suffix):
+    separator = "\t" if suffix == "tsv" else ","
+    cell = '"Dear Sir' + ("," if suffix == "csv" else "") + '\nyour ""food"" was good"'
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(f"text{separator}label\n{cell}{separator}1\nbad{separator}0\n")
+    rows = text.load_split("", "train", {"train": str(path)}, "train")
+    assert len(rows) == 2 and rows[0]["text"].endswith('your "food" was good')

@@ -1,0 +1,68 @@
+"""Finds the files of the user's own code, on which results may depend. Independent of what is in them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+
+from hftune.config.shipped_files import PACKAGE
+
+
+def hashes_of(modules: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of the files of modules and of all that they import, by file name.
+
+    Without hftune, Python and installed packages, which have versions. Imports are read from the source: those inside functions
+    count, and what a process happens to have loaded does not. Modules that cannot be found are left to who imports them.
+    """
+    files, waiting = dict[str, Path](), [*modules]
+    while waiting:
+        name = waiting.pop()
+        if name in files or (path := _file_of(name)) is None:
+            continue
+        files[name] = path
+        with suppress(OSError, SyntaxError, ValueError):  # importing it says what is wrong
+            waiting += _imported(name, path)
+    return {_shown(name, path): sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module of the user's; None for others, and for what is no file, such as a notebook."""
+    top, _, rest = module.partition(".")
+    for name in (top, module) if rest else (top,):  # the first is enough to know an installed package by
+        origin = getattr(sys.modules.get(name), "__file__", None)
+        if origin is None:
+            with suppress(Exception, SystemExit):  # it imports the packages around a module
+                origin = getattr(find_spec(name), "origin", None)
+        path = Path(origin or "").resolve()
+        if origin is not None and (not path.is_file() or _is_installed(path)):
+            return None
+    return path if origin is not None else None
+
+
+def _is_installed(path: Path) -> bool:
+    roots = [PACKAGE, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
+    return any(path.is_relative_to(root) for root in roots) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+def _imported(module: str, path: Path) -> Iterator[str]:
+    """Yield the names of modules that a file may import; those of other things are not found."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            with suppress(ImportError):
+                parent = resolve_name(name, package) if node.level else name
+                yield from (parent, *(f"{parent}.{alias.name}" for alias in node.names))
+
+
+def _shown(module: str, path: Path) -> str:
+    folder, _, last = module.replace(".", "/").rpartition("/")
+    return "/".join(part for part in (folder, *((last,) if path.stem in ("__init__", "__main__") else ()), path.name) if part)
