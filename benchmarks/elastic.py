@@ -1,6 +1,6 @@
 """Let machines die, hang, leave and come while a job trains, and compare with a run that was left alone.
 
-    python benchmarks/elastic.py [RUNS] [--restarts 0] [--events 30] [--machines 4] [--seed 0] [--at-once 1]
+    python benchmarks/elastic.py [RUNS] [--events 30] [--machines 4] [--seed 0] [--at-once 1]
 
 Network namespaces with host names of their own, one torchrun with ``rdzv_backend: hftune`` in each, one process a machine, a
 small BERT with dropout, Gloo, an output folder that all see, a checkpoint every tenth step. The events are drawn with their
@@ -13,9 +13,9 @@ word. "lost": steps that were finished and computed again. "equal": losses and w
 unbroken run of one process to 1e-5 of the largest of each tensor, and the audit is clean; key.bias is left out, as its true
 gradient is zero, and Adam makes steps of rounding noise.
 
-The processes of RUNS are forks of an interpreter that has imported everything: all machines share the cores of this one, and
-only those of newcomers and replaced ones would import anything. --restarts: so many further runs never regroup in place, and
-their processes import everything. --meeting: at a host that stays (hftune meeting), or in a folder that all see.
+Each event ends all processes, and new ones import everything, as many as four at once on the cores of this one machine. Under
+--smoke they are forks of an interpreter that has done so. --meeting: at a host that stays (hftune meeting), or in a folder that
+all see.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class BrokenRun:
     """What became of a run."""
 
     number: int
-    is_in_place: bool
     outcomes: list[Outcome]
     difference: float = math.nan
     """The furthest that a loss or a weight is from the unbroken run's."""
@@ -91,8 +90,8 @@ class BrokenRun:
 
     @property
     def row(self) -> tuple:
-        way, lost = "in place" if self.is_in_place else "new processes", sum(one.resumption.lost_steps for one in self.outcomes)
-        return self.number, way, len(self.outcomes), lost, f"{self.difference:.1e}", "yes" if self.is_equal else "NO"
+        lost = sum(one.resumption.lost_steps for one in self.outcomes)
+        return self.number, len(self.outcomes), lost, f"{self.difference:.1e}", "yes" if self.is_equal else "NO"
 
 
 class Machines:
@@ -181,34 +180,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.setdefault("HF_DATASETS_CACHE", name)
-        python, numbers = warm_python(), range(1, options.runs + options.restarts + 1)
+        python = warm_python() if options.smoke else sys.executable
         run = partial(break_run, folder, options, unbroken(folder / "unbroken", options, python), python)
-        runs: list[BrokenRun] = []
-        for at_once, these in ((options.at_once, numbers[: options.runs]), (1, numbers[options.runs :])):
-            with ProcessPoolExecutor(at_once) as pool:
-                runs += pool.map(run, these)
+        with ProcessPoolExecutor(options.at_once) as pool:
+            runs = list(pool.map(run, range(1, options.runs + 1)))
     return report(options, runs)
 
 
 def break_run(folder: Path, options: argparse.Namespace, expected: Path, python: str, number: int) -> BrokenRun:
     """Train through all events, in a process that the network namespaces are named after."""
-    is_in_place, found = number <= options.runs, []
-    job_folder = folder / str(number)
+    found, job_folder = [], folder / str(number)
     job_folder.mkdir()
     try:
         with several_machines(options.machines + 1) as machines:
-            for outcome in broken_run(job_folder, machines, options, number, python if is_in_place else sys.executable):
+            for outcome in broken_run(job_folder, machines, options, number, python):
                 found.append(outcome)
                 print(f"  {number}.{len(found)}: {outcome.kind}, {outcome.machine}, after step {outcome.step}:", end=" ")
                 now = outcome.resumption
                 print(f"{now.seconds:.1f} s, {now.lost_steps} steps lost, {now.world_size} machines go on", flush=True)
-        run = BrokenRun(number, is_in_place, found, *compare(job_folder / "out", expected))
+        run = BrokenRun(number, found, *compare(job_folder / "out", expected))
     except Stuck as error:
         if options.keep is not None:
             options.keep.mkdir(exist_ok=True)
             (options.keep / f"{number}.txt").write_text(str(error))
         print(f"STUCK: {error}", file=sys.stderr)
-        run = BrokenRun(number, is_in_place, found, problems=("stuck",))
+        run = BrokenRun(number, found, problems=("stuck",))
     print(*run.row, *run.problems, sep="  ", flush=True)
     return run
 
@@ -222,8 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds that a micro-batch takes at least")
-    parser.add_argument("--restarts", type=int, default=0, help="further runs, which never regroup in place")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, but for those that restart")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
     three = {"events": 3, "steps": 30, "pause": 0.15, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
@@ -254,10 +249,8 @@ def broken_run(
     *members, stays = machines
     endpoint = f"{stays.address}:{PORT}" if options.meeting == "host" else str(folder / "meeting")
     words = [*WORDS, f"train.max_steps={num_steps(options)}", f"task.pause_s={options.pause}", "train.dead_after_s=20"]
-    variables = {} if number <= options.runs else {"HFTUNE_REGROUP": "restart"}
-    job = ElasticJob(
-        folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, "last_call=3,regroup_every=3", variables
-    )
+    conf = "last_call=3,regroup_every=3"
+    job = ElasticJob(folder, endpoint, words, f"1:{len(members)}", python, 10 * options.events, conf)
     there = Machines(job, members, draw)
     meeting = job.run(stays, "-m", "hftune.cli", "meeting", str(PORT)) if options.meeting == "host" else None
     try:
@@ -316,22 +309,21 @@ def losses(folder: Path) -> list[float]:
 
 def report(options: argparse.Namespace, runs: list[BrokenRun]) -> int:
     header = ("event", "events", "lost", "most lost", "seconds", "slowest", "pause", "longest")
-    tables, figures = [], []
-    for is_in_place, way in ((True, "in place where possible"), (False, "by new processes")):
-        outcomes = [outcome for run in runs if run.is_in_place == is_in_place for outcome in run.outcomes]
-        if outcomes:
-            rows = [
-                row(kind, [one for one in outcomes if kind in (one.kind, "all")])
-                for kind in (*KINDS, "all")
-                if any(kind in (one.kind, "all") for one in outcomes)
-            ]
-            tables.append(print_table(f"{len(outcomes)} events on {options.machines} machines, {way}; medians", header, rows))
-            seconds = [outcome.resumption.seconds for outcome in outcomes]
-            figures.append(f"median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s to the next step {way}")
-    tables.append(print_table("The runs", ("run", "way", "events", "lost", "furthest", "equal"), [run.row for run in runs]))
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    rows = [
+        row(kind, [one for one in outcomes if kind in (one.kind, "all")])
+        for kind in (*KINDS, "all")
+        if any(kind in (one.kind, "all") for one in outcomes)
+    ]
+    seconds = [outcome.resumption.seconds for outcome in outcomes] or [math.nan]
+    figure = f"median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s to the next step"
+    tables = [
+        print_table(f"{len(outcomes)} events on {options.machines} machines; medians", header, rows),
+        print_table("The runs", ("run", "events", "lost", "furthest", "equal"), [run.row for run in runs]),
+    ]
     what = f"{len(runs)} runs, {options.events} kills, power failures, cuts, hangs, departures and arrivals each"
     equal = sum(run.is_equal for run in runs)
-    save(__file__, options, tables, {what: "; ".join([f"{equal} equal to the undisturbed run to {TOLERANCE:g}", *figures])})
+    save(__file__, options, tables, {what: f"{equal} equal to the undisturbed run to {TOLERANCE:g}; {figure}"})
     return 0 if equal == len(runs) else 1
 
 

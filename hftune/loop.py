@@ -8,20 +8,19 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hftune.batch_plan import BatchPlan, SomeSteps
-from hftune.checkpoints.checkpointer import Checkpointer, path_of
+from hftune.checkpoints.checkpointer import Checkpointer
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OUT_OF_FOLD, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
 from hftune.data.augmentation import augmented
 from hftune.distributed.pulse import marked_while_moving
-from hftune.distributed.regroup import RoundWatch
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted, TrainingError, format_value
 from hftune.evaluation import Evaluation, evaluate
@@ -31,7 +30,7 @@ from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.task import ask
 from hftune.tracking.console import Console, is_number, warning
 from hftune.tracking.image_grid import grid, write_image
-from hftune.tracking.jsonl import read_lines, write_rows
+from hftune.tracking.jsonl import write_rows
 from hftune.tracking.ledger import Ledger
 from hftune.tracking.profiler import StepProfiler
 from hftune.tracking.throughput import Throughput
@@ -58,11 +57,6 @@ class Run:
     usage: Callable[[], dict[str, float]]
     """Returns what training uses of all machines, on the main process."""
     profiler: StepProfiler
-    rounds: RoundWatch = field(default_factory=RoundWatch)
-    last: dict[str, Any] | None = None
-    """What ``Ledger.note`` takes of the last step; None before the first of this process."""
-    boundary: TrainState | None = None
-    """A copy of the state to which an elastic job can return; see ``mark``."""
     throughput: Throughput = field(default_factory=Throughput)
     reporter: Reporter = field(default_factory=Reporter)
     began: float = field(default_factory=time.monotonic)
@@ -77,11 +71,6 @@ class Run:
     def seconds(self) -> float:
         """Return the seconds of training, those before an interruption included."""
         return self.state.seconds + time.monotonic() - self.began
-
-    def mark(self) -> None:
-        """Let the present state be the one to return to if what comes next cannot be finished, as a process is lost. Local."""
-        if self.rounds.is_elastic:
-            self.boundary = replace(self.state)
 
     def has_ended(self) -> bool:
         """Return whether no step is left to take; equal on all processes."""
@@ -111,17 +100,12 @@ def fit(run: Run) -> None:
         Interrupted: a process was asked to stop; the step was finished and a checkpoint written.
     """
     state, strategy = run.state, run.strategy
-    run.mark()
-    if run.last is not None:
-        log_again(run)
     if state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         evaluate_and_keep(run)
         if run.has_ended() and state.mean_items:  # eval.patience is exhausted between two lines of metrics.jsonl
             log(run, {"train/loss": state.take_mean_loss()})
         if checkpoint_is_due(run):
             save_checkpoint(run)
-    elif run.last is not None and checkpoint_is_due(run) and not is_written(run):
-        save_checkpoint(run)
     dataset = augmented(run.datasets["train"], run.recipe.task, run.recipe.seed, state.epoch)
     with frozen_garbage() as freeze:
         while not run.has_ended():
@@ -140,26 +124,6 @@ def fit(run: Run) -> None:
                         freeze()
                         run.profiler.before(state.step + 1)
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
-
-
-def log_again(run: Run) -> None:
-    """Record the last step if it was to be, and the process that would have done so was lost before. Collective."""
-    last, path = run.last or {}, run.tracker.path
-    if not run.state.mean_items or not is_log_due(run):
-        return
-    is_there = run.strategy.on_main(
-        lambda: any(line["step"] == run.state.step and "train/loss" in line for line in read_lines(path))
-    )
-    if is_there:
-        run.state.take_mean_loss()
-        run.mark()
-    elif "loss" in last:
-        log_step(run, last["loss"], last["grad_norm"], last["lr"])
-
-
-def is_written(run: Run) -> bool:
-    """Say whether the present step has its checkpoint. Collective."""
-    return run.strategy.on_main(lambda: path_of(run.checkpointer.folder, run.state.step).is_dir())
 
 
 def rest_of_epoch(run: Run, dataset: Any) -> Generator[StepBatch | None, None, None]:
@@ -208,8 +172,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
     """
     config, state, strategy = run.recipe.train, run.state, run.strategy
     lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps)
-    leaves = bool(run.stop) or run.rounds.asks_to_leave
-    strategy.forward_backward(batch, run.recipe.seed, state.step, stop=leaves, save=checkpoint_is_late(run))
+    strategy.forward_backward(batch, run.recipe.seed, state.step, stop=bool(run.stop), save=checkpoint_is_late(run))
     report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
     stop_unless_finite(run, batch, report)
     strategy.optimizer_step(lr)
@@ -218,20 +181,18 @@ def take_step(run: Run, batch: StepBatch) -> None:
     state.step += 1
     state.step_in_epoch += 1
     state.add_loss(report.loss, report.num_items)
-    run.last = {
-        "step": state.step,
-        "epoch": state.epoch,
-        "step_in_epoch": state.step_in_epoch - 1,
-        "num_samples": report.num_samples,
-        "digest": report.digest,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "lr": lr,
-        "items": report.num_items,
-    }
-    run.mark()
     if strategy.is_main:
-        run.ledger.note(**run.last)
+        run.ledger.note(
+            state.step,
+            state.epoch,
+            state.step_in_epoch - 1,
+            num_samples=report.num_samples,
+            digest=report.digest,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=lr,
+            items=report.num_items,
+        )
     run.throughput.count(batch.plan, run.plan.lengths, report.num_items)
     run.console.advance(state.step, report.loss)
     with run.throughput.paused():
@@ -254,10 +215,8 @@ def skip_step(run: Run) -> None:
     state = run.state
     state.step += 1
     state.step_in_epoch += 1
-    run.last = {"step": state.step, "epoch": state.epoch, "step_in_epoch": state.step_in_epoch - 1}
-    run.mark()
     if run.strategy.is_main:
-        run.ledger.note_skipped(**run.last)
+        run.ledger.note_skipped(state.step, state.epoch, state.step_in_epoch - 1)
     run.console.advance(state.step)
     with run.throughput.paused():
         run.profiler.after(state.step)
@@ -281,7 +240,6 @@ def log_step(run: Run, loss: float, grad_norm: float, lr: float) -> None:
     values = {**losses, "train/lr": lr, "train/grad_norm": grad_norm, **performance(run)}
     log(run, values)
     run.console.logged(run.state.step, run.epoch(), values)
-    run.mark()
 
 
 def stop(run: Run) -> NoReturn:
@@ -362,7 +320,7 @@ def evaluate_and_keep(run: Run) -> None:
                 run.datasets["eval"],
                 config.batch_size,
                 workers,
-                lambda: bool(run.stop) or run.rounds.is_broken,
+                lambda: bool(run.stop),
                 config.show_samples,
                 config.metrics,
                 run.console.scored,
@@ -406,7 +364,6 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     run.strategy.progress.stage(f"saving after step {state.step}")
     run.strategy.on_main(write)
     state.evaluated_step, state.metrics = state.step, evaluation.metrics
-    run.mark()
 
 
 def write_fold(run: Run, rows: list[dict[str, Any]]) -> None:

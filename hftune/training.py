@@ -10,10 +10,8 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,19 +30,16 @@ from hftune.build import (
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, Checkpointer, open_checkpoint, path_of
 from hftune.checkpoints.export import export
-from hftune.checkpoints.memory import in_memory
 from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import cached_hashes, root, write_rows
-from hftune.distributed.accelerator import leave_group
 from hftune.distributed.consistency import code_of, fingerprint, named_code
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.pulse import marked_while_moving
-from hftune.distributed.regroup import Environment, RoundOver, RoundWatch, can_hang_up
 from hftune.distributed.rounds import Over, present_round, wait_for_agent
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
@@ -63,7 +58,7 @@ from hftune.tracking.facts import Facts, command, git_state, now
 from hftune.tracking.hardware import hardware, of_all
 from hftune.tracking.jsonl import read_lines, strict_json
 from hftune.tracking.ledger import NAME as LEDGER
-from hftune.tracking.ledger import Ledger, holds_step, last_step, plan_facts
+from hftune.tracking.ledger import Ledger, last_step, plan_facts
 from hftune.tracking.profiler import StepProfiler, unreachable_steps
 from hftune.tracking.summary import PRECISIONS, best_and_last, describe_best, describe_times, print_start, print_summary
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -80,41 +75,15 @@ def train(recipe: Recipe) -> TrainResult:
         Interrupted: a signal asked to stop; the step was finished and a checkpoint written.
     """
     recipe.validate()
-    kept, environment = Kept(), Environment()
-    while True:
-        try:
-            return train_round(recipe, kept)
-        except RoundOver:
-            number = (present_round() or 0) + 1
-        kept.leave_round(recipe)
-        environment.next_round(number)
-
-
-def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
-    """Train until the run is finished, or until the round of an elastic job is over; see ``train``.
-
-    Args:
-        kept: of earlier rounds; this one adds to it.
-
-    Raises:
-        RoundOver: this process goes on in the next round.
-    """
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
-    with (
-        OutputDir(recipe) as output,
-        RoundWatch(promises=kept.memory is not None) as rounds,
-        rounds.outlived(),  # a store that is lost before the session has begun
-        Session(recipe, rounds=rounds) as session,
-        rounds.outlived(session.heartbeat.has_failed, lambda: bool(session.stop)),
-    ):
+    with OutputDir(recipe) as output, Session(recipe) as session:
         settle(recipe)
-        claim(output, session, kept.memory)
-        parts = build(recipe, session.progress, kept.datasets)
-        kept.datasets = parts.datasets
+        claim(output, session)
+        parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
         strategy = choose_strategy(session.join(), recipe, session.progress)
         session.at_end(strategy.end_workers)
-        provenance = compare(session, strategy, parts, kept)
+        provenance = compare(session, strategy, parts)
         output.confirm(strategy)
         parts.first_weights = first_weights(output, strategy, parts)
         prepare(recipe, strategy, parts)
@@ -125,51 +94,11 @@ def train_round(recipe: Recipe, kept: Kept) -> TrainResult:
         provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, restored.micro_batch_size)
         parts.notices += idle_notices(parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
         run = open_run(output, session, strategy, parts, provenance, restored)
-        run.mark()
-        kept.run, kept.memory = run, None
-        if may_outlive(strategy):
-            rounds.promise()
-        return fit_and_save(run, output, kept)
+        return fit_and_save(run, output)
 
 
-@dataclass
-class Kept:
-    """What a process keeps from one round of an elastic job to the next."""
-
-    datasets: Mapping[str, Any] | None = None
-    digests: dict[str, str] | None = None
-    """Of the data sets, see Provenance."""
-    notices: list[str] | None = None
-    """On the data, from all of which they were collected."""
-    run: Run | None = None
-    """While its model and optimizer are those of its last finished step, or are on the way to the next."""
-    memory: Checkpoint | None = None
-    """The state after that step. None: the next round starts from a checkpoint on disk, if this process is its main one."""
-
-    def leave_round(self, recipe: Recipe) -> None:
-        """Keep the state in memory, and give up everything that belongs to the round. Local."""
-        run, self.run = self.run, None
-        saved = None if run is None else run.strategy.after_last_step()
-        if saved is not None and run.boundary.step:  # before the first step there is nothing to keep
-            state = replace(run.boundary, seconds=run.seconds())
-            self.memory = in_memory(Path(recipe.output_dir), saved, state, run.provenance, run.last)
-        del run
-        leave_group()
-
-
-def may_outlive(strategy: Strategy) -> bool:
-    """Say whether this process can go on when others of its round are lost: it needs all of the state, and a way out of a
-    collective. NCCL's groups may have one, too, which was never tried."""
-    if strategy.num_processes == 1:
-        return strategy.holds_everything and strategy.device.type == "cpu"
-    return strategy.holds_everything and torch.distributed.get_backend() == "gloo" and can_hang_up()
-
-
-def claim(output: OutputDir, session: Session, memory: Checkpoint | None) -> None:
+def claim(output: OutputDir, session: Session) -> None:
     """Lock the output folder, and refuse trackers that cannot be reached, before anything is loaded.
-
-    Args:
-        memory: where an elastic job goes on. Not if the folder's ledger lacks steps before, as that of another machine may.
 
     Raises:
         ConfigError: see ``OutputDir.claim`` and ``check_trackers``.
@@ -181,29 +110,19 @@ def claim(output: OutputDir, session: Session, memory: Checkpoint | None) -> Non
         hide_progress_bars()
     if session.info.is_main and not session.info.round:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
-    if memory is not None and session.info.is_main and not holds_step(output.path / LEDGER, memory.step):
-        memory = None
-    output.claim(memory)
+    output.claim()
 
 
-def compare(session: Session, strategy: Strategy, parts: Parts, kept: Kept) -> Provenance:
+def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     """Make sure that all processes train the same, and return what checkpoints record of it. Collective.
-
-    Args:
-        kept: the digests of the data sets and the notices on them, if an earlier round has found them; else they are added.
 
     Raises:
         ConfigError: see ``Session.compare``.
     """
     task = session.recipe.task
     commits = task.commits()
-    digests = kept.digests = session.compare(strategy, parts.datasets, commits, kept.digests)
-
-    def notices() -> list[str]:  # they read all of the data
-        return task.notices(parts.datasets, parts.model) if kept.notices is None else kept.notices
-
-    kept.notices = strategy.on_main(notices)
-    parts.notices += kept.notices
+    digests = session.compare(strategy, parts.datasets, commits)
+    parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
     return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
 
 
@@ -272,8 +191,6 @@ def open_run(
         stop=session.accept_stop_requests(),
         usage=session.sample_usage(strategy.device, output.path),
         profiler=StepProfiler(recipe.train.profile, output.path / PROFILE, strategy.process_index, strategy.device),
-        rounds=session.rounds,
-        last=restored.last,
     )
     if parts.arithmetic is not None:
         run.throughput.arithmetic = parts.arithmetic
@@ -298,11 +215,8 @@ def open_run(
         run.tracker.start(recipe, state.step, is_evaluated, restored.run_ids, asdict(facts), must_start)
         rows_root = keep_rows(run, output)
         start_facts = ledger_facts(run, parts, output.start.checkpoint, of_all(processes), rows_root)
-        run.ledger.begin(state.step, start_facts, run.last or None)
-        if restored.last is None:
-            print_start(recipe, run.plan, facts, counts)
-        else:  # it was printed when this run began
-            print(note(here), flush=True)
+        run.ledger.begin(state.step, start_facts)
+        print_start(recipe, run.plan, facts, counts)
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
@@ -315,8 +229,7 @@ def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> str:
     step, place = run.state.step, "the beginning"
     if step:
         epoch = f"{run.state.progress(run.plan.num_steps):.2f}"
-        source = output.start.checkpoint.path if run.last is None else "memory"
-        place = f"step {step} of {run.num_steps} (epoch {epoch}), from {source}"
+        place = f"step {step} of {run.num_steps} (epoch {epoch}), from {output.start.checkpoint.path}"
     if not here.round:
         return f"Resuming from {place}."
     machines = "1 machine" if here.num_nodes == 1 else f"{here.num_nodes} machines"
@@ -385,8 +298,6 @@ def ledger_facts(
     recipe, provenance, own = run.recipe.to_dict(), run.provenance, fingerprint(run.recipe)
     if checkpoint is None:
         origin: dict[str, Any] = {"weights": parts.first_weights}
-    elif not checkpoint.hashes:
-        origin = {"from_memory": True}
     else:
         origin = {"checkpoint": {"step": checkpoint.step, **checkpoint.hashes}}
     return {
@@ -410,11 +321,10 @@ def ledger_facts(
     }
 
 
-def fit_and_save(run: Run, output: OutputDir, kept: Kept) -> TrainResult:
+def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     """Train to the end, and write the results. Collective.
 
     Raises:
-        RoundOver: a round of an elastic job is over.
         Interrupted: a signal asked to stop; the message says how to resume.
     """
     strategy, began = run.strategy, time.time()
@@ -423,21 +333,15 @@ def fit_and_save(run: Run, output: OutputDir, kept: Kept) -> TrainResult:
         warm_up(run)
         fit(run)
         run.profiler.close()
-        kept.run = None  # the test replaces the model; all is in the last checkpoint
         result = finish(run, output)
         if strategy.is_main:
             run.checkpointer.remove_left()
         output.complete_copies()
-    except RoundOver:
-        run.profiler.close()
-        raise
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
         output.complete_copies()
         over = wait_for_agent(lambda: bool(run.stop))
-        if over is not None and run.rounds.has_promised and not run.stop:
-            raise RoundOver(over.reason) from None
         raise Interrupted(end_of_round(run, over) or f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
@@ -550,7 +454,7 @@ def test_best(run: Run) -> dict[str, Any]:
     if not load_best(run):
         return {}
     config, workers = recipe.eval, recipe.train.num_workers
-    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop) or run.rounds.is_broken
+    dataset, should_stop = run.datasets["test"], lambda: bool(run.stop)
     with strategy.averaged():
         evaluation = evaluate(
             strategy,

@@ -12,13 +12,12 @@ from typing import Any
 
 from hftune.atomic import remove
 from hftune.checkpoints.atomic_files import only_writer, write_text
-from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer, steps
+from hftune.checkpoints.checkpointer import Checkpointer, steps
 from hftune.checkpoints.export import read_about, restore_export
-from hftune.checkpoints.memory import LAST
 from hftune.checkpoints.mirror import Copies
 from hftune.checkpoints.newest import take_newest
 from hftune.checkpoints.own_folders import RUN_ID
-from hftune.checkpoints.resume import Start, check_finished, find_start, go_on, leads_elsewhere, member, note_begun
+from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.checkpoints.transfer import INCOMING
 from hftune.config import Recipe
@@ -100,11 +99,8 @@ class OutputDir:
     def __exit__(self, *error: Any) -> bool | None:
         return self._held.__exit__(*error)
 
-    def claim(self, memory: Checkpoint | None = None) -> None:
+    def claim(self) -> None:
         """On the main process: lock the folder, and find where training starts.
-
-        Args:
-            memory: the state that this process has kept, from which training goes on.
 
         Raises:
             ConfigError: the folder cannot be written, another run holds it, or a checkpoint in it does not fit the recipe.
@@ -113,7 +109,7 @@ class OutputDir:
             check_writable(self.path)
             self.is_ours = self._held.enter_context(only_writer(self.path))
             remove(self.path / INCOMING)
-            self.start = find_start(self.recipe) if memory is None else go_on(memory)
+            self.start = find_start(self.recipe)
 
     def before_release(self, callback: Callable[[], None]) -> None:
         """Call this before the folder is released, when no process watches this one any more."""
@@ -142,8 +138,6 @@ class OutputDir:
         number, resume = present_round(), self.recipe.resume
         if number is None or (number == 0 and resume != "auto"):
             return
-        if strategy.broadcast(self.start.checkpoint is not None and LAST in self.start.checkpoint.progress):
-            return  # a state in memory is newer than any on disk
         own = self.start.checkpoint
         source = take_newest(strategy, self.path, own.step if own else 0, may_replace=resume == "never")
 
@@ -180,7 +174,7 @@ class OutputDir:
             strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
             raise ConfigError(f"{path} belongs to a different model: {error}.") from error
-        if checkpoint and LAST not in progress:  # of what is in memory, another one may be needed if this round fails, too
+        if checkpoint:
             checkpoint.tensors.clear()  # they take as much memory as model and optimizer
         state = read_state(path, progress["state"])
         check_step(self.recipe, state, num_steps)
@@ -188,8 +182,7 @@ class OutputDir:
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_scores()
-        kept = (progress["run_ids"], progress["micro_batch_size"], progress.get("precision"), progress.get(LAST))
-        return RestoredState(state, *kept)
+        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
 
     def keep_copies(self, strategy: Strategy, at_end: Callable[[Callable[[], None]], None], writer: Checkpointer) -> None:
         """From here on, let other machines copy the folder, if the machines of the job come and go. Collective.

@@ -119,12 +119,6 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
     return Start(checkpoint, notices, changed, group)
 
 
-def go_on(memory: Checkpoint) -> Start:
-    """Return a start from memory, after cleaning up what a main process that was lost left in the folder."""
-    tidy(memory.path.parent)
-    return Start(memory, group=member())
-
-
 def member() -> list[Member]:
     """Return this process as a member of its job; empty if it has no launcher that could restart it.
 

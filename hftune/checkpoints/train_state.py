@@ -107,6 +107,3 @@ class RestoredState:
     """See Provenance."""
     precision: str | None = None
     """Of the steps so far; None at the beginning, and in checkpoints of hftune 0.2."""
-    last: dict[str, Any] | None = None
-    """What ``Ledger.note`` takes of the last step, of a run that goes on from memory: it may have been finished but not logged,
-    nor followed by its checkpoint. Empty if it is not known. None: training starts from a checkpoint, or anew."""

@@ -64,7 +64,10 @@ class Attendance:
         self.membership: Membership | None = None
         """As last seen; None before the first look."""
         self.earlier: Membership | None = None
-        """The document that this agent has found, while it is unclear whether anybody is alive."""
+        """The document that this agent has found, while it is unclear whether anybody is alive, or while it comes later."""
+        self.comes_later = False
+        """A job runs here, which can do without this machine until it has ``is_prepared``."""
+        self.is_prepared = False
         self.job: str | None = None
         """The job that this agent is in; None before it has come."""
         self.error: Exception | None = None
@@ -137,6 +140,8 @@ class Attendance:
             if self.job is None and (own.ready_after is None or not self._may_come(membership, silence)):
                 self.earlier = membership
                 return
+            if self.job is None and self._comes_later(membership):
+                return
             if self.job is None and (membership is None or self._is_over(membership, silence)):
                 membership = Membership(uuid.uuid4().hex, self.least, self.most)
                 self.place.note(f"facts-{membership.job}", json.dumps(self.facts))
@@ -190,6 +195,17 @@ class Attendance:
         if self._is_over(membership, silence):
             return True
         return any(self._silence.has_changed(name) for name in silence)
+
+    def _comes_later(self, membership: Membership | None) -> bool:
+        """Whether others train already, or have just ended: they would stop for this machine, and wait while it prepares."""
+        if membership is None or self.is_prepared or self._refusal(membership):
+            return False
+        has_ended = membership.phase is Phase.ENDED
+        self.comes_later = (
+            self.comes_later if has_ended else membership.round >= 0 and len(membership.machines) >= membership.least
+        )
+        self.earlier = membership
+        return self.comes_later
 
     def _refusal(self, membership: Membership) -> str | None:
         """Say why this machine does not fit into the job; None if it does."""

@@ -74,17 +74,23 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def words_of_launcher() -> tuple[str, list[str]]:
+    """Return the module that this launcher is to start, and the words of the recipe; none if it is not one of hftune's."""
+    modules = [index for index, (before, _) in enumerate(pairwise(sys.argv)) if before in ("-m", "--module")]
+    if not modules or not (module := sys.argv[modules[0] + 1]).startswith("hftune."):
+        return "", []
+    words = [word for word in sys.argv[modules[0] + 2 :] if "=" in word and not word.startswith("-")]
+    return module, words if any(word.startswith("recipe=") for word in words) else []
+
+
 def recipe_of_launcher() -> Recipe | None:
     """Return the recipe in this launcher's command line; None if it does not train a recipe.
 
     Raises:
         SystemExit: the recipe is invalid.
     """
-    modules = [index for index, (before, _) in enumerate(pairwise(sys.argv)) if before in ("-m", "--module")]
-    if not modules or not sys.argv[modules[0] + 1].startswith("hftune."):
-        return None
-    words = [word for word in sys.argv[modules[0] + 2 :] if "=" in word and not word.startswith("-")]
-    if not any(word.startswith("recipe=") for word in words):
+    _, words = words_of_launcher()
+    if not words:
         return None
     sys.path.insert(0, str(Path.cwd()))  # as for the processes, which are started with python -m
     try:

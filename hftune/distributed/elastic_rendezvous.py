@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,11 +32,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from hftune.distributed import rounds
 from hftune.distributed.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
-from hftune.distributed.elastic_parameters import attend, refuse
+from hftune.distributed.elastic_parameters import attend, refuse, words_of_launcher
 from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.meeting_places import connect
 from hftune.distributed.membership import Machine, Membership, Phase
-from hftune.distributed.regroup import connections_to, hang_up
+from hftune.distributed.network import hang_up
 from hftune.distributed.rendezvous_backend import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
 
 FINISH_S = 300.0
@@ -74,7 +75,6 @@ class ElasticRendezvous(RendezvousHandler):
         """Of the round."""
         self._members: list[Machine] = []
         self._server: TCPStore | None = None
-        self._earlier_server: TCPStore | None = None  # processes that stay leave it only when they join the new one
         self._told: rounds.Over | None = None
         self._ended_at: float | None = None
         self._has_left = self._is_leaving = self._misses_place = False
@@ -113,7 +113,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._hear_signals()
         if self.round < 0 and self.attendance.job is None:
             self.attendance.start()
-        self._meet(stays=False)
+        self._meet()
         place = RendezvousStoreInfo(*self._address)
         return RendezvousInfo(RoundStore(self), self.machine_rank, len(self._members), place)
 
@@ -130,37 +130,17 @@ class ElasticRendezvous(RendezvousHandler):
             sys.exit(0)
         if self._goes_on(membership) or self._is_leaving or has_ended:
             return 0
-        is_here = self.attendance.me.id in membership.machines
-        can_stay = is_here and self.folder.will_stay(self.round, self.local_world_size)
-        return 0 if can_stay and self._meet_in_place() else 1
+        return 1
 
     def shutdown(self) -> bool:
         """Leave by word. The others go on if this machine has failed."""
         self._end()
         return True
 
-    def _meet_in_place(self) -> bool:
-        """Meet for the next round while the processes wait for it; return False if they must be restarted for another one."""
-        following = self.round + 1
-        self._meet(stays=True)
-        sizes = self.sizes({"local_world_size": self.local_world_size})
-        if self.round != following or sizes is None:
-            return False
-        rank, (address, port) = self.machine_rank, self._address
-        first = sum(sizes[:rank])
-        self.folder.begin(rounds.Members(self.round, first, sum(sizes), len(sizes), rank, address, port))
-        return True
-
-    def sizes(self, own: dict[str, Any] | None = None) -> list[int] | None:
-        """Exchange the machines' numbers of processes, by machine rank; None if the round is over before all have told.
-
-        Args:
-            own: to be told, in the words of torchrun's agent; None if it has told already.
-        """
+    def sizes(self) -> list[int] | None:
+        """Return the machines' numbers of processes, by machine rank; None if the round is over before all have told."""
         store, keys = self.store, [f"{ROLE}{rank}" for rank in range(len(self._members))]
         with suppress(DistError):  # the machine that serves the store is lost
-            if own is not None:
-                store.set(f"{ROLE}{self.machine_rank}", json.dumps(own))
             while not store.check(keys):
                 membership = self.attendance.membership
                 if membership is None or not self._goes_on(membership) or self.attendance.unanswered_s > PLACE_S:
@@ -176,15 +156,18 @@ class ElasticRendezvous(RendezvousHandler):
 
     # Meeting
 
-    def _meet(self, stays: bool) -> None:
+    def _meet(self) -> None:
         """Take part until a round has begun with this machine."""
         attendance, began, reminder_s, tried = self.attendance, time.monotonic(), REMINDER_S / 3, 0
-        attendance.say(ready_after=self.round, stays=stays)
+        attendance.say(ready_after=self.round)
         while True:
             attendance.wait(BEAT_S / 10)
             self._check_place()
             if attendance.refusal is not None:
                 refuse(f"{self.where}: {attendance.refusal}")
+            if attendance.comes_later and not attendance.is_prepared:
+                self._prepare()
+                began = time.monotonic()
             membership, waited_s = attendance.membership, time.monotonic() - began
             if membership is None:
                 if attendance.earlier is not None and waited_s > reminder_s:
@@ -207,6 +190,32 @@ class ElasticRendezvous(RendezvousHandler):
                 reminder_s += REMINDER_S
         self._begin(membership)
 
+    def _prepare(self) -> None:
+        """Do what this machine can do by itself before it asks to be let in; stop halfway if the others need it at once.
+
+        Raises:
+            SystemExit: it cannot, or the job has ended meanwhile.
+        """
+        attendance, (module, words) = self.attendance, words_of_launcher()
+        if module == "hftune.run" and words:
+            say(f"A job runs at {self.where}. {attendance.me} prepares data and model before it asks to be let in.")
+            with subprocess.Popen([sys.executable, "-m", "hftune.launchers.newcomer", *words]) as process:
+                try:
+                    while attendance.comes_later and process.poll() is None:
+                        self._check_place()
+                        attendance.wait(BEAT_S / 5)
+                finally:
+                    code = process.poll()
+                    process.kill()
+            if code:
+                say(f"{attendance.me} could not prepare data and model (exit code {code}), and is not let in.")
+                sys.exit(2 if code == 2 else 1)
+        if attendance.comes_later and attendance.earlier is not None and attendance.earlier.phase is Phase.ENDED:
+            say(f"The job at {self.where} has ended without this machine.")
+            sys.exit(0)
+        attendance.is_prepared = True
+        attendance.say()
+
     def _is_in_new_round(self, membership: Membership) -> bool:
         is_member = membership.phase is Phase.RUNNING and self.attendance.me.id in membership.members
         return is_member and membership.round > self.round
@@ -215,7 +224,6 @@ class ElasticRendezvous(RendezvousHandler):
         """Open this round's store, or connect to it; return False while nobody has opened it."""
         attendance = self.attendance
         if membership.chosen[0] == attendance.me.id:
-            self._earlier_server = self._server
             self._server = self.store = TCPStore(attendance.me.address, 0, is_master=True, wait_for_workers=False)
             opened = (membership.attempt, attendance.me.address, self._server.port)
             attendance.say(opened=opened, connected=membership.attempt)
@@ -233,7 +241,7 @@ class ElasticRendezvous(RendezvousHandler):
         assert membership.store is not None
         self._address = membership.store
         self.round, self._told = membership.round, None
-        self.attendance.say(ready_after=None, stays=False)
+        self.attendance.say(ready_after=None)
         os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
         why = f" {membership.over.reason}." if membership.over is not None and before else ""
@@ -257,7 +265,7 @@ class ElasticRendezvous(RendezvousHandler):
             self.folder.end(self.round, over)
             self._told = over
             if not over.is_planned:  # this agent may wait for an answer of the machine that is lost
-                hang_up(connections_to(self._address[1]))
+                hang_up(self._address[1])
 
     # Words, and ends
 
@@ -402,7 +410,7 @@ class ElasticRendezvous(RendezvousHandler):
 class RoundStore:
     """What torchrun's agent takes for its store: agents tell each other their numbers of processes there, and that they finish.
 
-    An agent asks only in rounds for which it starts processes. Here, those whose processes stay take part as well.
+    An agent that asks while the round is over already must not wait for the others.
     """
 
     def __init__(self, meeting: ElasticRendezvous):

@@ -31,7 +31,6 @@ from hftune.distributed.failure_report import (
 from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
-from hftune.distributed.regroup import RoundWatch
 from hftune.distributed.rounds import Failure, note_failure
 from hftune.distributed.usage import Usage, by_host
 from hftune.distributed.watchdog import CLOSING_S, Watchdog
@@ -48,9 +47,8 @@ class Heartbeat:
     does not return by itself, because it waits in a collective, is ended with its process.
     """
 
-    def __init__(self, progress: Progress, dead_after_s: float, stall_after_s: float | None, rounds: RoundWatch | None = None):
+    def __init__(self, progress: Progress, dead_after_s: float, stall_after_s: float | None):
         check_environment()
-        self._rounds = rounds
         self.here = ProcessInfo.from_environment()
         self.progress, self.limits = progress, Limits(dead_after_s, stall_after_s)
         self.closers: list[Callable[[Report], None]] = [self._note_failure]
@@ -118,7 +116,7 @@ class Heartbeat:
         return f"{who}: all {self.here.world_size} must be started with the same command, and be able to reach {where}"
 
     def _start_watchdog(self, look: Callable[[], Any | None], has_group: bool, secret: str = "") -> Watchdog:
-        return Watchdog(self.here, self.progress, self.limits, self.close_all, look, has_group, secret, self._rounds)
+        return Watchdog(self.here, self.progress, self.limits, self.close_all, look, has_group, secret)
 
     def join(self) -> None:
         """Watch all processes from here on, now that there is a process group (collective)."""
@@ -139,10 +137,6 @@ class Heartbeat:
             self._connection = _get_default_store().clone()
         store = dist.PrefixStore(f"hftune/{run[0]}", self._connection)
         self._watch = self._start_watchdog(lambda: store, has_group=True, secret=run[1])
-
-    def has_failed(self) -> bool:
-        """Say whether a process of the job is known to have failed."""
-        return self._watch is not None and self._watch.report is not None
 
     def leave_sigterm(self) -> None:
         """Stop reporting SIGTERM: from here on training itself ends after the current step when it arrives."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch.distributed import TCPStore
 
 from hftune.atomic import atomic_path
-from hftune.distributed.regroup import connections_to, hang_up
+from hftune.distributed.network import hang_up
 
 LOCKED_S = 20.0
 """How long the lock of a shared folder may be held; a write takes milliseconds."""
@@ -76,7 +76,7 @@ class StorePlace:
 
     def hang_up(self) -> None:
         # After a cut, TCP itself sends again only once as much time has passed as the cut took; a new connection is quicker.
-        hang_up(connections_to(self._first.port))
+        hang_up(self._first.port)
 
     def _exchange(self, key: str, seen: str, wanted: str) -> str:
         return self._do(lambda store: store.compare_set(f"{self._key}/{key}", seen, wanted)).decode()

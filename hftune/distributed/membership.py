@@ -44,8 +44,6 @@ class Machine:
     """Counts the machines that have come to this job."""
     is_ready: bool = False
     """It can begin the next round at once."""
-    stays: bool = False
-    """Its processes outlive the round, with the state of training."""
     is_leaving: bool = False
     """It got SIGTERM: it finishes the step, and is not in the next round."""
     is_done: bool = False
@@ -107,10 +105,10 @@ class Membership:
 
     @property
     def candidates(self) -> list[Machine]:
-        """The machines that can begin the next round, those that hold the state of training first, then by seniority."""
+        """The machines that can begin the next round, by seniority."""
         rank = {name: index for index, name in enumerate(self.members)}
         ready = [one for one in self.machines.values() if one.is_ready and not one.is_leaving]
-        return sorted(ready, key=lambda one: (not one.stays, rank.get(one.id, len(rank)), one.arrival))
+        return sorted(ready, key=lambda one: (rank.get(one.id, len(rank)), one.arrival))
 
     @property
     def first(self) -> Machine | None:
@@ -131,7 +129,6 @@ class View:
     me: Machine
     ready_after: int | None = None
     """The last round that it was in (-1: none), if it is ready for another; None while its processes train."""
-    stays: bool = False
     is_leaving: bool = False
     """It got a signal."""
     has_left: str | None = None
@@ -198,7 +195,7 @@ def _place(now: Membership, view: View) -> None:
         if now.phase is Phase.RUNNING and is_member and view.ready_after >= now.round:
             _over(now, f"A process of {me} failed", is_planned=False)
         if now.phase is not Phase.RUNNING or not is_member:
-            me.is_ready, me.stays = True, view.stays and is_member
+            me.is_ready = True
 
 
 def _remove(now: Membership, name: str, reason: str) -> None:
@@ -273,7 +270,7 @@ def _meet(now: Membership, view: View) -> None:
     if now.store is not None and not missing:
         now.phase, now.round, now.members, now.chosen = Phase.RUNNING, now.round + 1, now.chosen, []
         for one in now.here(now.members):
-            one.is_ready = one.stays = False
+            one.is_ready = False
     elif view.late >= now.attempt:
         first = now.machines[now.chosen[0]]
         others = len(now.chosen) - 1

@@ -1,13 +1,12 @@
 """What an agent and the processes of its machine tell each other when machines come and go. Independent of torch.
 
-An elastic job is a sequence of rounds: a round is one set of machines that train together. The agent of each machine
-(torchrun's, or the parent process of ``hftune.launch``) keeps a private folder, through which it tells its processes that a
-round is over and who is in the next one. Files appear whole and never change afterwards,
-with one exception: a machine may be lost while all finish the last step of a round, which is then not planned any more.
+An elastic job is a sequence of rounds: a round is one set of machines that train together. Each round has new processes, which
+go on from a checkpoint. The agent of each machine (torchrun's, or the parent process of ``hftune.launch``) keeps a private
+folder, through which it tells its processes that a round is over, and they tell it that a round failed. Files appear whole and
+never change afterwards, with one exception: a machine may be lost while all finish the last step of a round, which is then not
+planned any more.
 
     over_N.json     by the agent: round N is over, and why
-    next_N.json     by the agent: who is in round N, for processes that outlive round N - 1
-    stays_N_L       by local process L in round N: it can go on in round N + 1 itself (see regroup.py)
     failed_N.json   by a process: round N failed, not for the loss of a machine; on each machine, by one process
 """
 
@@ -49,26 +48,6 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Members:
-    """Who is in a round, as the processes of one machine need to know it."""
-
-    round: int
-    first_rank: int
-    """Of this machine's processes."""
-    world_size: int
-    num_machines: int
-    machine_rank: int
-    address: str
-    """Host of this round's store, in which nothing of an earlier round is left."""
-    port: int
-    local_ranks: list[int | None] | None = None
-    """Of this machine's processes, by their local ranks in the last round; None for one that is not in this round. By default
-    they keep them. Only where some processes of a machine outlive others."""
-    local_world_size: int | None = None
-    """Of this machine; by default as in the last round."""
-
-
-@dataclass(frozen=True)
 class Failure:
     """Why a round failed: an error in a process, or the death of one."""
 
@@ -100,27 +79,6 @@ class AgentFolder:
         """Return why a round is over; None while it goes on."""
         found = self._read(f"over_{round_number}.json")
         return None if found is None else Over(**found)
-
-    def begin(self, members: Members) -> None:
-        """By the agent: say who is in a round."""
-        self._write(f"next_{members.round}.json", asdict(members))
-
-    def members(self, round_number: int) -> Members | None:
-        """Return who is in a round; None while they have not met, or if it was not told."""
-        found = self._read(f"next_{round_number}.json")
-        return None if found is None else Members(**found)
-
-    def stay(self, round_number: int, local_rank: int) -> None:
-        """By a process: promise to go on in the next round without a restart, whatever ends this one but its own death."""
-        self._write(f"stays_{round_number}_{local_rank}", {})
-
-    def stays(self, round_number: int, local_rank: int) -> bool:
-        """Whether a process has promised to outlive this round."""
-        return (self.path / f"stays_{round_number}_{local_rank}").exists()
-
-    def will_stay(self, round_number: int, local_world_size: int) -> bool:
-        """Whether all processes of this machine have promised to outlive this round."""
-        return all(self.stays(round_number, local_rank) for local_rank in range(local_world_size))
 
     def fail(self, round_number: int, failure: Failure) -> None:
         """By a process: say that a round failed."""

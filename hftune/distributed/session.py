@@ -13,15 +13,13 @@ from accelerate import Accelerator
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.accelerator import leave_group, start_accelerator
 from hftune.distributed.consistency import EARLY_S, check_early, check_same, data_digests, fingerprint
-from hftune.distributed.failure_report import STOPPED, Report, with_report
+from hftune.distributed.failure_report import Report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.preflight import check_hardware, check_launch, check_launcher
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.distributed.regroup import RoundOver, RoundWatch
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
-from hftune.errors import Interrupted
 
 
 class Session:
@@ -37,7 +35,6 @@ class Session:
         dead_after_s: seconds of silence after which a process counts as gone; the recipe's by default.
         stall_after_s: seconds without progress after which all processes are ended; the recipe's by default.
         compares_early: False if the caller reports differences itself.
-        rounds: of an elastic job, in which this process may go on when others are lost.
 
     Raises:
         ConfigError: the processes differ, or the recipe cannot run here.
@@ -51,7 +48,6 @@ class Session:
         dead_after_s: float | None = None,
         stall_after_s: float | None = None,
         compares_early: bool = True,
-        rounds: RoundWatch | None = None,
     ):
         self.recipe, self.train = recipe, TrainConfig() if recipe is None else recipe.train
         self.info, self.progress = ProcessInfo.from_environment(), Progress()
@@ -59,11 +55,7 @@ class Session:
             self.progress,
             self.train.dead_after_s if dead_after_s is None else dead_after_s,
             self.train.stall_after_s if stall_after_s is None else stall_after_s,
-            rounds,
         )
-        self.rounds = rounds or RoundWatch()
-        self.stop = StopRequest()
-        """Whether this process was asked to stop; see ``accept_stop_requests``."""
         self._compares_early = compares_early
         self._stack = ExitStack()
 
@@ -83,11 +75,7 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
-        suppresses = self._stack.__exit__(kind, error, trace)
-        if isinstance(error, RoundOver) and self.stop:  # asked to stop while a checkpoint was completed, for example
-            report = Report(f"hftune: {self.stop.name}: stopped between two rounds.", STOPPED, self.info.rank)
-            raise with_report(Interrupted(report.sentence), report) from None
-        return suppresses
+        return self._stack.__exit__(kind, error, trace)
 
     def join(self) -> Accelerator:
         """Wait for the other processes, and make the process group. Collective.
@@ -96,7 +84,7 @@ class Session:
             ConfigError: the launcher announced a different number of processes than joined.
         """
         self.progress.stage("joining the other processes")
-        with self.heartbeat.waiting(), self.rounds.joining():
+        with self.heartbeat.waiting():
             accelerator = start_accelerator(self.train)
             self.heartbeat.join()
         atexit.register(leave_group)
@@ -107,7 +95,6 @@ class Session:
         collectives: Any,
         datasets: Mapping[str, Any],
         commits: Mapping[str, str],
-        digests: dict[str, str] | None = None,
     ) -> dict[str, str]:
         """Make sure that all processes run the same code and recipe on the same data. Collective.
 
@@ -115,7 +102,6 @@ class Session:
             collectives: the strategy, which can broadcast and gather.
             datasets: by split.
             commits: what was loaded from the Hub, by the key that names the repository.
-            digests: of the data sets, if this process has computed them before.
 
         Returns:
             The digest of each split, such as ``{"train data": "all:..."}``.
@@ -124,15 +110,15 @@ class Session:
             ConfigError: on every process, naming those that differ from the main process, their host, and in what.
         """
         self.progress.stage("comparing recipe and data with the other processes")
-        digests = data_digests(self.recipe.task, datasets) if digests is None else digests
+        digests = data_digests(self.recipe.task, datasets)
         check_same(collectives, fingerprint(self.recipe) | {"data": digests, "commits": dict(commits)})
         return digests
 
     def accept_stop_requests(self) -> StopRequest:
         """From here on, take SIGTERM and the first Ctrl-C as requests to stop after the current step."""
-        self.stop = self._stack.enter_context(StopRequest())
+        stop = self._stack.enter_context(StopRequest())
         self.heartbeat.leave_sigterm()
-        return self.stop
+        return stop
 
     def sample_usage(self, device: Any, folder: Path) -> Callable[[], dict[str, float]]:
         """From here on sample what training uses of its machines; return what tells the main process of all of them.

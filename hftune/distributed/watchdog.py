@@ -26,7 +26,6 @@ from hftune.distributed.failure_report import GOT_SIGTERM, PATIENCE_S, STOPPED, 
 from hftune.distributed.peers import Limits, Peers
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.distributed.regroup import RoundWatch
 from hftune.distributed.rounds import AGENT_S, REFUSED, agents_word, has_trained
 from hftune.distributed.signals import StopRequest
 from hftune.distributed.usage import Usage
@@ -86,7 +85,6 @@ class Watchdog:
         look: returns the store that the processes of this attempt share, or None while it is not known.
         has_group: whether all processes have joined; else some may not have started yet.
         secret: names the key of the report, which outsiders at the launcher's port cannot guess.
-        rounds: of an elastic job. The loss of a process or of the store is then its agent's affair for a while.
     """
 
     def __init__(
@@ -98,10 +96,9 @@ class Watchdog:
         look: Callable[[], Any | None],
         has_group: bool,
         secret: str = "",
-        rounds: RoundWatch | None = None,
     ):
         self.here, self.progress, self.close_all, self.has_group = here, progress, close_all, has_group
-        self._rounds, self._lost_at = rounds, 0.0
+        self._lost_at = 0.0
         self.dead_after_s = limits.dead_after_s
         self.peers = Peers(here, progress, limits, has_group)
         self.store: Any = None
@@ -180,10 +177,8 @@ class Watchdog:
         self._enter(State.CLOSED)
         self._wake.set()
         self._wakeup_w.send(b"\0")
-        over = agents_word()  # with a machine that hangs, the store may be lost: nobody reads the goodbye there
-        patience_s = RETURN_S if over is None or over.is_planned else BEAT_S / 10
         for thread in self._threads:
-            thread.join(timeout=patience_s)  # longer only if the store does not answer
+            thread.join(timeout=RETURN_S)  # longer only if the store does not answer
         if self._got_sigterm and self.report is not None and not self.report.is_printed_by(self.here):
             os._exit(self.report.code)  # its launcher waits for it, and another process prints the report
         if not any(thread.is_alive() for thread in self._threads):
@@ -291,8 +286,6 @@ class Watchdog:
             self._lost_at = 0.0
         elif not self._is_outlived():
             return report
-        elif self._rounds is not None and self._rounds.asks_to_leave:  # all were to finish their step, and now they cannot
-            self._rounds.hang_up()
         if self._got_sigterm and self.reports_sigterm:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
             return Report(f"{text}, from its launcher, a scheduler or a person.", rank=self.here.rank)
@@ -304,7 +297,7 @@ class Watchdog:
         return report.is_of_lost or is_refusal
 
     def _is_outlived(self) -> bool:
-        """Say whether to leave a loss to the agent of an elastic job: the others go on, in this process or in another one.
+        """Say whether to leave a loss to the agent of an elastic job: the others go on, in new processes.
 
         It has AGENT_S to say that the round is over. A process that ended before that would count as one that failed.
         """

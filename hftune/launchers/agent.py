@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hftune.distributed.failure_report import INTERRUPTED, STOPPED, say_last
-from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Members, Over
+from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Over
 from hftune.launchers.forks import (
     POLL_S,
     SIGNALS,
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         signals.send(signal.SIGKILL)  # nobody would watch them any more
         raise
     finally:
-        agent.end_stores()
+        agent.end_store()
 
 
 def gpus() -> list[str]:
@@ -122,10 +122,8 @@ class Agent:
         """Process ids by local rank in this round, also of those that have ended."""
         self._error_files: dict[int, Path] = {}
         """By process id."""
-        self._stays: dict[int, int] = {}
-        """Of the processes that were in the last round, too: their local rank there, by process id."""
-        self._stores: list[int] = []
-        """Process ids of the store of this round and of the last one, newest last."""
+        self._store: int | None = None
+        """Process id of this round's store."""
         self._lacks_gpu = False
         self._notes = AgentFolder(folder / "agent")
         self._notes.path.mkdir(mode=0o700)
@@ -140,26 +138,22 @@ class Agent:
             code = ended if isinstance(ended, int) else self._end_round(ended)
         return code
 
-    def end_stores(self, keep: int = 0) -> None:
-        """End the stores but for the newest ones."""
-        while len(self._stores) > keep:
+    def end_store(self) -> None:
+        """End the store of the last round."""
+        if self._store is not None:
             with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self._stores[0], signal.SIGKILL)
-                os.waitpid(self._stores[0], 0)
-            self._stores.pop(0)
+                os.kill(self._store, signal.SIGKILL)
+                os.waitpid(self._store, 0)
+            self._store = None
 
     # The beginning of a round
 
     def _begin(self) -> None:
-        """Start the processes of this round, besides those that stay; these come first, as they have the state of training."""
+        """Start the processes of this round, and their store."""
+        self.end_store()
         with socket.create_server(("127.0.0.1", 0)) as listener:  # not on all networks, as the store would by itself
             port = listener.getsockname()[1]
-            self._stores.append(fork(lambda: serve_store(listener)))
-        self.end_stores(keep=2)
-        for rank, pid in enumerate(self._stays):
-            self.running[pid] = rank
-        if self._stays:
-            self._notes.begin(self._members(port))
+            self._store = fork(lambda: serve_store(listener))
         variables = {
             **group_variables(self.count, port),
             **{"TORCHELASTIC_RUN_ID": self._job, "TORCHELASTIC_RESTART_COUNT": str(self.round)},
@@ -167,17 +161,11 @@ class Agent:
             **({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self._lacks_gpu else {}),
         }
         sys.stdout.flush()
-        for rank in range(len(self._stays), self.count):
+        for rank in range(self.count):
             self._start(rank, variables)
         self._pids = {rank: pid for pid, rank in self.running.items()}
         if self.signals.first:  # not all of them existed when it came
             self.signals.send(self.signals.first)
-
-    def _members(self, port: int) -> Members:
-        """Return what the processes that stay are told."""
-        before = list(self._stays.values())
-        ranks = [before.index(rank) if rank in before else None for rank in range(max(before) + 1)]
-        return Members(self.round, 0, self.count, 1, 0, "127.0.0.1", port, ranks, self.count)
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> None:
         error_file = self._folder / f"process_{len(self._error_files)}" / "error.json"
@@ -185,8 +173,8 @@ class Agent:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
 
         def be_process() -> None:
-            self.running.clear()  # these and the stores are the parent's
-            self._stores.clear()
+            self.running.clear()  # these and the store are the parent's
+            self._store = None
             self.signals.restore()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             self.be_process({**variables, **own})
@@ -204,7 +192,7 @@ class Agent:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 time.sleep(POLL_S)
-            elif ended.si_pid == self._stores[-1]:
+            elif ended.si_pid == self._store:
                 return {STORE: "The store that the processes share has ended"}
             elif ended.si_pid not in self.running or ended.si_status == 0:
                 self._reap(ended.si_pid)
@@ -222,8 +210,6 @@ class Agent:
             return f"{who} ended with {found[0]}" if found else None
         if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return f"{who} {how_it_ended(-ended.si_status)}"
-        if ended.si_status == STOPPED and ended.si_pid in self._stays:
-            return f"{who} could not go on in the new round"
         is_reported = any(self._is_explained(rank) for rank in self._pids)
         return None if is_reported or ended.si_status in (STOPPED, INTERRUPTED) else f"{who} {how_it_ended(ended.si_status)}"
 
@@ -254,21 +240,16 @@ class Agent:
         reason = f"{'; '.join(lost.values())} {self._losses.place}"
         is_last = count >= MOST_LOSSES
         is_lower = count > 1 and not is_last and self._lower(lost)
-        self._stays = {} if is_last else self._able_to_stay(len(lost))
-        if not self._stays:
-            self._end_processes()
-        for pid, path in self._error_files.items():
-            if pid not in self._stays:  # what they said was of this round
-                path.unlink(missing_ok=True)
+        self._end_processes()
+        for path in self._error_files.values():  # what they said was of this round
+            path.unlink(missing_ok=True)
         if is_last:
             return self._give_up(reason)
-        if self.signals.first and not self._stays:
+        if self.signals.first:
             return self._stopped()
         self.round += 1
-        new, why = self.count - len(self._stays), ""
-        if is_lower:
-            why = f", fewer than before: this was loss {count} without a further step"
-        here = f"{self.count} process{'es' * (self.count > 1)}, {new or 'none'} of them new{why}"
+        why = f", fewer than before: this was loss {count} without a further step" if is_lower else ""
+        here = f"{self.count} process{'es' * (self.count > 1)}{why}"
         below = "\n" if sys.stderr.isatty() else ""  # the process that was lost may have left a progress bar there
         print(f"{below}hftune: {reason}. Round {self.round}: {here}.", file=sys.stderr, flush=True)
         return None
@@ -282,14 +263,6 @@ class Agent:
             del self.gpus[rank]
             self._lacks_gpu = True
         return True
-
-    def _able_to_stay(self, num_lost: int) -> dict[int, int]:
-        """Return the living processes, by process id with their local ranks, if all of them can go on in the next round."""
-        has_all = len(self.running) + num_lost == len(self._pids)  # some may have come to their end
-        if any(self._is_explained(rank) for rank in self._pids):
-            return {}  # they all know of that failure, and end
-        fit = len(self.running) <= self.count and all(self._notes.stays(self.round, rank) for rank in self.running.values())
-        return dict(sorted(self.running.items(), key=lambda item: item[1])) if has_all and fit else {}
 
     def _end_processes(self) -> None:
         until = time.monotonic() + LEAVE_S

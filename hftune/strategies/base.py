@@ -217,8 +217,6 @@ class Strategy(Collectives, Step):
     """What ``task.predictions`` is given in an evaluation: a full model, whose forward pass waits for no other process; or what
     stands for it if there is none."""
     sharding: Sharding
-    holds_everything = False
-    """Whether every process holds all of model, optimizer and averages after each step; see ``after_last_step``."""
     computes_alone = False
     """Whether a process computes its part of a step without waiting for others until the gradient is summed; see StepTimes."""
 
@@ -258,13 +256,6 @@ class Strategy(Collectives, Step):
     def load_state(self, saved: SavedState | None) -> None:
         """See ``Sharding.load_state``. Collective."""
         self.sharding.load_state(saved)
-
-    def after_last_step(self) -> SavedState | None:
-        """Return the state after the last step that was finished, on every process, even in the midst of a broken one. Local.
-
-        The tensors are the live ones, so the strategy must not be used any more. None if this process does not hold all of it.
-        """
-        return None
 
     def unwrap(self) -> nn.Module:
         """See ``Sharding.unwrap``. Collective."""

@@ -24,7 +24,7 @@ from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
-from hftune.strategies.sharding import Replicated, SavedState, Sharding, fill_gradients, refuse_unused, without_gradient
+from hftune.strategies.sharding import Replicated, Sharding, fill_gradients, refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze, named_buffers, restored_buffers
 from hftune.strategies.two_pass import cache
 from hftune.task import BatchLossTask, Task
@@ -33,7 +33,7 @@ from hftune.task import BatchLossTask, Task
 class DataParallel(Strategy):
     """Assign the micro-batches of a step to the processes by cost; all-reduce the gradient once, with the last of them."""
 
-    computes_alone = holds_everything = True
+    computes_alone = True
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
         super().__init__(accelerator, task, progress)
@@ -202,16 +202,6 @@ class DataParallel(Strategy):
         with self.explained_memory_errors(inputs, step):
             scores_head = self.scores_head and not torch.is_grad_enabled()
             return compute(self.sharding.model, **inputs_of(self.task, inputs, scores_head)), inputs  # past DDP
-
-    def optimizer_step(self, lr: float) -> None:
-        super().optimizer_step(lr)
-        self._statistics.keep()
-
-    def after_last_step(self) -> SavedState | None:
-        if not isinstance(self.sharding, Replicated) or not self.holds_everything:
-            return None
-        self._statistics.undo()
-        return self.sharding.live_state()
 
     def _check_gradients(self, inputs: dict[str, Any], missing: Sequence[str] | None = None) -> None:
         """After the first backward pass, refuse parameters that cannot get a gradient.

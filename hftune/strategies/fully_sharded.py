@@ -57,7 +57,6 @@ class FullySharded(DataParallel):
     """
 
     computes_alone = False  # it waits for the others at each block
-    holds_everything = False
 
     sharding: ShardedWeights
 

@@ -183,11 +183,9 @@ class Sharding(ABC):
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)  # until then the copies are under way
         plain = self.plain_state()
-        return (self._host, self._values(plain)) if self.group.is_main else None
-
-    def _values(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors, given ``plain_state``. Local."""
         values: dict[str, Any] = {}
+        if not self.group.is_main:
+            return None
         if plain:
             values["optimizer_plain"] = plain
         if any(changed := changed_options(self.bare_optimizer, self.initial_options)):
@@ -195,7 +193,7 @@ class Sharding(ABC):
         if (scaler := self.accelerator.scaler) is not None:
             scaled = scaler.state_dict()  # of a loss that is multiplied by the number of processes
             values["scaler"] = {**scaled, "scale": scaled["scale"] * self.group.num_processes}
-        return values
+        return self._host, values
 
     def load_state(self, saved: SavedState | None) -> None:
         """Load what ``state`` returned, under any sharding and number of processes. Collective.
@@ -277,11 +275,6 @@ class Replicated(Sharding):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
-
-    def live_state(self) -> SavedState:
-        """Return what ``state`` does, on every process and without a copy: the tensors are the live ones. Local."""
-        averages = {} if self.average is None else {"ema": self.average.values}
-        return self.tensors() | averages, self._values(self.plain_state())
 
     def tensors(self) -> Tensors:
         return checkpoint_tensors(self.model, self.bare_optimizer)

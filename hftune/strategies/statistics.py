@@ -86,13 +86,12 @@ class RunningStatistics:
         self.places, self.exact = list(places), exact
         self._modules = list(dict.fromkeys(module for module, _ in self.places))
         self._start: list[Tensor] = []
-        self._before: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._weight = 0.0
 
     def begin(self) -> None:
         """Record the statistics that the step starts from."""
-        self._start, self._before = [getattr(*place) for place in self.places], []
+        self._start = [getattr(*place) for place in self.places]
         self._sums = [torch.zeros_like(buffer, dtype=self.exact) for buffer in self._start]
         self._weight = 0.0
 
@@ -142,23 +141,10 @@ class RunningStatistics:
         device = self._start[0].device
         own = [*self._sums, torch.tensor([self._weight], dtype=self.exact, device=device)]
         *sums, weight = sum_up(torch.cat([value.flatten() for value in own])).split([value.numel() for value in own])
-        self._before = [buffer.clone() for buffer in self._start]
         for place, buffer, total in zip(self.places, self._start, sums, strict=True):
             mean = (total / weight).view_as(buffer)
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
             setattr(*place, buffer)
-
-    def keep(self) -> None:
-        """End the step: from here on there is no way back to what it started from."""
-        self._start, self._before = [], []
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Go back to what a step that could not be finished started from."""
-        for place, buffer, before in zip(self.places, self._start, self._before or self._start, strict=False):
-            buffer.copy_(before)
-            setattr(*place, buffer)
-        self.keep()
 
 
 def freeze(modules: Iterable[nn.Module]) -> None:

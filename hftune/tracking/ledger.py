@@ -51,14 +51,13 @@ class Ledger:
         self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
 
-    def begin(self, step: int, facts: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> None:
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """Record that training starts, or resumes after ``step``: from here on, lines of later steps further up do not count.
 
         What a kill or a power failure left of a line at the end is cut off; nothing else is ever removed.
 
         Args:
             facts: JSON values, see ``plan_facts`` and docs/output-folder.md.
-            last: what ``note`` or ``note_skipped`` takes of that step; noted now if the process that was to do so is lost.
 
         Raises:
             TrainingError: the file cannot be written.
@@ -69,8 +68,6 @@ class Ledger:
             self._size = sum(len(text) + 1 for text in texts)
             self._file = self.path.open("ab", buffering=0)
             self._file.truncate(self._size)
-        if last is not None and (noted := _reached(texts)) is not None and noted < step:
-            (self.note if "loss" in last else self.note_skipped)(**last)
         self._append(strict_json({"format": FORMAT, "after_step": step, **facts}, default=str))
 
     def note(
@@ -217,18 +214,6 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
         starts_of={line["step"]: start for line, start in taken},
         found=[*_breaks(texts, parsed), *exchanged],
     )
-
-
-def holds_step(path: Path, step: int) -> bool:
-    """Say whether a ledger reaches to a step, or to the one before it, whose successor can still be noted."""
-    noted = _reached(whole_lines(path)) if path.is_file() else None
-    return noted is not None and noted >= step - 1
-
-
-def _reached(texts: Sequence[bytes]) -> int | None:
-    """Return the step that lines lead to, of a step or of a start after it; None if none does."""
-    lines = (_values(text) or {} for text in reversed(texts))
-    return next((line.get("step", line.get("after_step")) for line in lines if "step" in line or "after_step" in line), None)
 
 
 def whole_lines(path: Path) -> list[bytes]:

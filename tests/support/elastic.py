@@ -108,28 +108,28 @@ class ElasticJob:
 
     # Machines
 
-    def start(self, machine: Machine, *words: str, launcher: Sequence[str] = ()) -> Agent:
-        """Start an agent; options and words that come last win over those of the job."""
+    def start(self, machine: Machine, *words: str, launcher: Sequence[str] = (), **variables: str) -> Agent:
+        """Start an agent; options, words and variables that come last win over those of the job."""
         conf = ["--rdzv_conf", self.conf] if self.conf else []
         torchrun = [
             *("-m", "torch.distributed.run", "--nnodes", self.nodes, "--nproc_per_node", "1", "--rdzv_backend", "hftune"),
             *("--rdzv_endpoint", self.endpoint, "--rdzv_id", "job", "--local-addr", machine.address, *conf),
             *("--max_restarts", str(self.max_restarts), *launcher),
         ]
-        return self.run(machine, *torchrun, *self.training, *words)
+        return self.run(machine, *torchrun, *self.training, *words, **variables)
 
     @property
     def training(self) -> tuple[str, ...]:
         """What a launcher is to start."""
         return ("-m", "hftune.run", *self.words, f"output_dir={self.output_dir}", f"task.brake={self.brake}")
 
-    def run(self, machine: Machine, *words: str) -> Agent:
+    def run(self, machine: Machine, *words: str, **variables: str) -> Agent:
         """Start any program there whose end belongs to the job's end."""
         log = self.folder / f"{len(self.agents)}-{machine.name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 [*machine.prefix, self.python, *words],
-                env=environment(TORCH_CPP_LOG_LEVEL="ERROR", PYTHONUNBUFFERED="1", **self.variables),
+                env=environment(TORCH_CPP_LOG_LEVEL="ERROR", PYTHONUNBUFFERED="1", **(self.variables | variables)),
                 cwd=self.folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,

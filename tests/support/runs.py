@@ -145,7 +145,6 @@ class Group:
     Args:
         errors: the file for standard error; by default ``log``.
         variables: environment from the interpreter's start on, as libraries read it when they are imported.
-        last_words_s: how long the others may take once one has failed.
         as_typed: each job is what ``python -m hftune.run`` does, down to its last words and its exit code.
     """
 
@@ -157,7 +156,6 @@ class Group:
         variables: Mapping[str, str] | None = None,
         as_typed: bool = False,
         errors: Path | None = None,
-        last_words_s: float = 10.0,
     ):
         self._worker = start_worker(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
@@ -174,7 +172,7 @@ class Group:
             "log": str(log),
             "errors": str(errors or log),
             "as_typed": as_typed,
-            "last_words_s": 1.0 if as_typed else last_words_s,
+            "last_words_s": 1.0 if as_typed else 10.0,
         }
         assert self._worker.executable  # it has started
         if (left := self._worker.group) is not None:

@@ -116,10 +116,17 @@ class Tagging(Task):
 
 @dataclass
 class Braked(Task):
-    """Each micro-batch takes ``pause_s`` as long as the file ``brake`` exists: what is done meanwhile can take as long as it may."""
+    """Each micro-batch takes ``pause_s`` as long as the file ``brake`` exists: what is done meanwhile can take as long as it may.
+
+    SLOW_BEFORE and SLOW_WITHIN in the environment of a machine are the seconds that its data take before and in a round.
+    """
 
     pause_s: float = 0.1
     brake: str = ""
+
+    def datasets(self) -> dict[str, Any]:
+        time.sleep(float(os.environ.get("SLOW_WITHIN" if "RANK" in os.environ else "SLOW_BEFORE", "0")))
+        return super().datasets()
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if Path(self.brake).is_file():

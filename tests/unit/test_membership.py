@@ -56,8 +56,8 @@ class World:
 class Agent:
     """What ElasticRendezvous and Attendance do, in a few lines."""
 
-    def __init__(self, world: World, name: str, stays: bool = False):
-        self.world, self.is_running, self.is_cut, self.stays = world, True, False, stays
+    def __init__(self, world: World, name: str):
+        self.world, self.is_running, self.is_cut = world, True, False
         self.view = View(Machine(name, name, f"10.0.0.{name}"), ready_after=-1)
         self.round, self.count, self.since = -1, 0, {}
         self.offset = world.random.uniform(-1e6, 1e6)  # of its clock
@@ -98,7 +98,7 @@ class Agent:
         if membership.phase is Phase.RUNNING and is_member and membership.round > self.round:
             self.round, self.view = membership.round, replace(self.view, ready_after=None)
         elif self.view.ready_after is None and not (membership.phase is Phase.RUNNING and is_member):
-            self.view = replace(self.view, ready_after=self.round, stays=self.stays and name in membership.machines)
+            self.view = replace(self.view, ready_after=self.round)
         if membership.phase is Phase.MEETING and name in membership.chosen and not self.is_cut:
             first = membership.chosen[0]
             if first == name:
@@ -168,18 +168,17 @@ def lose(world: World, name: str) -> Membership:
     return world.membership
 
 
-def test_ranks_go_by_seniority_and_who_holds_the_state_comes_first():
+def test_ranks_go_by_seniority():
     world = started(3)
     first, second, third = world.membership.members
-    world.agents[third].stays = True
     membership = lose(world, first)
-    assert membership.members == [third, second] and membership.round == 1
+    assert membership.members == [second, third] and membership.round == 1
     assert (
         membership.over.reason == f"Lost {first} (10.0.0.{first}): no sign of life for 4 s" and not membership.over.is_planned
     )
     world.start("new")
     world.pass_time(8)
-    assert world.membership.members == [third, second, "new"] and world.membership.over.is_planned
+    assert world.membership.members == [second, third, "new"] and world.membership.over.is_planned
 
 
 def test_too_few_machines_wait_and_too_many_are_kept_in_reserve():

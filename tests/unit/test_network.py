@@ -1,12 +1,13 @@
 """Which interface leads to the others, and what is said where none does."""
 
 import socket
+import threading
 
 import pytest
 
 from hftune import ConfigError
 from hftune.distributed import network
-from hftune.distributed.network import Route, choose_interface, is_own_address, resolve, route_to
+from hftune.distributed.network import Route, choose_interface, hang_up, is_own_address, resolve, route_to
 
 PRESENT = {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"], "ib0": ["10.2.0.5"]}
 
@@ -144,3 +145,20 @@ def test_processes_of_one_machine_are_kept_off_the_network(present, monkeypatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     network.stay_on_this_machine()
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_who_waits_for_an_answer_from_a_port_is_woken_and_other_connections_stay():
+    heard, pairs = [], []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            pairs.append((socket.create_connection(listener.getsockname()), listener.accept()[0]))
+    (asks, silent), (tracker, server) = pairs
+    waiting = threading.Thread(target=lambda: heard.append(asks.recv(1)))
+    waiting.start()
+    hang_up(silent.getsockname()[1])
+    waiting.join(5)
+    assert heard == [b""]
+    tracker.sendall(b"loss")
+    assert server.recv(4) == b"loss"
+    for one in (asks, silent, tracker, server):
+        one.close()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftune import ConfigError, Interrupted, Recipe, TrainingError, run
+from hftune import ConfigError, Recipe, TrainingError, run
 from hftune.checkpoints import atomic_files
 from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.checkpointer import Checkpointer, steps
@@ -21,10 +21,8 @@ from hftune.distributed.failure_report import STOPPED, Report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
-from hftune.distributed.regroup import RoundOver, RoundWatch
 from hftune.distributed.rendezvous import await_all
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Failure, Over, wait_for_agent
-from hftune.distributed.session import Session
 from hftune.distributed.watchdog import State, Watchdog
 from hftune.loop import checkpoint_is_late
 from hftune.tracking import ledger as ledger_module
@@ -217,26 +215,6 @@ def test_the_clock_of_the_main_process_decides_when_a_checkpoint_is_late():
 def test_rhythms_that_make_no_sense_are_refused(word, said):
     with pytest.raises(ConfigError, match=said):
         Recipe.load("mnist_demo", "output_dir=out", word).validate()
-
-
-def test_who_is_asked_to_stop_while_it_leaves_a_round_does_not_wait_for_the_next_one(in_round):
-    in_round(0)
-    session = Session(None)
-    session.stop.name = "SIGTERM"
-    with pytest.raises(Interrupted, match="SIGTERM: stopped between two rounds") as caught:
-        session.__exit__(RoundOver, RoundOver("Lost node2"), None)
-    assert not isinstance(caught.value, RoundOver) and caught.value.report.code == STOPPED
-    session.stop.name = None
-    assert not session.__exit__(RoundOver, RoundOver("Lost node2"), None)
-
-
-def test_an_evaluation_of_a_round_without_all_its_processes_leads_to_nothing(in_round):
-    in_round(0)
-    watch = RoundWatch(promises=True)
-    with watch:
-        for over, is_broken in ((None, False), (COME, False), (LOST, True)):
-            watch.over = over
-            assert watch.is_broken == is_broken
 
 
 def test_the_processes_of_a_round_wait_for_each_other_before_they_connect():

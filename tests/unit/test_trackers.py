@@ -14,7 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.config import sections
 from hftune.distributed.failure_report import STOPPED, Report
-from hftune.distributed.regroup import RoundOver
+from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Over
 from hftune.tracking.jsonl import read_lines
 from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class, without_passwords_in
 from tests.support.tasks import Tagging
@@ -118,15 +118,18 @@ def test_a_tracker_of_ones_own_gets_everything(tmp_path):
     ]
 
 
-def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path):
+def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path, monkeypatch):
     failed = opened(tmp_path, "Remembers")
     failed.end_early(Report("[process 1]\nTraceback (most recent call last):\nValueError: no such word"))
     assert calls(failed, "Remembers")[1:] == [("alert", "unnamed failed", "ValueError: no such word", "error"), ("abandon",)]
     stopped = opened(tmp_path, "Remembers")
     stopped.end_early(Report("hftune: SIGTERM: stopped after step 3.", STOPPED))
     assert calls(stopped, "Remembers")[1:] == [("interrupt",)]
+    monkeypatch.setenv(ROUND, "0")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    AgentFolder(tmp_path).end(0, Over("A machine has come", is_planned=True))
     paused = opened(tmp_path, "Remembers")
-    paused.end_early(Report("hftune: A machine has come.", STOPPED, kind=RoundOver.__name__))
+    paused.end_early(Report("hftune: A machine has come.", STOPPED))
     assert calls(paused, "Remembers")[1:] == [("pause",)]
 
 

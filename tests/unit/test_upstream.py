@@ -553,7 +553,7 @@ TABLE = [
     Upstream(
         "torchelastic/role_info/",
         "distributed",
-        "agents whose processes stay tell their number of processes to those that start processes",
+        "each agent counts its own ranks, so that none waits for the others of a round that is over",
         NO_ISSUE,
         agents_exchange_sizes_and_ranks_in_their_store,
     ),
