@@ -507,7 +507,7 @@ TABLE = [
     ),
     Upstream(
         "torch.utils._pytree.tree_map",
-        "replay",
+        "planning replay",
         "one sample of a batch, and detached outputs, whatever their nesting",
         NO_ISSUE,
         nested_values_changed_at_their_leaves,
