@@ -31,6 +31,7 @@ def atomic_path(path: Path, is_shared: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.is_dir():
+            _follow_umask(temporary)
             flush_folder(temporary)
             _replace_folder(temporary, path)
         else:
@@ -40,6 +41,14 @@ def atomic_path(path: Path, is_shared: bool = False) -> Iterator[Path]:
     except BaseException:
         remove(temporary)
         raise
+
+
+def _follow_umask(folder: Path) -> None:
+    """Let those read the files of a new folder who may read the folder itself: safetensors (0.8) keeps them to their owner."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode | mode)
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:

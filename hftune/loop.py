@@ -286,7 +286,7 @@ def save_checkpoint(run: Run) -> None:
         if saved is not None:
             tensors, values = saved
             progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **asdict(run.provenance)}
-            logs = [run.tracker.path, run.ledger.path]
+            logs = [run.tracker.file, run.ledger.file]
             run.checkpointer.write(state.step, tensors, progress, run.recipe_text, state.best_step, logs)
     run.throughput.checkpoint_seconds += time.monotonic() - began
     run.saved = began

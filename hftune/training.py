@@ -432,6 +432,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     def save() -> None:
         run.checkpointer.wait()
         run.ledger.close()
+        run.tracker.file.close()
         add_card(output.path, recipe, result.to_json())
         with explain_write_errors(output.path / "result.json"):
             write_text(output.path / "result.json", strict_json(result.to_json(), indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -33,10 +35,52 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk with its own exception
         reason = getattr(error, "strerror", None) or str(error)
+        has_checkpoints = any(any((parent / "checkpoints").glob("step_*")) for parent in path.absolute().parents[:2])
+        intact = "Earlier checkpoints are intact. " if has_checkpoints else ""
+        then = "then resume=auto continues from the newest checkpoint." if has_checkpoints else "then start again."
         raise TrainingError(
-            f"{path} cannot be written: {reason}. Earlier checkpoints are intact. Free disk space or fix permissions; then "
-            "resume=auto continues from the newest checkpoint."
+            f"{path} cannot be written: {reason}. {intact}Free disk space or fix permissions; {then}"
         ) from error
+
+
+class GrowingFile:
+    """A file that grows with a run. What a full disk does not take waits in memory, and is written before what comes later.
+
+    May be used from several threads.
+    """
+
+    def __init__(self, path: Path, size: int | None = None):
+        """Append to a file; ``size``: to its first so many bytes."""
+        self.path = path
+        self._lock, self._waiting = Lock(), b""
+        self._file = path.open("ab", buffering=0)
+        if size is not None:
+            self._file.truncate(size)
+
+    def append(self, data: bytes) -> None:
+        """Write, or wait for room on the disk. Raises TrainingError if anything else is wrong."""
+        with self._lock, explain_write_errors(self.path):
+            self._waiting += data
+            try:
+                self._write()
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+
+    def _write(self) -> None:
+        while self._waiting:  # a disk that fills up takes a part
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def flush(self) -> None:
+        """Wait until everything is on the disk. Raises OSError if there is no room for it."""
+        with self._lock:
+            self._write()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Write what waits, and close. Raises TrainingError if there is still no room."""
+        with self._lock, explain_write_errors(self.path), self._file:
+            self._write()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -78,10 +122,15 @@ def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
         raise ConfigError(
             f"output_dir={folder} cannot be created: {error.strerror}. Set output_dir=... to a different folder."
         ) from error
-    lock, owner = FileLock(folder / ".lock"), folder / ".owner"
+    lock, owner = FileLock(folder / ".lock", mode=0o666), folder / ".owner"
     name = f"process {os.getpid()} on {socket.gethostname()}{of_round()}"
     try:
         acquire(lock, owner)
+    except PermissionError as error:
+        raise ConfigError(
+            f"output_dir={folder} is another user's: {error.filename or lock.lock_file} cannot be written ({error.strerror}). "
+            "Ask for write permission, such as chmod -R g+w, or set output_dir=... to a folder of your own."
+        ) from error
     except OSError as error:  # Timeout is a subclass
         if not isinstance(error, Timeout):
             raise ConfigError(

@@ -17,8 +17,8 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hftune.atomic import atomic_path, flush, restore
-from hftune.checkpoints.atomic_files import sha256_of
+from hftune.atomic import atomic_path, restore
+from hftune.checkpoints.atomic_files import GrowingFile, sha256_of
 from hftune.config.sections import CheckpointConfig
 
 FORMAT = 2
@@ -68,6 +68,11 @@ def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
     Raises:
         BrokenCheckpoint: a file is missing or has changed, or this version of hftune cannot read it.
     """
+    with _readable(path):
+        return _open(path, to_resume)
+
+
+def _open(path: Path, to_resume: bool) -> Checkpoint:
     manifest = verify(path, to_resume)
     tensors = {}
     for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
@@ -80,6 +85,21 @@ def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
 
 def verify(path: Path, to_resume: bool = True) -> dict[str, Any]:
     """Verify every byte of a checkpoint without loading it, and return its manifest. Arguments and errors as above."""
+    with _readable(path):
+        return _verify(path, to_resume)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what a file system refuses, such as permission, into a BrokenCheckpoint that is skipped with a word."""
+    try:
+        yield
+    except OSError as error:
+        name = Path(error.filename or path).name
+        raise BrokenCheckpoint(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _verify(path: Path, to_resume: bool) -> dict[str, Any]:
     manifest = _manifest(path)
     if to_resume and manifest.get("format", 0) < FORMAT:
         raise BrokenCheckpoint(
@@ -94,7 +114,7 @@ def verify(path: Path, to_resume: bool = True) -> dict[str, Any]:
             raise BrokenCheckpoint(f"manifest.json names {name}, which is no file of this folder: hftune did not write it")
         if not file.is_file():
             raise BrokenCheckpoint(f"{name} is missing")
-        if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
+        if not isinstance(expected, dict) or not (isinstance(expected.get("bytes"), int) and "sha256" in expected):
             raise BrokenCheckpoint(f"manifest.json gives no size and SHA-256 for {name}: hftune did not write it")
         if (size := file.stat().st_size) != expected["bytes"]:
             raise BrokenCheckpoint(f"{name} has {size:,} bytes instead of the {expected['bytes']:,} that were written")
@@ -111,7 +131,7 @@ def tensor_hashes(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _progress(path: Path) -> dict[str, Any]:
     try:
         progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(f"progress.json cannot be read ({type(error).__name__})") from error
     if missing := [name for name in PROGRESS if not isinstance(progress, dict) or name not in progress]:
         raise BrokenCheckpoint(f"progress.json lacks {', '.join(missing)}: a different version of hftune wrote it")
@@ -125,8 +145,10 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         digest = manifest.pop("sha256")
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise BrokenCheckpoint(f"manifest.json cannot be read ({type(error).__name__})") from error
+    if not isinstance(manifest.get("format", 0), int):
+        raise BrokenCheckpoint("manifest.json gives no number as its format: hftune did not write it")
     if manifest.get("format", 0) > FORMAT:
         raise BrokenCheckpoint(
             f"its format is {manifest['format']}, and this hftune reads formats up to {FORMAT}: a newer hftune wrote it"
@@ -207,7 +229,13 @@ class Checkpointer:
             self._writer = None
 
     def write(
-        self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
+        self,
+        step: int,
+        tensors: Tensors,
+        progress: Mapping[str, Any],
+        recipe: str,
+        best_step: int | None,
+        logs: Sequence[GrowingFile],
     ) -> None:
         """Start writing a checkpoint; ``tensors`` must not change until ``wait`` returns.
 
@@ -221,14 +249,20 @@ class Checkpointer:
         self._writer.start()
 
     def _write(
-        self, step: int, tensors: Tensors, progress: Mapping[str, Any], recipe: str, best_step: int | None, logs: list[Path]
+        self,
+        step: int,
+        tensors: Tensors,
+        progress: Mapping[str, Any],
+        recipe: str,
+        best_step: int | None,
+        logs: Sequence[GrowingFile],
     ) -> None:
         try:
             with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
                 folder.mkdir(parents=True)
                 files = _write_files(folder, step, tensors, progress, recipe)
-                for path in logs:
-                    flush(path)
+                for log in logs:  # no checkpoint of steps that the ledger has no room for
+                    log.flush()
                 if not self.is_ours():  # its machine was stopped for a while
                     raise OSError("another process has taken over the folder")
             self.failure, self.last, self._written = None, step, (step, best_step)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hftune.errors import ConfigError
 from hftune.strategies.statistics import restored_buffers
@@ -25,6 +24,7 @@ ROUGH = 0.3
 """The same if padding is involved, which some models see; a mean is off by a half."""
 LOW_PRECISION = 0.05
 """The same for weights in bfloat16 or float16."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CANNOT = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, LookupError, AttributeError)
 """What code of others raises if it cannot do what is asked here, although it may be able to train."""
 
@@ -113,7 +113,7 @@ def leaving_no_trace(model: nn.Module, training: bool) -> Iterator[None]:
 
 def needs_two_samples(task: Task, model: nn.Module, dataset: Any) -> bool:
     """Return whether a model cannot train on one sample, as BatchNorm cannot where it has one value per channel."""
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return False
     try:
         with leaving_no_trace(model, training=True):
@@ -183,7 +183,7 @@ def check_items(task: Task, dataset: Any, indices: list[int]) -> list[str]:
             "what loss sums over, and no padding: def num_items(self, target): return int((target != -100).sum())."
         )
     target = targets[0]
-    if type(task).num_items is not Task.num_items or target.numel() == len(target):
+    if type(task).num_items is not Task.num_items or target.numel() == len(target) or isinstance(task, BatchLossTask):
         return []
     shape = tuple(target.shape)
     if not target.is_floating_point() and target.dtype != torch.bool:

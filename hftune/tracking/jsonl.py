@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import explain_write_errors, write_lines, write_text
+from hftune.checkpoints.atomic_files import GrowingFile, explain_write_errors, write_lines, write_text
 
 
 def strict_json(value: Any, **settings: Any) -> str:
@@ -25,22 +25,16 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class LineFile:
-    """Appends lines; each is written completely before ``append`` returns."""
+def line_file(path: Path, lines: Iterable[Mapping[str, Any]] = ()) -> GrowingFile:
+    """Replace the contents of a file by ``lines``, and return it to append ``json_line``s to them."""
+    with explain_write_errors(path):
+        write_text(path, "".join(strict_json(line) + "\n" for line in lines))
+        return GrowingFile(path)
 
-    def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]] = ()):
-        """Replace the contents of the file by ``lines``, and append to them."""
-        self.path = path
-        with explain_write_errors(path):
-            write_text(path, "".join(map(_format, lines)))
-            self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        with explain_write_errors(self.path):
-            self._file.write(_format(line))
-
-    def close(self) -> None:
-        self._file.close()
+def json_line(line: Mapping[str, Any]) -> bytes:
+    """Return a line of a file of JSON lines."""
+    return f"{strict_json(line)}\n".encode()
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[], None]) -> None:
@@ -79,7 +73,3 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(line, dict):
                 yield line
-
-
-def _format(line: Mapping[str, Any]) -> str:
-    return f"{strict_json(line)}\n"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
-from hftune.checkpoints.atomic_files import explain_write_errors
+from hftune.checkpoints.atomic_files import GrowingFile, explain_write_errors
 from hftune.errors import ConfigError, TrainingError
 from hftune.tracking.jsonl import strict_json
 
@@ -65,9 +65,7 @@ class Ledger:
         with explain_write_errors(self.path):
             texts = whole_lines(self.path) if self.path.is_file() else []
             self._end = _hash(texts[-1]) if texts else NOTHING
-            self._size = sum(len(text) + 1 for text in texts)
-            self._file = self.path.open("ab", buffering=0)
-            self._file.truncate(self._size)
+            self.file = GrowingFile(self.path, sum(len(text) + 1 for text in texts))
         self._append(strict_json({"format": FORMAT, "after_step": step, **facts}, default=str))
 
     def note(
@@ -125,19 +123,11 @@ class Ledger:
                 raise TrainingError(f"{self.path} is another process's by now: this one was stopped for a while.")
             self._written = time.time()
             data = f'{line[:-1]}, "prev": "{self._end}"}}'.encode()
-            rest = data + b"\n"
-            try:
-                while rest:  # a disk that fills up takes a part
-                    rest = rest[self._file.write(rest) :]
-            except OSError:
-                with explain_write_errors(self.path):
-                    self._file.truncate(self._size)
-                    raise
-            self._size += len(data) + 1
+            self.file.append(data + b"\n")
             self._end = _hash(data)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 def plan_facts(plan: BatchPlan) -> dict[str, Any]:

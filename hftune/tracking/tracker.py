@@ -22,7 +22,7 @@ from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number, warning
 from hftune.tracking.facts import without_passwords
-from hftune.tracking.jsonl import LineFile, finite, read_lines
+from hftune.tracking.jsonl import finite, json_line, line_file, read_lines
 
 TRACKERS = {
     "wandb": "hftune.tracking.wandb_tracker.WandbRun",
@@ -112,7 +112,7 @@ class Tracker:
         lines = read_lines(self.path) if step else []
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
-        self._file = LineFile(self.path, lines)
+        self.file = line_file(self.path, lines)
         self._earlier, config = run_ids, without_passwords_in({**recipe.to_dict(), "run": dict(facts)})
         for name in recipe.track.with_:
             try:
@@ -143,7 +143,7 @@ class Tracker:
         if epoch is not None:  # rounded as in the file, from which a resumed run sends the trackers what they lack
             values = {"epoch": round(epoch, 6), **values}
         values = finite(values)
-        self._file.append({"step": step, **values})
+        self.file.append(json_line({"step": step, **values}))
         numbers = {name: value for name, value in values.items() if is_number(value)}
         self._each(lambda tracker: tracker.log(step, numbers))
 

@@ -228,7 +228,7 @@ def test_the_row_is_that_of_the_file_where_rows_are_drawn_from_it(tiny, refused,
     )
 
 
-@pytest.mark.parametrize(("labels", "kind"), [([0.0, 1.5], "float64"), ([True, False], "bool")])
+@pytest.mark.parametrize(("labels", "kind"), [([0.0, 1.5], "float64")])
 def test_labels_that_are_no_class_numbers_are_refused_as_what_they_are(tiny, refused, write_rows, labels, kind):
     path = write_rows("kinds.jsonl", [{"text": "a", "label": label} for label in labels])
     assert refused(tiny(train=path)) == (

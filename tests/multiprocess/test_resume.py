@@ -639,14 +639,37 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
-    folder = small_disk / "out"
-    process = started(folder)
-    filler = (small_disk / "filler").open("wb")
-    with pytest.raises(OSError, match="No space left"):
+def fill(disk):
+    """Leave no room on a disk; return the file to remove."""
+    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
-            filler.write(bytes(4096))
-            filler.flush()
+            file.write(bytes(4096))
+    return disk / "filler"
+
+
+def test_training_goes_on_while_the_disk_is_full_and_its_lines_are_written_when_there_is_room(small_disk):
+    folder = small_disk / "out"
+    process = started(folder, "eval.every=never")
+    filler = fill(small_disk)
+    size = (folder / "ledger.jsonl").stat().st_size
+    time.sleep(2)
+    assert process.poll() is None, process.communicate()[1][-300:]
+    assert (folder / "ledger.jsonl").stat().st_size <= size + 4096
+    filler.unlink()
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    said = "".join(process.communicate())
+    assert process.returncode == 75 and "A checkpoint could not be written" in said
+    steps = newest(folder / "checkpoints")[0].step
+    found = audit(folder)
+    assert found.problems == [] and found.steps == steps
+    assert [line["step"] for line in lines(Run(folder)) if "train/loss" in line] == list(range(1, steps + 1))
+
+
+def test_disk_that_stays_full_ends_the_run_with_its_checkpoints_whole(small_disk):
+    folder = small_disk / "out"
+    process = started(folder, "train.max_steps=120")
+    filler = fill(small_disk)
     said = process.communicate()[1]
     assert process.returncode == 1
     assert re.fullmatch(
@@ -655,8 +678,8 @@ def test_disk_that_fills_up_ends_the_run_with_its_checkpoints_whole(small_disk):
         said.splitlines()[-1],
     )
     kept = newest(folder / "checkpoints")[0].step
-    filler.close()
-    (small_disk / "filler").unlink()
+    assert kept < 120
+    filler.unlink()
     done = Command(1, *command(folder, "train.epochs=2000", f"train.max_steps={kept + 3}")[3:])
     assert done.returncode == 0 and f"Resuming from step {kept} of {kept + 3}" in done.communicate()[0]
     assert audit(folder).problems == []

@@ -1,6 +1,9 @@
 """Checkpoints that hftune did not write, or a different version of it."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,12 +60,48 @@ def test_checkpoint_of_this_version_opens(checkpoint):
             lambda manifest: manifest["files"].update({"recipe.yaml": 3}),
             "manifest.json gives no size and SHA-256 for recipe.yaml: hftune did not write it",
         ),
+        (
+            lambda manifest: manifest["files"]["recipe.yaml"].update(bytes="1"),
+            "manifest.json gives no size and SHA-256 for recipe.yaml: hftune did not write it",
+        ),
+        (lambda manifest: manifest.update(format="9"), "manifest.json gives no number as its format: hftune did not write it"),
     ],
 )
 def test_manifest_that_hftune_did_not_write_is_refused(checkpoint, change, message):
     with pytest.raises(BrokenCheckpoint) as caught:
         open_checkpoint(checkpoint(PROGRESS, change))
     assert str(caught.value) == message
+
+
+def test_manifest_that_is_nested_too_deep_is_refused(checkpoint):
+    path = checkpoint(PROGRESS)
+    (path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(BrokenCheckpoint, match=r"manifest.json cannot be read \(RecursionError\)"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "progress.json", "model.safetensors"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_checkpoint_that_cannot_be_read_is_skipped_with_the_reason(checkpoint, monkeypatch, file, number):
+    path, opened = checkpoint(PROGRESS), Path.open
+
+    def refuse(self, *arguments, **options):
+        if self.name == file:
+            raise OSError(number, os.strerror(number), str(self))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert newest(path.parent) == (None, [f"Skipped {path}: {file} cannot be read: {os.strerror(number)}."])
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_checkpoint_follow_the_umask(checkpoint, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = checkpoint(PROGRESS)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {mode}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from hftune.reporting.curves import read_log
 from hftune.reporting.run_record import read_predictions
-from hftune.tracking.jsonl import LineFile, read_lines, strict_json
+from hftune.tracking.jsonl import json_line, line_file, read_lines, strict_json
 
 
 def test_numbers_that_json_does_not_have_become_null_however_deep_they_lie():
@@ -21,8 +21,8 @@ def test_numbers_that_json_does_not_have_become_null_however_deep_they_lie():
 
 
 def test_a_line_with_a_nested_number_that_is_not_finite_is_written(tmp_path):
-    file = LineFile(tmp_path / "lines.jsonl")
-    file.append({"eval/by_class": [math.nan]})
+    file = line_file(tmp_path / "lines.jsonl")
+    file.append(json_line({"eval/by_class": [math.nan]}))
     file.close()
     assert (tmp_path / "lines.jsonl").read_text() == '{"eval/by_class": [null]}\n'
 

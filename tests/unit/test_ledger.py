@@ -183,28 +183,47 @@ def test_steps_and_checkpoints_from_two_threads_keep_the_chain_whole(tmp_path):
     assert audit(tmp_path).problems == [] and len(texts(tmp_path)) == 1 + 2 * 199
 
 
-def test_line_that_did_not_fit_on_the_disk_leaves_nothing(whole, monkeypatch):
+def test_lines_that_do_not_fit_on_the_disk_wait_until_there_is_room(whole, monkeypatch):
     ledger = begin(whole, 6)
-    file, before = ledger._file, (whole / "ledger.jsonl").read_bytes()
+    file, before = ledger.file._file, (whole / "ledger.jsonl").read_bytes()
+    monkeypatch.setattr(ledger.file, "_file", full := FullDisk(file, room=100))
+    take(ledger, 7, 8)
+    assert (whole / "ledger.jsonl").read_bytes()[:-100] == before
+    with pytest.raises(OSError, match="No space"):  # no checkpoint is ahead of the ledger
+        ledger.file.flush()
+    full.room = 10_000
+    take(ledger, 9)
+    assert audit(whole).problems == [] and audit(whole).steps == 9
 
-    class Full:
-        room = 100
 
-        def write(self, data):
-            if not self.room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            self.room -= (written := file.write(data[: self.room]))
-            return written
-
-        truncate = file.truncate
-
-    monkeypatch.setattr(ledger, "_file", Full())
-    with pytest.raises(TrainingError, match=r"ledger.jsonl cannot be written: No space left on device\. Earlier checkpoints"):
-        take(ledger, 7)
-    assert (whole / "ledger.jsonl").read_bytes() == before
-    monkeypatch.setattr(ledger, "_file", file)
+def test_lines_that_never_find_room_are_an_error_at_the_end(whole, monkeypatch):
+    ledger = begin(whole, 6)
+    monkeypatch.setattr(ledger.file, "_file", FullDisk(ledger.file._file, room=0))
     take(ledger, 7)
-    assert audit(whole).problems == [] and audit(whole).steps == 7
+    with pytest.raises(TrainingError, match=r"ledger.jsonl cannot be written: No space left on device\. Free disk space"):
+        ledger.close()
+
+
+class FullDisk:
+    """A file on a disk with some room."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= (written := self.file.write(data[: self.room]))
+        return written
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
 
 
 def test_steps_left_out_are_listed_and_their_epochs_are_not_whole(tmp_path, capsys):
