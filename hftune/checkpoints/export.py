@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,9 @@ def read(directory: Path, load: Callable[[Path], Any]) -> Any:
     for attempt in range(1, TRIES + 1):
         path = readable(directory)
         before = _identity(path)
+        for file in path.rglob("*"):
+            if file.exists() and not os.access(file, os.R_OK):  # transformers would say that it is not there
+                raise ConfigError(f"{file} cannot be read: permission denied. Ask its owner, for instance for chmod -R g+rX.")
         try:
             loaded = load(path)
         except (OSError, SafetensorError):

@@ -1,6 +1,7 @@
 """An export is whole or not there, whatever kills the writer."""
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,8 +45,7 @@ def test_failed_export_leaves_the_earlier_one_untouched(tmp_path):
     with pytest.raises(TrainingError) as caught:
         export(Saver("second", fail=True), nn.Identity(), tmp_path / "model")
     assert str(caught.value) == (
-        f"{tmp_path}/model cannot be written: No space left on device. Earlier checkpoints are intact. Free disk space or "
-        "fix permissions; then resume=auto continues from the newest checkpoint."
+        f"{tmp_path}/model cannot be written: No space left on device. Free disk space or fix permissions; then start again."
     )
     assert contents(tmp_path / "model") == {"config.json": "first", "weights/part1": "first"}
 
@@ -182,3 +182,10 @@ def test_default_save_leaves_out_what_is_computed_from_the_data(tmp_path):
     assert task.rows
     export(task, task.build_model(), tmp_path / "model")
     assert "rows" not in json.loads((tmp_path / "model" / "task.json").read_text())
+
+
+def test_a_file_of_a_model_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")  # root may read everything
+    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read: permission denied\. Ask its owner"):
+        read(tmp_path, Path.iterdir)
