@@ -8,12 +8,21 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
+from hftune.secrecy import without_secrets
 
-class ConfigError(ValueError):
+
+class _Said:
+    """A message without secrets: it may be about an address, and what it says is printed, logged and sent to trackers."""
+
+    def __init__(self, *said: object):
+        super().__init__(*(without_secrets(part) if isinstance(part, str) else part for part in said))
+
+
+class ConfigError(_Said, ValueError):
     """A recipe that cannot be run as written. Holds every problem found, one sentence each."""
 
     def __init__(self, problems: str | Sequence[str], recipe: str | None = None):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [*map(without_secrets, [problems] if isinstance(problems, str) else problems)]
         self.recipe = recipe
         super().__init__(self._text())
 
@@ -24,11 +33,11 @@ class ConfigError(ValueError):
         return "\n  ".join([f"{name} has {len(self.problems)} problems:", *self.problems])
 
 
-class DataError(ValueError):
+class DataError(_Said, ValueError):
     """Data that cannot be trained on, such as a wrong column, an empty text or a label out of range. Names split and row."""
 
 
-class TrainingError(RuntimeError):
+class TrainingError(_Said, RuntimeError):
     """Training that had to stop, for example because the loss is not finite. Names step, process and samples."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from hftune.commands.arguments import add_trust_code, find_modules_here
 from hftune.commands.merge import MERGED
 from hftune.errors import ConfigError
+from hftune.secrecy import without_secrets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,14 +75,12 @@ def check_merged(merged: Path, model: Path) -> None:
 
 
 def check_passwords(recipe: Path) -> None:
-    """Refuse to publish the password of an address, or raise ConfigError."""
-    from hftune.tracking.facts import without_passwords
-
+    """Refuse to publish a password or token that an earlier version wrote, or raise ConfigError."""
     text = recipe.read_text(encoding="utf-8")
     for line in text.splitlines():
-        if without_passwords(line) != line:
+        if (shown := without_secrets(line)) != line:
             raise ConfigError(
-                f"{recipe} holds a password, in {without_passwords(line).strip()}, and would be published. Write it as a "
+                f"{recipe} holds a password or token, in {shown.strip()}, and would be published. Write it as a "
                 "reference to an environment variable, ${oc.env:NAME}."
             )
 

@@ -40,6 +40,7 @@ from hftune.config.sections import (
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
 from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
+from hftune.secrecy import keys_with_secrets
 from hftune.task import BatchLossTask, Direction, Task
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML was built with it
@@ -126,6 +127,7 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found.
         """
+        self.refuse_secrets()
         self._refuse(*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems())
 
     def validate_metric(self) -> None:
@@ -135,6 +137,20 @@ class Recipe(RunConfig):
             ConfigError: the task does not compute it of these data.
         """
         self._refuse(*self._metric_problems())
+
+    def refuse_secrets(self) -> None:
+        """Check that what is written to files and sent to trackers holds no password of an address and no token.
+
+        Raises:
+            ConfigError: it does, naming the keys.
+        """
+        self._refuse(
+            *(
+                f"{key}={shown} holds a password or token, which would stand in files and on dashboards. Put it into an "
+                f"environment variable, and write {key}='${{oc.env:NAME}}'."
+                for key, shown in keys_with_secrets(self.to_dict())
+            )
+        )
 
     def _refuse(self, *problems: str) -> None:
         if problems:
@@ -522,7 +538,9 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
         _check_code(key, name, source.origins.get(key, ""), layers, trust_code)
     source.as_written = dict(_texts_from_environment(schema, sections))
     top = sections.pop("top")
-    return Recipe(**vars(top), **sections, source=source)
+    recipe = Recipe(**vars(top), **sections, source=source)
+    recipe.refuse_secrets()
+    return recipe
 
 
 def _reason(error: OmegaConfBaseException, reads_environment: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from hftune.reporting.curves import Log, is_number, read_log
-from hftune.tracking.facts import without_passwords
+from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import lines_of
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -93,7 +93,7 @@ class RunRecord:
 
 def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """Read what a page shows of a run."""
-    recipe_text = without_passwords(_read_text(folder / "recipe.yaml"))
+    recipe_text = without_secrets(_read_text(folder / "recipe.yaml"))
     result = _read_object(folder / "result.json")
     best = mapping(result.get("best")) or _read_object(folder / "model" / "hftune.json")
     return RunRecord(

@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hftune.secrecy import without_secrets
+
 REDRAW_S = 0.25
 """At least between two drawings of the progress bar."""
 SHORTEST_BAR, LONGEST_BAR = 10, 20
@@ -261,7 +263,7 @@ def note(text: str) -> str:
 
 def warning(text: str) -> str:
     """Mark what went wrong without ending the run."""
-    return f"warning: {text}"
+    return f"warning: {without_secrets(text)}"
 
 
 def print_any_character() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
+from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import strict_json
 
 NAME = "run.json"
@@ -93,17 +93,12 @@ def now() -> str:
 def command() -> str:
     """Return the command of this process, as one would type it; of a program that is not hftune, no more than its name.
 
-    What it shows may be published: passwords in addresses are left out, and the words of a stranger may be anything.
+    What it shows may be published: secrets are left out, and the words of a stranger may be anything.
     """
     words = sys.orig_argv[1:]
     if not any(word.startswith("hftune.") or Path(word).name == "hftune" for word in words[:3]):
         return shlex.join(["python", Path(sys.argv[0]).name])
-    return shlex.join(["python", *map(without_passwords, words)])
-
-
-def without_passwords(text: str) -> str:
-    """Return a text with ``...`` for user and password in addresses such as https://user:password@host."""
-    return re.sub(r"://[^/\s'\"]+@", "://...@", text)
+    return shlex.join(["python", *map(without_secrets, words)])
 
 
 def git_state() -> dict[str, Any] | None:

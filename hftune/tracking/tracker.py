@@ -21,7 +21,6 @@ from hftune.distributed.rounds import agents_word
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import is_number, warning
-from hftune.tracking.facts import without_passwords
 from hftune.tracking.jsonl import finite, json_line, line_file, read_lines
 
 TRACKERS = {
@@ -113,7 +112,7 @@ class Tracker:
         last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
         self.file = line_file(self.path, lines)
-        self._earlier, config = run_ids, without_passwords_in({**recipe.to_dict(), "run": dict(facts)})
+        self._earlier, config = run_ids, {**recipe.to_dict(), "run": dict(facts)}
         for name in recipe.track.with_:
             try:
                 self._start(name, recipe, config, EarlierRun(step, run_ids.get(name), lines))
@@ -241,15 +240,6 @@ def frequent_mistakes(counts: Sequence[Sequence[int]], labels: Sequence[str], mo
     cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
     found = heapq.nlargest(most, cells)
     return [{"true class": labels[i], "prediction": labels[j], "count": count} for count, i, j in found]
-
-
-def without_passwords_in(value: Any) -> Any:
-    """Return plain data whose texts show no passwords of addresses."""
-    if isinstance(value, Mapping):
-        return {key: without_passwords_in(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(without_passwords_in(item) for item in value)
-    return without_passwords(value) if isinstance(value, str) else value
 
 
 def _reason(error: Exception) -> str:

@@ -31,7 +31,7 @@ def command_of(monkeypatch, *words):
         (["-m", "hftune.run", "recipe=yelp", "track.notes=a b"], "python -m hftune.run recipe=yelp 'track.notes=a b'"),
         (["-u", "-m", "hftune.cli", "train"], "python -u -m hftune.cli train"),
         (["/opt/bin/hftune", "train", "recipe=yelp"], "python /opt/bin/hftune train recipe=yelp"),
-        (["-m", "hftune.run", "task.data_files.train=https://me:pw@host/x"], "python -m hftune.run task.data_files.train=https://...@host/x"),
+        (["-m", "hftune.run", "task.data_files.train=https://me:pw@host/x"], "python -m hftune.run task.data_files.train=https://me:...@host/x"),
         (["/home/me/mine.py", "--api-key", "sk-1"], "python mine.py"),
         (["-c", "key = 'sk-1'; import hftune"], "python -c"),
     ],
@@ -87,4 +87,4 @@ def test_a_recipe_with_a_password_is_not_published(tmp_path):
     recipe.write_text("task:\n  data_files: {train: 'https://me:s3cr3t@host/a.json'}\n")
     with pytest.raises(ConfigError) as caught:
         check_passwords(recipe)
-    assert "s3cr3t" not in str(caught.value) and "https://...@host/a.json" in str(caught.value)
+    assert "s3cr3t" not in str(caught.value) and "https://me:...@host/a.json" in str(caught.value)

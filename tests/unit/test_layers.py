@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
+secrecy
 errors  atomic
 task  batch_plan
 config

@@ -16,7 +16,7 @@ from hftune.config import sections
 from hftune.distributed.failure_report import STOPPED, Report
 from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Over
 from hftune.tracking.jsonl import read_lines
-from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class, without_passwords_in
+from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class
 from tests.support.tasks import Tagging
 
 
@@ -358,11 +358,3 @@ def test_of_many_classes_the_most_frequent_mistakes_are_shown(tmp_path):
     )
     tracker.log_confusion_matrix(2, [[1, 0], [0, 1]], ["of another size"])
     assert calls(tracker, "Remembers")[-1][1] == 1
-
-
-def test_passwords_in_addresses_go_to_no_tracker():
-    values = {"task": {"data_files": {"train": ["https://me:s3cr3t@host/x.json"]}}, "run": {"command": "hftune a=b@c"}}
-    assert without_passwords_in(values) == {
-        "task": {"data_files": {"train": ["https://...@host/x.json"]}},
-        "run": {"command": "hftune a=b@c"},
-    }

@@ -1,0 +1,80 @@
+"""What is hidden of a text, and that no recipe holds a secret."""
+
+from pathlib import Path
+
+import pytest
+
+from hftune import ConfigError, DataError, Recipe, TrackConfig, TrainingError
+from hftune.secrecy import without_secrets
+from hftune.tracking.console import warning
+from tests.support.tasks import Tagging
+
+PLANTED = "Pl4ntedPl4ntedPl4nted"
+ADDRESSES = (
+    f"https://me:{PLANTED}@host/x.json",
+    f"http:/me:{PLANTED}@host/x.json",  # as pathlib writes it
+    f"postgresql://me:{PLANTED}@host:5432/db",
+    f"https://me:pass/word@{PLANTED}@host/x",
+    f"https://{PLANTED}@host/x.json",
+    f"https://host/x.json?sig={PLANTED}&se=2026",
+    f"https://host/x.json?X-Amz-Expires=9&X-Amz-Signature={PLANTED}#part",
+    f"s3://bucket/x.json?AWSAccessKeyId={PLANTED}",
+    f"hf_{PLANTED}",
+    f"ghp_{PLANTED}",
+)
+PLAIN = (
+    "https://host:8080/a@b?max_tokens=5&monkey=1",
+    "ssh://git@host/x",
+    "abfss://container@account.dfs.core.windows.net/x",
+    "hf://datasets/a/b@main/x.json",
+    "sqlite:////a/mlflow.db",
+    "write to me@host: see https://host",
+    "https://me:${oc.env:A_PASSWORD}@host/x?sig=${oc.env:A_TOKEN}",
+)
+
+
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_secrets_are_hidden_and_the_rest_stays(text):
+    assert PLANTED not in without_secrets(text) and "..." in without_secrets(text)
+    assert without_secrets(text)[:3] in (text[:3], "...") and without_secrets(f"{text}\nnext").endswith("\nnext")
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_is_no_secret_stays(text):
+    assert without_secrets(text) == text
+
+
+@pytest.mark.parametrize("said", [ConfigError, DataError, TrainingError, warning])
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_no_message_shows_a_secret(said, text):
+    assert PLANTED not in f"{said(f'{text} cannot be loaded')} {getattr(said(text), 'problems', '')}"
+
+
+@pytest.mark.parametrize("text", ADDRESSES)
+@pytest.mark.parametrize(
+    "key",
+    ["task.data_files.train", "task.model", "output_dir", "track.project", "track.notes", "track.tags", "task.label_names"],
+)
+def test_a_recipe_that_holds_a_secret_is_refused(key, text):
+    value = [text] if key in ("track.tags", "task.label_names") else text
+    with pytest.raises(ConfigError, match=rf"^{key}=.*holds a password or token.*write {key}='\$\{{oc.env:NAME\}}'") as caught:
+        Recipe.load("text_classification_demo", {key: value})
+    assert PLANTED not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", PLAIN[:-1])
+def test_a_recipe_with_any_other_address_is_not(text):
+    assert Recipe.load("text_classification_demo", {"track.notes": text}).track.notes == text
+
+
+def test_a_recipe_of_python_that_holds_a_secret_is_refused_before_anything_is_written(tmp_path):
+    recipe = Recipe(task=Tagging(), track=TrackConfig(notes=ADDRESSES[0]), output_dir=str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"track.notes=https://me:\.\.\.@host/x.json holds a password"):
+        recipe.validate()
+    assert not Path(recipe.output_dir).exists()
+
+
+def test_a_secret_of_the_environment_is_used(monkeypatch):
+    monkeypatch.setenv("A_PASSWORD", PLANTED)
+    recipe = Recipe.load("text_classification_demo", {"task.data_files.train": "https://me:${oc.env:A_PASSWORD}@host/x.json"})
+    assert recipe.task.data_files["train"] == ADDRESSES[0] and PLANTED not in recipe.to_yaml()
