@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -256,14 +257,14 @@ def test_a_request_that_gets_no_answer_is_made_again_over_a_new_connection(monke
         monkeypatch.setattr(attendance, name, value)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with cable_to(store.port) as (port, cut):
-        connect = partial(connect_to, "127.0.0.1", port, 1.0)
+        connect = Mock(side_effect=partial(connect_to, "127.0.0.1", port, 1.0))
         agent = Attendance(StorePlace(connect(), "job", connect), Machine("a", "a", "127.0.0.1"), 1, 1, Times(9), {})
         agent.say(ready_after=-1)
         agent.start()
         until(lambda: agent.membership is not None)
+        assert connect.call_count == 1
         cut()
-        until(lambda: agent.unanswered_s > 0.3)
-        until(lambda: agent.unanswered_s < 0.2)
+        until(lambda: connect.call_count == 2 and agent.unanswered_s == 0.0)
         agent.leave("")
 
 
