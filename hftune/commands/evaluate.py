@@ -126,7 +126,7 @@ def track_evaluation(recipe: Recipe, result: Score, evaluation: Evaluation, spli
     rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split == "eval" else evaluation.rows
     labels = ask(task, "labels", None)
     facts = {"model": result.model, "split": split, "samples": result.num_samples, "processes": result.world_size}
-    with tracked(recipe, facts) as tracker:
+    with tracked(recipe, facts) as (tracker, folder):
         tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
         tracker.log_predictions(step, rows, f"{split}/predictions")
         if "confusion_matrix" in metrics and labels is not None:
@@ -134,7 +134,7 @@ def track_evaluation(recipe: Recipe, result: Score, evaluation: Evaluation, spli
         if images := evaluation.images:
             captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
             tracker.log_images(step, images, captions, f"{split}/images")
-        write_rows(Path(recipe.output_dir) / "predictions.jsonl", rows, lambda: None)
+        write_rows(folder / "predictions.jsonl", rows, lambda: None)
 
 
 def weights_of(saved: Checkpoint, strategy: Strategy) -> SavedState:

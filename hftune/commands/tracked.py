@@ -17,7 +17,7 @@ from hftune.tracking.tracker import Tracker, check_trackers
 
 
 def as_run(recipe: Recipe, folder: Path, job_type: str) -> Recipe:
-    """Return the recipe of a run whose files go into the folder ``job_type`` of a training's output folder.
+    """Return the recipe of a run with files of its own, in a folder ``job_type`` of a training's output folder.
 
     Raises:
         ConfigError: the recipe names no tracker, or one that cannot be reached.
@@ -28,7 +28,7 @@ def as_run(recipe: Recipe, folder: Path, job_type: str) -> Recipe:
     own = replace(
         track,
         job_type=job_type,
-        run_name=f"{track.run_name or recipe.recipe} {job_type}",
+        run_name=track.run_name or recipe.recipe,
         group=track.group or os.environ.get("WANDB_RUN_GROUP") or Path(recipe.output_dir).resolve().name,
         upload="none",
         register=None,
@@ -40,26 +40,41 @@ def as_run(recipe: Recipe, folder: Path, job_type: str) -> Recipe:
 
 
 @contextmanager
-def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Tracker]:
+def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker, Path]]:
     """Open the trackers of ``as_run``, and close them when everything has been logged. Main process only.
+
+    Yields them with the folder for the run's files, whose name the run bears: that of an earlier evaluation stays as it is.
 
     Raises:
         ConfigError: the folder cannot be written, or a tracker does not start.
     """
-    folder = Path(recipe.output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _new_folder(Path(recipe.output_dir))
+        track = replace(recipe.track, run_name=f"{recipe.track.run_name} {folder.name}")
+        recipe = replace(recipe, track=track, output_dir=str(folder))
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--track: {folder} cannot be written: {error.strerror}.") from error
+        raise ConfigError(f"--track: {recipe.output_dir} cannot be written: {error.strerror}.") from error
     tracker = Tracker(recipe)
     try:
         tracker.start(recipe, 0, False, {}, facts)
-        yield tracker
+        yield tracker, folder
     except BaseException as error:
         tracker.end_early(Report(f"hftune: {type(error).__name__}: {error}"))
         raise
     tracker.close(f"{recipe.track.job_type} of {facts['model']}")
+
+
+def _new_folder(first: Path) -> Path:
+    """Make a folder of this name, with a number behind it if others have it already."""
+    folder, number = first, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
 
 
 def track_predictions(
@@ -73,9 +88,9 @@ def track_predictions(
     """
     from hftune.tracking.jsonl import write_rows
 
-    with tracked(recipe, facts) as tracker:
+    with tracked(recipe, facts) as (tracker, folder):
         tracker.log(0, None, {"predict/samples": len(rows)})
         tracker.log_predictions(0, rows, "predictions")
         if images:
             tracker.log_images(0, [pixels for pixels, _ in images], [caption for _, caption in images], "images")
-        write_rows(Path(recipe.output_dir) / "predictions.jsonl", rows, lambda: None)
+        write_rows(folder / "predictions.jsonl", rows, lambda: None)

@@ -32,6 +32,7 @@ TASKS = {
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
+    "TokenClassification": ("token-classification", "that tags the words of texts"),
 }
 """The Hub's name of each shipped task, and what its models do, by class."""
 INPUTS = {"image-classification": '["image.png"]', "image-to-image": '[("image.png", "mask.png")]'}

@@ -15,7 +15,7 @@ class Background:
         failed: called in that thread with the name of a call and the exception that it raised; later calls are made anyway.
     """
 
-    def __init__(self, name: str, failed: Callable[[str, Exception], None]):
+    def __init__(self, name: str, failed: Callable[[str, BaseException], None]):
         self._failed = failed
         self._calls: SimpleQueue[tuple[str, Callable[[], object], bool]] = SimpleQueue()
         self._is_over = False
@@ -44,6 +44,6 @@ class Background:
             name, call, _ = self._calls.get()
             try:
                 call()
-            except Exception as error:  # whatever a tracker's package raises
+            except BaseException as error:  # whatever a tracker's package raises: sys.exit, too, would end the thread
                 if not self._is_over:
                     self._failed(name, error)

@@ -1,4 +1,4 @@
-"""One run at MLflow: parameters, metrics, tables, images, files, model. Independent of training, which survives the server.
+"""One run at MLflow: parameters, metrics, tables, images, files, model. Training neither waits for the server nor needs it.
 
 Not Accelerate's MLflowTracker: it drops long parameters, raises in the middle of training if the server is gone, and cannot
 continue a run whose recipe has changed.
@@ -7,15 +7,16 @@ continue a run whose recipe has changed.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from hftune.checkpoints.output_dir import TrainResult
 from hftune.config import Recipe
 from hftune.config.recipe import flat
 from hftune.errors import ConfigError
+from hftune.secrecy import without_secrets
 from hftune.tracking.backend import EarlierRun, TrackerBackend
+from hftune.tracking.background import Background
 from hftune.tracking.console import is_number, note, warning
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ NOT_IN_FILE = ("system/", "best/", "test/")
 """First words of metrics that a run at MLflow may have without metrics.jsonl, which a resumed run begins without its test."""
 SEND_S = 1.0  # a request takes 25 ms, a step may take less: what one second brought is sent together
 RETRY_S = 60.0  # between two attempts to reach a server that does not answer
+HURRY_S = 3.0  # for the end of a run whose process ends within seconds
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds, and the number of retries
 MAX_METRICS, MAX_BATCH, MAX_VALUE = 1000, 100, 6000  # metrics, parameters in a request; characters of one: MLflow's bounds
 
@@ -50,7 +54,7 @@ def prepare_mlflow() -> None:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt; see _forgiven
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt; see _lose
 
 
 def tracking_uri() -> str:
@@ -93,7 +97,7 @@ def named_where_it_refuses(uri: str) -> Iterator[None]:
             yield
     except (MlflowException, OSError) as error:
         raise ConfigError(
-            f"track.with=mlflow: {_without_password(uri)} cannot be used: {_reason(error)}. Start that server, or set "
+            f"track.with=mlflow: {without_secrets(uri)} cannot be used: {_reason(error)}. Start that server, or set "
             f"MLFLOW_TRACKING_URI to a different one; without it, runs are kept in {STORE}."
         ) from error
 
@@ -122,8 +126,9 @@ class MlflowRun(TrackerBackend):
         self._params: Mapping[str, str] = {}  # that the run has, and cannot change
         self._known: set[tuple[str, int]] = set()  # names and steps of metrics that it had before, and of best/
         self._unsent: list[Any] = []
-        self._send_at = 0.0
+        self._send_at = math.inf  # until start has sent what the run lacks
         self._is_lost = False
+        self._background = Background("mlflow", self._lose)
         self._monitor: SystemMetricsMonitor | None = None  # until start has made it
 
     @classmethod
@@ -254,7 +259,7 @@ class MlflowRun(TrackerBackend):
             self.client.log_artifact(self.run_id, str(path))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record numbers of one step; they are sent once a second."""
+        """Record numbers of one step; they are sent once a second, and once a minute tried again."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -262,7 +267,8 @@ class MlflowRun(TrackerBackend):
         new = {name: value for name, value in numbers.items() if (name, step) not in self._known}
         self._unsent += [Metric(name, value, now_ms, step) for name, value in new.items()]
         if time.monotonic() >= self._send_at:
-            self._send()
+            self._send_at = math.inf  # one at a time
+            self._background.do("numbers", self._send)
 
     def log_best(self, step: int, metric: str, value: float) -> None:
         """Record value and step of the best evaluation as metrics, by which MLflow sorts runs."""
@@ -272,19 +278,19 @@ class MlflowRun(TrackerBackend):
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = {column: [row[column] for row in rows] for column in rows[0]}
-        self._attempt(self._send)  # before the table: a resumed run knows by its metrics what it has
-        self._attempt(lambda: self.client.log_table(self.run_id, columns, f"{name}/step_{step:08d}.json"))
+        self._do(self._send)  # before the table: a resumed run knows by its metrics what it has
+        self._do(self.client.log_table, self.run_id, columns, f"{name}/step_{step:08d}.json")
 
     def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
         """Record each image under a name of its own, so that one sees a sample change over the steps; captions as a table."""
         names = [f"{name}/{index}" for index in range(len(images))]
         for key, image_HWC in zip(names, images, strict=True):
-            self._attempt(partial(self.client.log_image, self.run_id, image_HWC, key=key, step=step))
+            self._do(partial(self.client.log_image, self.run_id, image_HWC, key=key, step=step))
         self.log_table(step, name, [{"image": key, "caption": text} for key, text in zip(names, captions, strict=True)])
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Set a tag for the last event of a level; MLflow itself sends no messages."""
-        self._attempt(lambda: self.client.set_tag(self.run_id, f"alert.{level}", _cut(f"{title}: {text}")))
+        self._do(self.client.set_tag, self.run_id, f"alert.{level}", _cut(f"{title}: {text}"))
 
     def close(self) -> None:
         """Send the files and models, and close the run. If the server is gone, say what it lacks."""
@@ -293,13 +299,13 @@ class MlflowRun(TrackerBackend):
             best = TrainResult.read(self._path("")).best
         if "metric" in best:
             self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
-        self._send()
-        self._attempt(self._stop_monitor)
+        self._background.do("numbers", self._send)
+        self._do(self._stop_monitor)
         for name in FILES:
-            self._attempt(partial(self._send_file, name))
-        if not self._is_lost:
-            self._send_models(best)
-        self._attempt(self._finish)
+            self._do(self._send_file, name)
+        self._background.do("models", partial(self._send_models, best))
+        self._do(self._finish)
+        self._wait()
         if self._is_lost:
             what = f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow."
             print(warning(f"{what} They are all in {self.recipe.output_dir}."), flush=True)
@@ -311,20 +317,21 @@ class MlflowRun(TrackerBackend):
             where = f" View it with `mlflow ui --backend-store-uri {self.uri}`."
         elif self.uri.startswith("http"):
             experiment = self.client.get_run(self.run_id).info.experiment_id
-            where = f" View it at {_without_password(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
+            where = f" View it at {without_secrets(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
         print(note(f"MLflow has recorded this run as {self.run_id}.{where}"), flush=True)
 
     def _send_models(self, best: Mapping[str, Any]) -> None:
         """Send the models of ``track.upload``, and register the best one."""
         from hftune.tracking.mlflow_model import log_model, register
 
+        if self._is_lost:
+            return
         sources = {}
         models = [
             name for name in MODELS[self.recipe.track.upload] if self._path(name).is_dir()
         ]  # no model_last without "eval"
         for name in models:
-            # A model takes its time, so this is not brief.
-            with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"), self._forgiven(is_brief=False):
+            with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"):
                 sources[name] = log_model(self.recipe, self.run_id, self.uri, name)
         if (name := self.recipe.track.register) and "model" in sources:
             with self._reported(f"The model was not registered at MLflow as {name}"):
@@ -349,47 +356,49 @@ class MlflowRun(TrackerBackend):
         self._end("FAILED")
 
     def _end(self, status: str) -> None:
-        self._send()
-        self._attempt(self._stop_monitor)
+        self._background.do("numbers", self._send)
+        self._do(self._stop_monitor)
         if self.run_id is not None:
-            self._attempt(lambda: self.client.set_terminated(self.run_id, status))
+            self._do(self.client.set_terminated, self.run_id, status)
+        self._wait(HURRY_S)
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None:
             self._monitor.finish()
 
     def _send(self) -> None:
-        was_lost, self._is_lost = self._is_lost, False
-        with self._forgiven(is_known=was_lost):
+        self._send_at = time.monotonic() + RETRY_S
+        with briefly():
             while self._unsent:
-                self.client.log_batch(self.run_id, metrics=self._unsent[:MAX_METRICS])
-                del self._unsent[:MAX_METRICS]
-            if was_lost:
-                print(note("MLflow answers again and has received everything that it missed."), flush=True)
-        self._send_at = time.monotonic() + (RETRY_S if self._is_lost else SEND_S)
+                batch = self._unsent[:MAX_METRICS]
+                self.client.log_batch(self.run_id, metrics=batch)
+                del self._unsent[: len(batch)]  # training may have added others by now
+        self._send_at = time.monotonic() + SEND_S
+        if self._is_lost:
+            self._is_lost = False
+            print(note("MLflow answers again and has received all values that it missed."), flush=True)
 
-    def _attempt(self, send: Callable[[], Any]) -> None:
-        """Make requests and forgive a failure; make none if the server did not answer the last time."""
-        if not self._is_lost:
-            with self._forgiven():
-                send()
+    def _do(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make requests in the background; none if the server did not answer the last time."""
 
-    @contextmanager
-    def _forgiven(self, is_known: bool = False, is_brief: bool = True) -> Iterator[None]:
-        """Continue if the server fails, and say so unless it is known."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            if is_brief:
+        def make() -> None:
+            if not self._is_lost:
                 with briefly():
-                    yield
-            else:
-                yield
-        except (MlflowException, OSError) as error:
+                    call(*args)
+
+        self._background.do("", make)
+
+    def _lose(self, _: str, error: BaseException) -> None:
+        """Say that a request failed, unless it is known."""
+        if not self._is_lost:
             self._is_lost = True
-            if not is_known:
-                what = f"Logging to MLflow at {_without_password(self.uri)} failed: {_reason(error)}."
-                print(warning(f"{what} Training continues and will retry."), flush=True)
+            what = f"Logging to MLflow at {without_secrets(self.uri)} failed: {_reason(error)}."
+            print(warning(f"{what} Training continues and will retry."), flush=True)
+
+    def _wait(self, limit_s: float | None = None) -> None:
+        done = threading.Event()
+        self._background.do("", done.set)
+        done.wait(limit_s)
 
     def _path(self, name: str) -> Path:
         return Path(self.recipe.output_dir) / name
@@ -401,19 +410,6 @@ def _clean(name: str) -> str:
 
 def _cut(value: str) -> str:
     return value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE - 1]}…"
-
-
-def _without_password(uri: str) -> str:
-    """Return an address without its possible secrets: user and password, and the values of a query.
-
-    A password should spell / and @ as %2F and %40, but does not always: everything up to the last @ goes.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        return uri
-    address, mark, query = rest.rpartition("@")[2].partition("?")
-    names = [f"{name}=..." for name, value in parse_qsl(query, keep_blank_values=True) if value]
-    return f"{scheme}{separator}{address}{mark}{'&'.join(names) or '...' * bool(query)}"
 
 
 def _reason(error: BaseException) -> str:

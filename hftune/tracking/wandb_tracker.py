@@ -284,7 +284,7 @@ class WandbRun(TrackerBackend):
                 os.environ.pop("WANDB_DATA_DIR", None)
         return is_done
 
-    def _say_lost(self, name: str, error: Exception) -> None:
+    def _say_lost(self, name: str, error: BaseException) -> None:
         """Say once for each kind of call that it failed; others, and later ones, may succeed."""
         if name not in self._lost:
             self._lost.add(name)

@@ -24,9 +24,11 @@ from hftune import ConfigError, Recipe, TrainingError, load_model, train
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import flat
 from hftune.errors import Interrupted
+from hftune.tracking import mlflow_tracker
 from hftune.tracking import tracker as tracking
+from hftune.tracking.backend import EarlierRun
 from hftune.tracking.console import short
-from hftune.tracking.mlflow_tracker import _without_password
+from hftune.tracking.mlflow_tracker import MlflowRun
 from tests.support.runs import DATA, TINY, Run, train_on
 from tests.support.tasks import Signs, Trapped
 
@@ -370,7 +372,7 @@ def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkey
     with pytest.raises(ConfigError) as caught:
         train(points("task.trap=no such trap", "output_dir=outputs/refused"))
     assert str(caught.value) == (
-        f"track.with=mlflow: http://127.0.0.1:{port} cannot be used: Connection refused. Start that server, or set "
+        f"track.with=mlflow: http://me:...@127.0.0.1:{port} cannot be used: Connection refused. Start that server, or set "
         "MLFLOW_TRACKING_URI to a different one; without it, runs are kept in outputs/mlflow.db."
     )
     assert not Path("outputs/refused/recipe.yaml").exists()
@@ -470,20 +472,35 @@ def test_server_gets_one_run_of_two_processes_and_may_die_during_the_next(server
     assert "Traceback" not in said and "gets nothing more" not in said
 
 
-@pytest.mark.parametrize(
-    ("uri", "shown"),
-    [
-        ("http://user:pass@host:5000/x", "http://host:5000/x"),
-        ("http://user:p@ss@host", "http://host"),
-        ("http://user:p/ss@host/x", "http://host/x"),
-        ("https://host/x?token=SECRET&a=b#c", "https://host/x?token=...&a=..."),
-        ("https://host/x?SECRET", "https://host/x?..."),
-        ("sqlite:////a/mlflow.db", "sqlite:////a/mlflow.db"),
-        ("databricks", "databricks"),
-    ],
-)
-def test_what_may_be_secret_in_an_address_is_not_shown(uri, shown):
-    assert _without_password(uri) == shown
+def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch, capsys):
+    """It accepts requests and never answers, as one that has run out of memory does."""
+    monkeypatch.setattr(mlflow_tracker, "RETRY_S", 0.1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tracker = MlflowRun(points(f"output_dir={tmp_path}/hung", "track.project=hung"))
+    tracker.start({}, EarlierRun())
+    answering = tracker.client
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        tracker.client = mlflow.MlflowClient(f"http://127.0.0.1:{hanging.getsockname()[1]}")
+        until = time.monotonic() + 0.9  # before the first request gives up
+        for step in range(1, 4):
+            tracker.log(step, {"train/loss": 1 / step})
+            tracker.log_table(step, "eval/samples", [{"text": "one"}])
+            tracker.log_images(step, "eval/images", [np.zeros((2, 2, 3), np.uint8)], ["black"])
+            tracker.alert("late", "very", "warning")
+            tracker.log_best(step, "accuracy", 0.5)
+        assert time.monotonic() < until
+        tracker._wait()
+        assert capsys.readouterr().out.count("Training continues and will retry.") == 1
+    tracker.client = answering
+    while tracker._is_lost:
+        tracker.log(4, {"train/loss": 0.25})
+        time.sleep(0.05)
+    tracker.close()
+    assert "MLflow answers again and has received all values that it missed." in capsys.readouterr().out
+    run = only_run(experiment="hung")
+    assert sorted(set(history(run, "train/loss"))) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert run.info.status == "FINISHED" and history(run, "best/step") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):

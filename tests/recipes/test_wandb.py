@@ -306,11 +306,15 @@ def test_late_server_gets_an_online_run_of_two_processes_with_everything(server,
 
     server.late_s = 0.0
     texts = ["--text", "Great soup.", "--text", "Cold and late."]
-    for words in (["evaluate", str(folder), "--track"], ["predict", str(folder), "--track", *texts]):
+    again = ["predict", str(folder), "--track", "--text", "Fine."]
+    for words in (["evaluate", str(folder), "--track"], ["predict", str(folder), "--track", *texts], again):
         done = Command(1, *words, module="hftune.cli", **variables(tmp_path, server))
         assert done.returncode == 0, done.communicate()
-    training, evaluation, prediction = server.runs.values()
-    assert [one.told("jobType") for one in server.runs.values()] == ["train", "evaluate", "predict"]
+    training, evaluation, prediction, second = server.runs.values()
+    assert [one.told("jobType") for one in server.runs.values()] == ["train", "evaluate", "predict", "predict"]
+    assert [one.told("displayName") for one in (prediction, second)] == ["yelp_demo predict", "yelp_demo predict-2"]
+    kept_rows = {name: (folder / name / "predictions.jsonl").read_text() for name in ("predict", "predict-2")}
+    assert "Great soup." in kept_rows["predict"] and "Fine." in kept_rows["predict-2"]
     assert {one.told("groupName") for one in server.runs.values()} == {"out"} and training is run
     (row,) = evaluation.history
     assert (row["_step"], row["eval/accuracy"]) == (result["best"]["step"], result["best"]["value"])

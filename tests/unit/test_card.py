@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from huggingface_hub import ModelCard
 
-from hftune import Recipe, Task
-from hftune.reporting.card import CARD, add_card, card, for_repository, read_facts
+from hftune import Recipe, Task, tasks
+from hftune.reporting.card import CARD, add_card, card, for_repository, purpose, read_facts
 
 BERT, YELP = "a" * 40, "b" * 40
 RESULT = {
@@ -238,3 +238,9 @@ def test_card_that_cannot_be_written_costs_one_line_and_not_the_run(folder, tmp_
     add_card(tmp_path / "out", facts.recipe, RESULT)
     assert capsys.readouterr().out == ""
     assert (tmp_path / "out" / "model" / CARD).read_text().startswith("---\n")
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.__all__ if issubclass(getattr(tasks, name), Task)])
+def test_every_shipped_task_has_its_words_and_the_hubs_name(name):
+    tag, words = purpose(getattr(tasks, name)())
+    assert tag is not None and words.startswith("that ")
