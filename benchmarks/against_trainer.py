@@ -124,7 +124,7 @@ def recipe_of(name: str, options: argparse.Namespace, folder: Path, turn: int) -
     case = CASES[name]
     words = [*case.settings, *COMMON, *(word.format(options.data) for word in case.real if options.data), f"seed={1 + turn}"]
     if name == "images":
-        words += [f"task.data_dir={image_folder(options, folder)}"]
+        words += [f"task.data_dir={image_folder(options, folder)}", "task.eval_split=test"]
     words += [f"task.max_train_samples={options.train}", f"task.max_eval_samples={options.evaluate}"]
     if options.max_epochs:
         words += [f"train.epochs={options.max_epochs}", "eval.every=epoch"]

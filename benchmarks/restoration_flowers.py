@@ -23,6 +23,7 @@ from hftune.data.augmentation import augmented
 from hftune.metrics.restoration import measure, summarise
 
 SETTINGS = (
+    "task.test_split=test",
     "task.width=16",
     "train.micro_batch_size=6",
     "train.lr=2e-3",
@@ -53,8 +54,8 @@ def inpainters() -> dict:
 
 
 def compare(recipe: Recipe, model_dir: Path) -> dict[str, dict[str, float]]:
-    """Return each way's metrics over the evaluation images."""
-    trained, pictures = load_model(model_dir), recipe.task.datasets()["eval"]
+    """Return each way's metrics over the test images."""
+    trained, pictures = load_model(model_dir), recipe.task.datasets()["test"]
     rows: dict[str, list] = {}
     for place in range(len(pictures)):
         sample = pictures[place]
@@ -125,12 +126,12 @@ def measure_all(options: argparse.Namespace) -> None:
     rows = [(way, *(f"{metrics[name]:.3f}" for name in SHOWN)) for way, metrics in found.items()]
     counts = {part: len(data) for part, data in recipe.task.datasets().items()}
     epochs = result.steps / -(-counts["train"] // recipe.train.batch_size)
-    title = f"{counts['eval']} images of {options.folder.name}, {epochs:.1f} epochs on {counts['train']} others"
+    title = f"{counts['test']} images of {options.folder.name}, {epochs:.1f} epochs on {counts['train']} others"
     table = print_table(title, ("", *SHOWN), rows)
     loading, computing = loading_share(recipe)
     print(f"A step of {recipe.train.batch_size}: loading {loading * 1e3:.1f} ms, forward and backward {computing * 1e3:.1f} ms")
     inside = {way: f"{metrics['psnr_inside']:.2f}" for way, metrics in found.items()}
-    what = f"PSNR inside the masks of {counts['eval']} images ({options.folder.name})"
+    what = f"PSNR inside the masks of {counts['test']} images ({options.folder.name})"
     what += f", {epochs:.0f} epochs on {counts['train']} others"
     others = ", ".join(f"{way} {number}" for way, number in inside.items() if way not in ("hftune", "damaged"))
     save(__file__, options, [table], {what: f"{inside['hftune']} dB; {others}"})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_trust_code, find_modules_here
-from hftune.data.files import held_out_key
+from hftune.data.files import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -56,11 +56,9 @@ def run(options: argparse.Namespace) -> int:
 
 def with_evaluation(recipe: Recipe) -> Recipe:
     """Return the recipe of a run that never evaluates as one that does, or raise ConfigError if it names no data for it."""
-    files = getattr(recipe.task, "data_files", None)
-    if files and "eval" not in files and held_out_key(recipe.task) is None:
-        raise ConfigError(
-            "This run has no evaluation data (eval.every=never). Name some: task.data_files.eval=..., or --split test."
-        )
+    if not names_eval_data(recipe.task) and held_out_key(recipe.task) is None:
+        key = "data_files.eval" if getattr(recipe.task, "data_files", None) else "eval_split"
+        raise ConfigError(f"This run has no evaluation data (eval.every=never). Name some: task.{key}=..., or --split test.")
     return replace(recipe, eval=replace(recipe.eval, every="epoch"))
 
 

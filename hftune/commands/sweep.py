@@ -344,7 +344,9 @@ class Runner:
         self.running: dict[int, tuple[Trial, subprocess.Popen, float]] = {}
         """By slot."""
         self.signal = 0
-        """Of the first signal that asked to stop."""
+        """The last signal that asked to stop."""
+        self._told: set[int] = set()
+        """Processes that it was passed on to: one that starts as it comes must get it, too."""
 
     def run(self) -> None:
         """Train.
@@ -362,6 +364,8 @@ class Runner:
                     self._start()
                     if not self.running:
                         return
+                    if self.signal:
+                        self._pass_on()
                     time.sleep(POLL_S)
                     self._collect()
             finally:
@@ -388,6 +392,12 @@ class Runner:
                 )
             self.running[slot] = trial, process, time.monotonic()
             print(f"{trial.name}: started", flush=True)
+
+    def _pass_on(self) -> None:
+        for _, process, _ in self.running.values():
+            if process.pid not in self._told:
+                self._told.add(process.pid)
+                process.send_signal(signal.SIGTERM)
 
     def _collect(self) -> None:
         for slot, (trial, process, began) in list(self.running.items()):
@@ -425,9 +435,7 @@ class Runner:
             if not self.signal:
                 print("Stopping after the current step of each trial; Ctrl-C again ends them at once.", flush=True)
             self.signal = number
-            for _, process, _ in self.running.values():
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
+            self._told.clear()
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup

@@ -68,10 +68,17 @@ def held_out_problems(task: Any) -> Iterator[str]:
 
 def held_out_key(task: Any) -> str | None:
     """Return the key by which a task holds out training rows, with its value; None if it holds out none."""
-    for name in ("eval_fold", "eval_share"):
-        if (value := getattr(task, name, None)) is not None:
+    for name, field in {"eval_fold": "eval_fold", "eval_share": "held_out_share"}.items():
+        if (value := getattr(task, field, None)) is not None:
             return f"task.{name}={value}"
     return None
+
+
+def names_eval_data(task: Any) -> bool:
+    """Return whether the keys of a task name evaluation data; one that has no such keys is taken to have some."""
+    if files := getattr(task, "data_files", None):
+        return "eval" in files
+    return getattr(task, "eval_split", "") is not None or ":" in task.dataset
 
 
 MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight")

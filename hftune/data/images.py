@@ -177,6 +177,8 @@ class Source:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Columns of images and labels, by their keys."""
     all_columns: Sequence[str] = ()
+    splits: Sequence[str] = ()
+    """All splits of the data set, if it names them."""
 
 
 def load_idx(folder: str, split: str, part: Part, form: Form) -> Source:
@@ -238,7 +240,8 @@ def load_rows(
     encoded = _Encoded(raw, image_column, split)
     images = encoded.several_sizes(form, labels) if isinstance(form, Uncropped) else Images(encoded.decode(form), labels)
     chosen = dict(zip(columns, (image_column, label_column), strict=True))
-    return Source(images, names and list(names), numbers, rows.data.num_rows, raw[image_column], chosen, rows.column_names)
+    shown, splits = rows.column_names, [] if data_files else list(rows.info.splits or ())
+    return Source(images, names and list(names), numbers, rows.data.num_rows, raw[image_column], chosen, shown, splits)
 
 
 def _columns(rows: datasets.Dataset, split: str, columns: Mapping[str, str | None]) -> tuple[str, str]:

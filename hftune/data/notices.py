@@ -50,11 +50,20 @@ def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
     if task.eval_fold is not None:
         fold, num_folds = task.eval_fold
         return [f"task.eval_fold={task.eval_fold}: evaluated on fold {fold} of {num_folds} (from 0), trained on the others."]
-    if task.eval_share is None:
+    if (key := held_out_key(task)) is None:
         return []
+    return [f"{key}: a share of the {total:,} {what} of the train split is evaluated on instead, the same in every run."]
+
+
+def unused_splits(task: Any, names: Iterable[str]) -> list[str]:
+    """Return a notice of the splits that a data set has besides those that a task uses."""
+    used = {split and split.partition("[")[0] for split in (task.train_split, task.eval_split, task.test_split)}
+    if not (unused := [name for name in names if name not in used]):
+        return []
+    which = f"the split {unused[0]}" if len(unused) == 1 else f"the splits {' and '.join(unused)}"
     return [
-        f"task.eval_share={task.eval_share}: a share of the {total:,} {what} of the train split is evaluated on instead, the "
-        "same in every run."
+        f"The data set has {which}, too, which nothing uses: task.eval_split names the one to choose the best model by, "
+        "task.test_split the one to test it on."
     ]
 
 

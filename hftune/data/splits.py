@@ -35,10 +35,10 @@ class HeldOut:
 
     @classmethod
     def of(cls, task: Any, in_order: bool = False) -> HeldOut | None:
-        """Return what a task with the fields ``eval_share`` and ``eval_fold`` holds out; None if it holds out nothing."""
+        """Return what a task with ``held_out_share`` and ``eval_fold`` holds out; None if it holds out nothing."""
         if task.eval_fold is not None:
             return cls(fold=(task.eval_fold[0], task.eval_fold[1]), in_order=in_order)
-        return None if task.eval_share is None else cls(task.eval_share, in_order=in_order)
+        return None if task.held_out_share is None else cls(task.held_out_share, in_order=in_order)
 
     def indices(self, num_rows: int, labels: Labels | None = None, row_of: Callable[[int], int] = int) -> Pair:
         """Return the indices of both parts; see ``split_off`` and ``split_fold``."""
@@ -62,7 +62,7 @@ class Part:
 
     @classmethod
     def of(cls, task: Any, split: str, counts: Mapping[str, int | None], in_order: bool = False) -> Part:
-        """Return the part that a task with the fields ``eval_share`` and ``eval_fold`` says.
+        """Return the part that a task with ``held_out_share`` and ``eval_fold`` says.
 
         A share is held out before rows are counted, so that the evaluation rows do not depend on the number of training rows.
         Folds are those of the training rows that are counted: together they evaluate each of these once.

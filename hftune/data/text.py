@@ -162,13 +162,14 @@ def _select(rows: datasets.Dataset, indices: np.ndarray) -> datasets.Dataset:
 
 @contextmanager
 def _explaining_eval_split(split: str) -> Iterator[None]:
-    """If the evaluation split does not exist, say what else can be done."""
+    """If the split to evaluate on does not exist, say what else can be done."""
     try:
         yield
     except DataError as error:
-        if split != "eval" or "nknown split" not in str(error):
+        if split == "train" or "nknown split" not in str(error):
             raise
-        raise DataError(f"{error} Set task.eval_split to one of them, {NO_EVAL_DATA}.") from error
+        instead = NO_EVAL_DATA if split == "eval" else "or to null"
+        raise DataError(f"{error} Set task.{split}_split to one of them, {instead}.") from error
 
 
 def _of(data_files: Mapping[str, Any] | None, split: str) -> str:

@@ -60,7 +60,7 @@ class ImageClassification(ImageTask):
     """Data set name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with
     data_files; or module:function that returns rows."""
     data_dir: str | None = None
-    """Folder with the files of imagefolder (train/CLASS/*.jpg, test/CLASS/*.jpg) or idx."""
+    """Folder with the files of imagefolder (train/CLASS/*.jpg, and so on) or idx."""
     width: int = 1
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
     dropout: float = 0.5
@@ -108,7 +108,7 @@ class ImageClassification(ImageTask):
 
         minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
         return [
-            *self._split_problems(folders=("train_split", "eval_split")),
+            *self._split_problems(folders=("train_split", "eval_split", "test_split")),
             *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
             *bound_problems(self, minimum),
             *name_problems(self),
@@ -301,7 +301,7 @@ class ImageClassification(ImageTask):
         return not (self.label_names or self._sources["train"].label_names)
 
     def datasets(self) -> dict[str, Images | SeveralSizes]:
-        """Return both splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
+        """Return the splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
         return dict(self._images)
 
     @cached_property
@@ -360,7 +360,8 @@ class ImageClassification(ImageTask):
         from hftune.data.labels import name_notices
 
         totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
-        messages = [*notices.ignored_splits(self), *self._column_notices()]
+        messages = [*notices.ignored_splits(self), *notices.unused_splits(self, self._sources["train"].splits)]
+        messages += self._column_notices()
         messages += [*notices.held_out(self, totals["train"][1], "images"), *notices.left_out(self._kept(totals), "images")]
         messages += name_notices(self.labels, self._are_labels)
         if self._is_of_transformers:

@@ -88,7 +88,7 @@ class ImageRestoration(ImageTask):
         return INSTEAD
 
     def datasets(self) -> dict[str, Pictures]:
-        """Return both splits; see ``Pictures`` for a sample."""
+        """Return the splits; see ``Pictures`` for a sample."""
         return {split: self._pictures(split, source_split) for split, source_split in self._source_splits.items()}
 
     def _pictures(self, split: str, source_split: str) -> Pictures:
@@ -222,7 +222,9 @@ class ImageRestoration(ImageTask):
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         messages = [f"Training on {crops}; evaluation on whole images{padded}."]
-        messages += notices.ignored_splits(self)
+        folders = Path(self.data_dir).expanduser().iterdir() if self.data_dir and not self.data_files else ()
+        splits = sorted(path.name for path in folders if path.is_dir()) or datasets["train"].rows.info.splits or ()
+        messages += [*notices.ignored_splits(self), *notices.unused_splits(self, () if self.data_files else splits)]
         totals = {split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}
         messages += notices.held_out(self, totals["train"][1], "images")
         messages += notices.left_out(self._kept(totals), "images")

@@ -17,6 +17,8 @@ from hftune.task import Task
 
 CONFIG = "config.json"
 """File beside the weights that describes the network."""
+DEFAULT_SHARE = 0.1
+"""Of the training images, to evaluate on if nothing else is said."""
 
 
 @dataclass
@@ -37,15 +39,19 @@ class ImageTask(Task):
     data_dir: str | None = None
     """Folder with the images of imagefolder."""
     data_files: dict[str, Any] | None = None
-    """Your own files: data_files.train and data_files.eval, each a path, a glob or a list of them. Used instead of dataset.
-    Without eval, set eval_share, or eval.every=never."""
+    """Your own files: data_files.train, and optionally eval and test, each a path, a glob or a list of them. Used instead of
+    dataset."""
     train_split: str = "train"
     """Split of the data set to train on."""
-    eval_split: str = "test"
-    """Split of the data set to evaluate on."""
+    eval_split: str | None = None
+    """Split of the data set to evaluate on while training, and to choose the best model by, such as validation. null: images
+    held out of the training images, unless data_files.eval or a function provides others."""
+    test_split: str | None = None
+    """Split of the data set on which the best model is evaluated once, at the end. null: none, unless there are
+    data_files.test."""
     eval_share: float | None = None
-    """Share of the training images to hold out and evaluate on, such as 0.1, if there are no evaluation data: random ones, the
-    same in every run, of each class its share. null: the evaluation data are files, folders or a split of their own."""
+    """Share of the training images to hold out and evaluate on: random ones, the same in every run, of each class its share.
+    null: 0.1 if nothing else provides evaluation images."""
     eval_fold: list[int] | None = None
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
     max_train_samples are then the images of all folds together. `hftune folds` sets it; it takes no restoration."""
@@ -81,10 +87,11 @@ class ImageTask(Task):
         """
         from hftune.data.files import data_file_problems, held_out_key, held_out_problems, image_folder_problems
 
-        needs_eval = self.evaluates and held_out_key(self) is None
         yield from held_out_problems(self)
-        yield from data_file_problems(self.dataset, self.data_files, optional=(), needs_eval=needs_eval)
-        splits = {f"task.{name}": getattr(self, name) for name in folders if needs_eval or name != "eval_split"}
+        if self.eval_split is not None and (key := held_out_key(self)) and not self.data_files and ":" not in self.dataset:
+            yield f"{key} takes evaluation images from the training images, but task.eval_split={self.eval_split} names others."
+        yield from data_file_problems(self.dataset, self.data_files, needs_eval=False)
+        splits = {f"task.{name}": value for name in folders if (value := getattr(self, name)) is not None}
         if self.data_dir is not None or not self.data_files:
             yield from image_folder_problems(self.dataset, self.data_dir, splits)
 
@@ -93,13 +100,25 @@ class ImageTask(Task):
         """Names of the splits in the data set, by split; that of the training images for those that are held out of them."""
         from hftune.data.files import held_out_key
 
-        source = self.eval_split if held_out_key(self) is None else self.train_split
-        return {"train": self.train_split, **({"eval": source} if self.evaluates else {})}
+        splits = {"train": self.train_split}
+        if self.evaluates:  # files and functions have no names of splits
+            splits["eval"] = self.train_split if held_out_key(self) or self.eval_split is None else self.eval_split
+        if "test" in self.data_files if self.data_files else self.test_split is not None and ":" not in self.dataset:
+            splits["test"] = self.test_split or ""
+        return splits
+
+    @property
+    def held_out_share(self) -> float | None:
+        """Share of the training images to evaluate on; None if others are named, or none are needed."""
+        from hftune.data.files import names_eval_data
+
+        is_default = self.eval_share is None and self.eval_fold is None and self.evaluates and not names_eval_data(self)
+        return DEFAULT_SHARE if is_default else self.eval_share
 
     @property
     def _counts(self) -> dict[str, int | None]:
         """Number of images to use, by split; None for all."""
-        return {"train": self.max_train_samples, "eval": self.max_eval_samples}
+        return {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": None}
 
     def _kept(self, totals: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         """Return those of ``totals``, the images used and all images of each split, that a limit applies to."""

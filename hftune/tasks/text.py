@@ -148,6 +148,11 @@ class TextTask(Task):
         return {**splits, "test": ""} if "test" in (self.data_files or {}) else splits
 
     @property
+    def held_out_share(self) -> float | None:
+        """Share of the training rows to evaluate on."""
+        return self.eval_share
+
+    @property
     def _counts(self) -> dict[str, int | None]:
         """Number of rows to use, by split; None for all."""
         return {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": None}

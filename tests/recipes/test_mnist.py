@@ -244,4 +244,6 @@ def test_shared_mnist_trains_from_its_own_files(tmp_path):
         pytest.skip("MNIST is not on this machine (set HFTUNE_TEST_DATA to the folder that holds mnist/)")
     words = ["task.dataset=idx", f"task.data_dir={folder}", "task.max_eval_samples=2000", "train.max_steps=60"]
     made = Run(train(Recipe.load("mnist_best", *words, f"output_dir={tmp_path}/out")).output_dir)
-    assert made.result["metrics"]["accuracy"] > 0.8
+    assert made.result["metrics"]["accuracy"] > 0.8 and made.result["test"]["accuracy"] > 0.8
+    data = json.loads((made.folder / "run.json").read_text())["data"]
+    assert {split: found["samples"] for split, found in data.items()} == {"train": 54_000, "eval": 2_000, "test": 10_000}

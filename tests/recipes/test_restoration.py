@@ -103,7 +103,13 @@ def all_marked(tmp_path):
         for name, value in (("image", 90), ("mask", 255)):
             (tmp_path / split / name).mkdir(parents=True)
             Image.new("RGB", (16, 16), (value,) * 3).save(tmp_path / split / name / "0.png")
-    words = ("task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.mask_column=mask", "task.crop=null")
+    words = (
+        "task.dataset=imagefolder",
+        f"task.data_dir={tmp_path}",
+        "task.mask_column=mask",
+        "task.crop=null",
+        "task.eval_split=test",
+    )
     return (*words, "task.depth=1", "train.epochs=1", f"output_dir={tmp_path / 'out'}")
 
 

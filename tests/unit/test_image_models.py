@@ -120,7 +120,8 @@ def test_crops_are_cut_from_whole_images_with_their_own_aspect(tmp_path):
     for name in ("cat", "dog"):
         wide.save(tmp_path / "test" / name / "0.png")
     task = ImageClassification(
-        **fields(dataset="imagefolder", max_train_samples=None, augmentation={"crop": 0.5}), data_dir=str(tmp_path)
+        **fields(dataset="imagefolder", eval_split="test", max_train_samples=None, augmentation={"crop": 0.5}),
+        data_dir=str(tmp_path),
     )
     data = task.datasets()
     assert [sample["image"].shape for sample in data["train"]] == [(92, 37, 3), (37, 92, 3), (30, 20, 3)]
@@ -129,7 +130,7 @@ def test_crops_are_cut_from_whole_images_with_their_own_aspect(tmp_path):
     assert task.augment(data["train"][0], np.random.RandomState(0))["image"].shape == (32, 32, 3)
     (tmp_path / "train" / "dog" / "small.png").write_bytes(b"no image")
     again = ImageClassification(
-        **{**vars(of(tmp_path)), "model": None, **fields(dataset="imagefolder", augmentation={"crop": 0.5})},
+        **{**vars(of(tmp_path)), "model": None, **fields(dataset="imagefolder", eval_split="test", augmentation={"crop": 0.5})},
     )
     again.data_dir = str(tmp_path)
     assert refused(again, DataError).endswith("small.png) is not an image that can be read.")
@@ -208,7 +209,7 @@ def test_label_that_only_the_evaluation_has_is_named(tmp_path):
     for split, name in (("train", "cat"), ("train", "dog"), ("test", "cat"), ("test", "emu")):
         (tmp_path / split / name).mkdir(parents=True)
         PICTURES[0].save(tmp_path / split / name / "0.png")
-    task = ImageClassification(**fields(dataset="imagefolder"), data_dir=str(tmp_path))
+    task = ImageClassification(**fields(dataset="imagefolder", eval_split="test"), data_dir=str(tmp_path))
     assert refused(task, DataError) == (
         "Row 1 of the eval split has the label 'emu', which no image of the train split has. Add training images of it, or remove "
         "it; or list the classes to learn in task.label_names."

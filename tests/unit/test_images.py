@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 
 from hftune import ConfigError, DataError, Recipe
+from hftune.commands.evaluate_output import with_evaluation
+from hftune.config import EvalConfig
 from hftune.data.augmentation import Augmented, augmented
 from hftune.data.demo_digits import NUM_DIGITS, digits
 from hftune.data.images import move
@@ -42,7 +44,9 @@ def write_idx(folder: Path, images: np.ndarray = IMAGES, labels: np.ndarray = LA
 
 
 def of_idx(folder: Path, **fields: Any) -> ImageClassification:
-    return ImageClassification(**{"dataset": "idx", "data_dir": str(folder), "label_names": NAMES, **fields})
+    return ImageClassification(
+        **{"dataset": "idx", "data_dir": str(folder), "eval_split": "test", "label_names": NAMES, **fields}
+    )
 
 
 def write_folder(folder: Path, size: tuple[int, int] = (28, 28), mode: str = "L") -> Path:
@@ -57,7 +61,7 @@ def write_folder(folder: Path, size: tuple[int, int] = (28, 28), mode: str = "L"
 
 
 def of_folder(folder: Path, **fields: Any) -> ImageClassification:
-    return ImageClassification(**{"dataset": "imagefolder", "data_dir": str(folder), **fields})
+    return ImageClassification(**{"dataset": "imagefolder", "data_dir": str(folder), "eval_split": "test", **fields})
 
 
 def refused(task: ImageClassification) -> str:
@@ -238,7 +242,7 @@ def test_demo_function_and_its_cached_pixels_give_the_digits_as_drawn():
 
 
 def problems(**fields: Any) -> list[str]:
-    return ImageClassification(**{"dataset": "ylecun/mnist", **fields}).validate()
+    return ImageClassification(**{"dataset": "ylecun/mnist", "eval_split": "test", **fields}).validate()
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
@@ -385,6 +389,43 @@ def test_column_that_holds_no_images_is_refused(tmp_path):
     assert refused(ImageClassification(**fields, image_column="img")) == (
         "task.image_column=img is not a column of the train split. It has: image, label. Did you mean 'image'?"
     )
+
+
+def test_the_best_model_is_not_chosen_on_the_test_images(tmp_path):
+    folder = write_folder(tmp_path)
+    task = of_folder(folder, eval_split=None)
+    assert {split: len(images) for split, images in task.datasets().items()} == {"train": 3, "eval": 3}
+    held_out = "task.eval_share=0.1: a share of the 6 images of the train split is evaluated on instead, the same in every run."
+    unused = (
+        "The data set has the split test, too, which nothing uses: task.eval_split names the one to choose the best model by, "
+        "task.test_split the one to test it on."
+    )
+    assert [unused, held_out] == task.notices(task.datasets(), None)[:2]
+    tested = of_folder(folder, eval_split=None, test_split="test")
+    assert {split: len(images) for split, images in tested.datasets().items()} == {"train": 3, "eval": 3, "test": 6}
+    assert not any("nothing uses" in line for line in tested.notices(tested.datasets(), None))
+
+
+def test_images_are_held_out_only_if_nothing_else_is_said(tmp_path):
+    of_function = {"dataset": "tests.support.tasks:few_digits", "label_names": NAMES, "data_dir": None}
+    assert of_folder(tmp_path, eval_split=None).held_out_share == 0.1
+    assert of_folder(tmp_path).held_out_share is None
+    assert of_folder(tmp_path, **of_function, eval_split=None).held_out_share is None
+    assert of_folder(tmp_path, data_files={"train": "a.parquet", "eval": "b.parquet"}).held_out_share is None
+    assert of_folder(tmp_path, eval_split=None, eval_fold=[0, 2]).held_out_share is None
+    assert of_folder(tmp_path, **of_function, eval_split=None, eval_share=0.5).held_out_share == 0.5
+    never = Recipe(task=of_folder(write_folder(tmp_path), eval_split=None), eval=EvalConfig(every="never"))
+    assert never.task.held_out_share is None and never.task.datasets().keys() == {"train"}
+    with pytest.raises(ConfigError, match=r"This run has no evaluation data .* Name some: task.eval_split="):
+        with_evaluation(never)
+    assert "task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test names others." in (
+        of_folder(tmp_path, eval_share=0.5).validate()
+    )
+
+
+def test_a_test_split_that_a_folder_lacks_is_refused(tmp_path):
+    said = refused(of_folder(write_folder(tmp_path), test_split="last"))
+    assert said.endswith("Should be one of ['train', 'test']. Set task.test_split to one of them, or to null.")
 
 
 def test_split_that_a_folder_lacks_is_refused(tmp_path):

@@ -97,7 +97,9 @@ def write_pictures(folder: Path, seeds: dict[str, list[int]]) -> None:
 
 def test_pictures_of_both_parts_are_counted_whatever_their_names(tmp_path):
     write_pictures(tmp_path, {"train": [0, 1, 2, 3], "test": [3, 9, 0]})
-    task = Recipe.load("restoration_demo", "task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.crop=16").task
+    task = Recipe.load(
+        "restoration_demo", "task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.crop=16", "task.eval_split=test"
+    ).task
     said = task.notices(task.datasets(), task.build_model())
     assert "2 of the 3 images in the eval split are also in the train split: scores will look better than they are." in said
 

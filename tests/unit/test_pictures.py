@@ -40,13 +40,28 @@ def folder(tmp_path):
 
 def task(folder, **fields):
     columns = {"mask_column": "mask", "target_column": "target"}
-    return ImageRestoration(**{"data_dir": str(folder), "crop": 16, **columns, **fields})
+    return ImageRestoration(**{"data_dir": str(folder), "eval_split": "test", "crop": 16, **columns, **fields})
 
 
 def refusal(folder, **fields):
     with pytest.raises(DataError) as caught:
         task(folder, **fields).datasets()
     return str(caught.value)
+
+
+def test_the_best_network_is_not_chosen_on_the_test_images(folder):
+    own = task(folder, eval_split=None, crop=None)
+    data = own.datasets()
+    assert {split: len(pictures) for split, pictures in data.items()} == {"train": 1, "eval": 1}
+    (said,) = [line for line in own.notices(data, own.build_model()) if "nothing uses" in line]
+    assert said.startswith("The data set has the split test, too")
+    assert {
+        split: len(pictures) for split, pictures in task(folder, eval_split=None, test_split="test").datasets().items()
+    } == {
+        "train": 1,
+        "eval": 1,
+        "test": 2,
+    }
 
 
 def test_folders_are_put_together_by_name_whatever_the_suffix(folder):

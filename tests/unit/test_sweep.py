@@ -224,6 +224,26 @@ def test_a_signal_stops_all_trials_and_the_same_command_goes_on(trained, tmp_pat
     assert len(summary()["trials"]) == 4 and all(trial["state"] == "finished" for trial in summary()["trials"])
 
 
+def test_a_signal_that_comes_as_a_trial_starts_stops_it_too(trained, monkeypatch):
+    trained.state["stops"].touch()
+    popen = subprocess.Popen
+
+    def start(*args, **options):
+        process = popen(*args, **options)
+        timer = threading.Timer(20, process.kill)
+        timer.daemon = True
+        timer.start()
+        while not list(Path("outputs").rglob("began")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    began = time.monotonic()
+    assert swept("train.lr=1e-5,3e-5", "--jobs", "1") == 75
+    assert time.monotonic() - began < 15 and trained() == ["1e-5"]
+
+
 def test_optuna_searches_a_range_and_goes_on_with_more_trials(trained, capsys):
     pytest.importorskip("optuna")
     assert swept("train.lr=1e-5..1e-3", "train.schedule=linear,cosine", "--optuna", "3") == 0
