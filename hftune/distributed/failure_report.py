@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -89,10 +90,17 @@ def is_known(error: BaseException) -> bool:
 
 
 def is_second_hand(error: BaseException) -> bool:
-    """Say whether a failure elsewhere caused the error. OSError is left out: it is about files and other networks."""
+    """Say whether a failure elsewhere caused the error: one that torch raised, with words of a lost connection.
+
+    OSError is left out: it is about files and other networks.
+    """
     if isinstance(error, ElsewhereError):
         return True
-    return isinstance(error, RuntimeError) and not is_known(error) and any(sign in str(error) for sign in SECOND_HAND)
+    if not isinstance(error, RuntimeError) or is_known(error) or not any(sign in str(error) for sign in SECOND_HAND):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    place = Path(frame.f_code.co_filename)  # hftune's, where it waits for torch's C++
+    return "torch" in place.parts or place.is_relative_to(PACKAGE)
 
 
 def exit_code(error: BaseException) -> int:

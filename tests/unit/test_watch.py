@@ -345,18 +345,22 @@ def test_known_errors_are_messages_with_their_exit_code(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("file", "error", "expected"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
-        (dist.DistBackendError("NCCL error: remote process exited"), True),
-        (ElsewhereError("The main process failed"), True),
-        (RuntimeError("CUDA out of memory"), False),
-        (ConnectionResetError("Connection reset by peer"), False),  # a download's, or a pipe's
-        (TrainingError("NCCL"), False),
+        ("torch/distributed/c10d.py", RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (heartbeat.__file__, RuntimeError("Connection reset by peer"), True),
+        ("torch/distributed/c10d.py", dist.DistBackendError("NCCL error: remote process exited"), True),
+        ("task.py", ElsewhereError("The main process failed"), True),
+        ("task.py", RuntimeError("The index of documents: Connection refused"), False),  # of a server that a task asks
+        ("torch/nn/modules/module.py", RuntimeError("CUDA out of memory"), False),
+        ("torch/hub.py", ConnectionResetError("Connection reset by peer"), False),  # a download's, or a pipe's
+        ("task.py", TrainingError("NCCL"), False),
     ],
 )
-def test_an_error_is_second_hand_where_torch_tells_of_a_connection(error, expected):
-    assert is_second_hand(error) == expected
+def test_an_error_is_second_hand_where_torch_tells_of_a_connection(file, error, expected):
+    with pytest.raises(type(error)) as caught:
+        exec(compile("raise error", file, "exec"), {"error": error})
+    assert is_second_hand(caught.value) == expected
 
 
 def test_a_stall_in_a_library_is_located_in_the_hftune_code_that_called_it(monkeypatch):
