@@ -56,14 +56,16 @@ def inpainters() -> dict:
 def compare(recipe: Recipe, model_dir: Path) -> dict[str, dict[str, float]]:
     """Return each way's metrics over the test images."""
     trained, pictures = load_model(model_dir), recipe.task.datasets()["test"]
+    untrained = recipe.task.build_model().eval()
     rows: dict[str, list] = {}
     for place in range(len(pictures)):
         sample = pictures[place]
         whole_HWC, mask_HW = sample["image"], sample["mask"]
         damaged_HWC = np.where(mask_HW[..., None], np.uint8(recipe.task.fill), whole_HWC)
         restored = {name: way(damaged_HWC, mask_HW) for name, way in inpainters().items()}
-        (answer,) = trained.predict([(damaged_HWC, mask_HW.astype(np.uint8) * 255)])
-        restored["hftune"] = np.asarray(answer["image"])
+        given = [(damaged_HWC, mask_HW.astype(np.uint8) * 255)]
+        for name, (answer,) in (("untrained", recipe.task.predict(untrained, given)), ("hftune", trained.predict(given))):
+            restored[name] = np.asarray(answer["image"])
         for name, output_HWC in restored.items():
             pair = [torch.from_numpy(np.array(pixels)).permute(2, 0, 1) / 255 for pixels in (output_HWC, whole_HWC)]
             rows.setdefault(name, []).append(measure(*pair, torch.from_numpy(mask_HW)))
