@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,17 +20,6 @@ if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     Batch = dict[str, Tensor]
 
 Direction = Literal["max", "min"]
-
-RENAMED = {
-    "answer": ("predict", 2),
-    "pictures": ("sample_images", 4),
-    "pipeline": ("transformers_pipeline", 0),
-    "problems": ("validate", 0),
-    "remarks": ("notices", 2),
-}
-"""New names of Task methods, by their names before version 0.3, with the number of their arguments."""
-RENAMED_ATTRIBUTES = {"shown": "sample_fields", "metric_names": "metric_directions"}
-"""New names of Task's class attributes, likewise."""
 
 INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "anchor_column", "image_column", "mask_column")
 """Fields of tasks that name a column of their inputs, not of their labels."""
@@ -73,24 +61,6 @@ class Task(ABC):
     transformers model computes the cross-entropy of ``target`` together with its head, where there would be too many logits."""
     libraries: ClassVar[Sequence[str]] = ()
     """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods with names from before hftune 0.3, some of which now mean something different.
-
-        A helper that happens to have such a name is let through if it cannot be called as the old method was.
-
-        Raises:
-            TypeError: a method has an old name; the message gives the new one.
-        """
-        super().__init_subclass__(**options)
-        methods = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
-        if "predict" in methods and list(inspect.signature(methods["predict"]).parameters)[1:2] == ["outputs"]:
-            raise TypeError(f"{cls.__name__}.predict(outputs, model, batch) is called predictions(outputs, model, batch) now")
-        for name, (now, num_arguments) in RENAMED.items():
-            if name in methods and _takes(methods[name], num_arguments):
-                raise TypeError(f"{cls.__name__}.{name} is called {now} now; if it is a helper of your own, rename it")
-        if old := [name for name in RENAMED_ATTRIBUTES if name in vars(cls)]:
-            raise TypeError(f"{cls.__name__}.{old[0]} is called {RENAMED_ATTRIBUTES[old[0]]} now")
 
     def validate(self) -> list[str]:
         """Return the problems of the fields and of the files they name, one sentence each. Called before torch is imported."""
@@ -399,15 +369,6 @@ class BatchLossTask(Task):
 
     def loss(self, outputs: Any, target: Any) -> Tensor:
         return self.batch_losses(self.embed(outputs, target), self.batch_labels(target)).sum()
-
-
-def _takes(method: Any, num_arguments: int) -> bool:
-    """Return whether a method can be called with this number of arguments besides self."""
-    try:
-        inspect.signature(method).bind(*[None] * (1 + num_arguments))
-    except TypeError:
-        return False
-    return True
 
 
 def ask(task: Task, name: str, default: Any, *arguments: Any) -> Any:

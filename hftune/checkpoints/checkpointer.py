@@ -59,34 +59,27 @@ class Checkpoint:
     """SHA-256 of the files of tensors, by group; the same as of any other checkpoint of equal tensors."""
 
 
-def open_checkpoint(path: Path, to_resume: bool = True) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint and verify every byte of it.
-
-    Args:
-        to_resume: a training would go on from it, so it must be of this format; its weights can be read in any case.
 
     Raises:
         BrokenCheckpoint: a file is missing or has changed, or this version of hftune cannot read it.
     """
     with _readable(path):
-        return _open(path, to_resume)
+        manifest = _verify(path)
+        tensors = {}
+        for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
+            try:
+                tensors[file.stem] = load_file(file)
+            except SafetensorError as error:
+                raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
+        return Checkpoint(path, manifest["step"], _progress(path), tensors, tensor_hashes(manifest["files"]))
 
 
-def _open(path: Path, to_resume: bool) -> Checkpoint:
-    manifest = verify(path, to_resume)
-    tensors = {}
-    for file in sorted(path / name for name in manifest["files"] if name.endswith(".safetensors")):
-        try:
-            tensors[file.stem] = load_file(file)
-        except SafetensorError as error:
-            raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
-    return Checkpoint(path, manifest["step"], _progress(path), tensors, tensor_hashes(manifest["files"]))
-
-
-def verify(path: Path, to_resume: bool = True) -> dict[str, Any]:
-    """Verify every byte of a checkpoint without loading it, and return its manifest. Arguments and errors as above."""
+def verify(path: Path) -> dict[str, Any]:
+    """Verify every byte of a checkpoint without loading it, and return its manifest. Raises as ``open_checkpoint``."""
     with _readable(path):
-        return _verify(path, to_resume)
+        return _verify(path)
 
 
 @contextmanager
@@ -99,13 +92,8 @@ def _readable(path: Path) -> Iterator[None]:
         raise BrokenCheckpoint(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _verify(path: Path, to_resume: bool) -> dict[str, Any]:
+def _verify(path: Path) -> dict[str, Any]:
     manifest = _manifest(path)
-    if to_resume and manifest.get("format", 0) < FORMAT:
-        raise BrokenCheckpoint(
-            f"its format is {manifest.get('format', 0)}, of hftune 0.2, which made other micro-batches and drew other dropout: "
-            "this version would not go on as the run began"
-        )
     if not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("step"), int):
         raise BrokenCheckpoint("manifest.json lists no files or no step: hftune did not write it")
     for name, expected in manifest["files"].items():
@@ -147,11 +135,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         digest = manifest.pop("sha256")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise BrokenCheckpoint(f"manifest.json cannot be read ({type(error).__name__})") from error
-    if not isinstance(manifest.get("format", 0), int):
-        raise BrokenCheckpoint("manifest.json gives no number as its format: hftune did not write it")
-    if manifest.get("format", 0) > FORMAT:
+    if manifest.get("format") != FORMAT:
         raise BrokenCheckpoint(
-            f"its format is {manifest['format']}, and this hftune reads formats up to {FORMAT}: a newer hftune wrote it"
+            f"its format is {manifest.get('format')!r}, and this hftune reads format {FORMAT}: a different version wrote it"
         )
     if digest != _digest(manifest):
         raise BrokenCheckpoint("manifest.json has changed since it was written (its SHA-256 differs)")

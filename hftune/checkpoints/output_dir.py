@@ -21,7 +21,6 @@ from hftune.checkpoints.resume import Start, check_finished, find_start, leads_e
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.checkpoints.transfer import INCOMING
 from hftune.config import Recipe
-from hftune.distributed.consistency import DIGEST
 from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.rounds import present_round
@@ -34,8 +33,6 @@ OUT_OF_FOLD = "out_of_fold.jsonl"
 """Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
 PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
-NEW_STATE = {"last_improvement", "evaluations_since", "counted_step"}
-"""Fields of the state that the first checkpoints of hftune 0.3 lack; no run waited for an improvement then."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
 """Files that a run resumed into a new folder brings along."""
 
@@ -309,7 +306,7 @@ def read_state(path: str, values: Mapping[str, Any]) -> TrainState:
         ConfigError: a different version of hftune wrote it, whose state has other fields.
     """
     known = {item.name for item in fields(TrainState)}
-    if odd := sorted((values.keys() ^ known) - NEW_STATE):
+    if odd := sorted(values.keys() ^ known):
         raise ConfigError(
             f"{path} was written by a different version of hftune: its state differs in {', '.join(odd)}. Resume with that "
             "version; or start over with resume=never or a different output_dir."
@@ -329,11 +326,6 @@ def check_commits(path: str, before: Mapping[str, str], now: Mapping[str, str]) 
 
 def check_digests(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuse to resume on different data, or raise ConfigError."""
-    if not all(digest.startswith(DIGEST) for digest in before.values()):
-        raise ConfigError(
-            f"{path} was written by an older hftune, which recorded too little about its data to tell whether they are the "
-            "same. Finish it with that version, or start over with resume=never."
-        )
     # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
     if different := [name for name, digest in before.items() if now.get(name, digest) != digest]:
         raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")

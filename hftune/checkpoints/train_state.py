@@ -106,4 +106,4 @@ class RestoredState:
     micro_batch_size: dict[str, Any] = field(default_factory=dict)
     """See Provenance."""
     precision: str | None = None
-    """Of the steps so far; None at the beginning, and in checkpoints of hftune 0.2."""
+    """Of the steps so far; None at the beginning."""

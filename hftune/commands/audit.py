@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"Every {'other ' if result.skipped else ''}step used the samples of its plan{how_often(result)}.")
     else:
         print("The run has not finished a step yet.")
-    if result.chained:
-        print(f"The chain of {counted(result.chained, 'line')} is unbroken and ends in {result.end}.")
+    print(f"The chain of {counted(result.lines, 'line')} is unbroken and ends in {result.end}.")
     return 0
 
 

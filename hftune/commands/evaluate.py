@@ -152,7 +152,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         return None
     check_checkpoint(path)
     try:
-        return open_checkpoint(path, to_resume=False)
+        return open_checkpoint(path)
     except BrokenCheckpoint as error:
         raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
 

@@ -217,8 +217,6 @@ def verdict(outcome: Outcome) -> str:
     if all(found.is_bit_equal for _, found in compared):
         return f"{steps}: bit-equal{values}."
     if outcome.is_equal:
-        if found.loss is None:
-            return f"{steps}: the same samples{values}. An older hftune wrote it, without losses."
         loss, norm = (max(getattr(found, name) for _, found in compared) for name in ("loss", "grad_norm"))
         return f"{steps}: equal but for rounding, {loss:.1e} of the loss and {norm:.1e} of the norm at most{values}."
     wrong, found = next(pair for pair in compared if not pair[1].is_equal)
@@ -255,7 +253,7 @@ def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
                 f"{number:,}",
                 f"{step.loss:.6g}",
                 then[0],
-                "bit-equal" if found.is_bit_equal else "" if found.loss is None else f"{found.loss:.1e}",
+                "bit-equal" if found.is_bit_equal else f"{found.loss:.1e}",
                 f"{step.grad_norm:.6g}",
                 then[1],
                 short(step.lr),

@@ -32,8 +32,6 @@ SHOWN = 3
 EARLY_S = 20.0
 """How long to wait for the main process in the early comparison."""
 SPLITS = ("train", "eval", "test")
-DIGEST = "all:"
-"""Prefix of the digests of data; those of hftune 0.2, which covered little of them, have none."""
 
 
 def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
@@ -172,7 +170,7 @@ def data_digest(task: Task, dataset: Any) -> str:
             {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
         )
     )
-    return f"{DIGEST}{digest.hexdigest()}"
+    return f"all:{digest.hexdigest()}"
 
 
 def _plain(value: Any) -> Any:

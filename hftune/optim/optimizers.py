@@ -102,8 +102,7 @@ def own_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer | N
         ConfigError: it is not an optimizer, or does not hold each trainable parameter once; or the recipe has groups, too.
     """
     config, source = recipe.train, f"{type(recipe.task).__name__}.optimizer"
-    build = getattr(recipe.task, "optimizer", None)  # a field, in a task that is older than the method
-    optimizer = build(model, config) if callable(build) else None
+    optimizer = recipe.task.optimizer(model, config)
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -28,7 +28,7 @@ def circumstances(replayer: Replayer) -> list[Difference]:
     now: dict[str, Any] = {
         "code": own["code"],
         "packages": own["packages"],
-        "hardware": hardware(strategy.device) if then else {},  # ledgers of version 1 do not say
+        "hardware": hardware(strategy.device),
         "commits": replayer.task.commits(),
         "world_size": strategy.num_processes,
         "strategy": start.get("strategy") if replayer.change.without else type(strategy).__name__,

@@ -75,9 +75,9 @@ class ReplayedStep:
 class Difference:
     """How a replayed step compares with what the ledger says of it."""
 
-    loss: float | None
-    """Relative; None if the ledger has no losses, as that of older runs."""
-    grad_norm: float | None
+    loss: float
+    """Relative, as is that of the gradient norms."""
+    grad_norm: float
     same_samples: bool
 
     @property
@@ -88,21 +88,18 @@ class Difference:
     @property
     def is_equal(self) -> bool:
         """Whether nothing differs but rounding."""
-        return self.same_samples and all(value is None or value <= TOLERANCE for value in (self.loss, self.grad_norm))
+        return self.same_samples and max(self.loss, self.grad_norm) <= TOLERANCE
 
 
 def difference(replayed: ReplayedStep, line: Mapping[str, Any]) -> Difference:
     """Compare a step with its line in the ledger."""
-    # null: a number that was not finite, such as a gradient norm in fp16 that overflowed; without the key: an older ledger
-    then = {name: math.nan if line[name] is None else line[name] for name in ("loss", "grad_norm") if name in line}
-    loss, norm = (relative(getattr(replayed, name), then.get(name)) for name in ("loss", "grad_norm"))
+    loss, norm = (relative(getattr(replayed, name), line.get(name)) for name in ("loss", "grad_norm"))
     return Difference(loss, norm, replayed.digest == line.get("digest"))
 
 
-def relative(now: float, then: float | None) -> float | None:
-    """Return the difference of two numbers relative to the second; None if there is no second."""
-    if then is None:
-        return None
+def relative(now: float, then: float | None) -> float:
+    """Return the difference of two numbers relative to the second, which is None if it was not finite: an overflow in fp16."""
+    then = math.nan if then is None else then
     if now == then or not (math.isfinite(now) or math.isfinite(then)):
         return 0.0
     if not (math.isfinite(now) and math.isfinite(then)):

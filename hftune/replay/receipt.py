@@ -14,7 +14,7 @@ from typing import Any
 from hftune.atomic import atomic_path
 from hftune.checkpoints.atomic_files import sha256_of
 from hftune.errors import ConfigError
-from hftune.tracking.ledger import FORMAT, LedgerRecord, read_ledger
+from hftune.tracking.ledger import LedgerRecord, read_ledger
 
 NAME = "receipt.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -82,13 +82,9 @@ def make_receipt(folder: Path) -> Receipt:
     """Make the receipt of a finished run.
 
     Raises:
-        ConfigError: the run has not finished, its ledger is of an older hftune, or its folder contradicts the ledger.
+        ConfigError: the run has not finished, or its folder contradicts the ledger.
     """
     record = read_ledger(folder)
-    if not all(start["format"] >= FORMAT for start in record.starts):
-        raise ConfigError(
-            f"{folder} was trained by an older hftune, whose ledger holds no losses and no hashes: nothing could be verified."
-        )
     if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} has no result.json: the run has not finished. Let it finish, or resume it, first.")
     if problems := record.problems():
@@ -184,10 +180,6 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def check_ledger(receipt: Receipt, record: LedgerRecord, folder: Path) -> None:
-    """Refuse a ledger that holds no hashes, or no step of the receipt's last checkpoint, or raise ConfigError."""
-    if not all(start["format"] >= FORMAT for start in record.starts):
-        raise ConfigError(
-            f"The ledger of {folder} was written by an older hftune and holds no hashes: the receipt is of another run."
-        )
+    """Refuse a ledger without a step of one of the receipt's checkpoints, or raise ConfigError."""
     if missing := [step for step in receipt.checkpoints if step not in record.steps]:
         raise ConfigError(f"{folder} has no step {missing[0]:,}: the receipt is of another run.")

@@ -14,7 +14,7 @@ from hftune.reporting.differences import Parting, part
 from hftune.reporting.paired import Evaluation, TrainingLoss, evaluation, training_loss
 from hftune.reporting.run_record import RunRecord
 from hftune.reporting.seeds import Method, MethodDifference, method_differences, methods_of
-from hftune.reporting.traces import Trace, read_trace, segments
+from hftune.reporting.traces import Trace, is_whole, read_trace, segments
 
 
 @dataclass
@@ -94,7 +94,7 @@ def facts_of(run: RunRecord, trace: Trace) -> RunFacts:
         has_several_recipes=any(one.kind in ("recipe", "data") and one.effects for _, found in changes for one in found),
         missing=trace.missing,
         problems=trace.problems,
-        can_be_replayed=bool(trace.starts) and all(start.get("format") == 2 for start in trace.starts),
+        can_be_replayed=bool(trace.starts) and all(map(is_whole, trace.starts)),
         metrics=last_metrics(run),
     )
 

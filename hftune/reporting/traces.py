@@ -1,4 +1,4 @@
-"""What is known of each step of a run, and of what it was computed from: its ledger, or older files in its place."""
+"""What is known of each step of a run, and of what it was computed from: its ledger, or other files in its place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def segments(a: Steps, b: Steps) -> Iterator[Segment]:
 
 
 def read_trace(run: RunRecord) -> Trace:
-    """Return what is known of a run's steps. What is absent, or of an earlier version, becomes a sentence in ``missing``."""
+    """Return what is known of a run's steps. What is absent becomes a sentence in ``missing``."""
     try:
         ledger = read_ledger(run.folder)
     except ConfigError as error:
@@ -81,12 +81,6 @@ def read_trace(run: RunRecord) -> Trace:
         )
         missing = f"{run.name} {reason}: samples, code and hardware are not compared; {said_of_log(steps)}."
         return Trace(steps, [start_of_files(run)] if steps else [], missing=[missing])
-    if any(start["format"] == 1 for start in ledger.starts):  # it may have been resumed by a newer version
-        logged = logged_steps(run)
-        steps = {step: {**logged.get(step, {}), **line} for step, line in ledger.steps.items()}
-        starts = [{**start_of_files(run), **start} for start in ledger.starts]
-        missing = f"{run.name} has a ledger of an earlier version: code and hardware are not compared; {said_of_log(logged)}."
-        return Trace(steps, starts, missing=[missing], problems=ledger.problems())
     rows, missing = rows_of(run, ledger.starts)
     return Trace(ledger.steps, ledger.starts, rows, [missing] if missing else [], ledger.problems())
 
@@ -131,14 +125,13 @@ def start_of_files(run: RunRecord) -> dict[str, Any]:
 
 
 def is_whole(start: Mapping[str, Any]) -> bool:
-    """Return whether a start line names all code, libraries and hardware; one made of older files names some."""
+    """Return whether a start line names all code, libraries and hardware; one made of other files names some."""
     return start.get("format") == 2
 
 
 def are_unequal(digest_a: Any, digest_b: Any) -> bool:
-    """Return whether two digests of data differ. Those of an earlier hftune are made in another way, and say nothing of it."""
-    ways = [str(digest).rpartition(":")[0] for digest in (digest_a, digest_b)]
-    return None not in (digest_a, digest_b) and ways[0] == ways[1] and digest_a != digest_b
+    """Return whether two digests of data are known to differ."""
+    return None not in (digest_a, digest_b) and digest_a != digest_b
 
 
 def rows_of(run: RunRecord, starts: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray | None, str]:

@@ -403,8 +403,7 @@ class SequenceClassification(TextTask):
             [dict(zip(names, row, strict=True)) for row in zip(*(encoded[name] for name in names), strict=True)]
         )
         logits = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
-        kind = model.config.problem_type or "single_label_classification"  # exports from before 0.3 have none
-        return PROBLEMS[kind].answers(logits, model.config.id2label, probabilities)
+        return PROBLEMS[model.config.problem_type].answers(logits, model.config.id2label, probabilities)
 
     def _checked(self, inputs: Sequence[Any]) -> list[list[str]]:
         """Return the texts of all inputs, or the first and the second texts."""

@@ -25,7 +25,7 @@ from hftune.tracking.jsonl import strict_json
 
 NAME = "ledger.jsonl"
 FORMAT = 2
-"""Of the lines that are written. 1, of hftune 0.2: no chain, no results, no recipe; a resume removed lines of later steps."""
+"""Of the lines that are written, and that can be read. 1 was hftune 0.2's."""
 AWAY_S = 2.0
 """Between two lines, after which a later round of the job may have taken over the file; by a clock that goes on in a suspended
 machine."""
@@ -143,8 +143,6 @@ def plan_facts(plan: BatchPlan) -> dict[str, Any]:
 class LedgerRecord:
     """A ledger as it was read. Steps that were taken again after a resume are superseded: only their last lines count."""
 
-    version: int
-    """Of the last start: 1 has no results, recipe or chain. Each start has its own, as ``format``."""
     lines: list[Line]
     """All that can be read, in order, superseded ones included."""
     starts: list[Line]
@@ -179,7 +177,7 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
     """Read the ledger in an output folder, also of a run that is still going on.
 
     Raises:
-        ConfigError: there is none, it has no start, or a newer hftune wrote it.
+        ConfigError: there is none, it has no start, or a different version of hftune wrote it.
     """
     path = Path(folder).expanduser() / NAME
     if not path.is_file():
@@ -190,11 +188,10 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
     starts = [line for line in lines if "after_step" in line]
     if not starts:
         raise ConfigError(f"{path} does not say how a training started: no run has written it.")
-    if (newest := max(start.setdefault("format", 1) for start in starts)) > FORMAT:
-        raise ConfigError(f"{path} has format {newest}, and this hftune reads formats up to {FORMAT}: a newer one wrote it.")
+    if odd := {start.get("format", 1) for start in starts} - {FORMAT}:
+        raise ConfigError(f"{path} has format {odd.pop()}, and this hftune reads format {FORMAT}: a different one wrote it.")
     taken, checkpoints, exchanged = _counting(lines)
     return LedgerRecord(
-        version=starts[-1]["format"],
         lines=lines,
         starts=starts,
         taken=[line for line, _ in taken],
@@ -267,16 +264,12 @@ def _counting(lines: Sequence[Line]) -> tuple[list[tuple[Line, Line]], dict[int,
 
 
 def _breaks(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
-    """Yield a sentence for each line that cannot be read, or does not hold the hash of the one before it.
-
-    Lines of version 1 hold none. The first start of version 2 after them holds that of the last, and pins only that one.
-    """
-    before, is_chained, places = NOTHING, False, {}
+    """Yield a sentence for each line that cannot be read, or does not hold the hash of the one before it."""
+    before, places = NOTHING, {}
     for number, (text, line) in enumerate(zip(texts, lines, strict=True), start=1):
-        is_chained = is_chained or (line is not None and line.get("format", 1) >= FORMAT)
         if line is None:
             yield f"Line {number} cannot be read."
-        elif is_chained and (prev := line.get("prev")) != before:
+        elif (prev := line.get("prev")) != before:
             if number == 1:
                 yield "Line 1 is not the first: lines before it were removed."
             elif prev in places:
@@ -303,8 +296,8 @@ class Audit:
     """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
     repeated: int = 0
     """Steps that a resume took back: it began before them. Neither they nor their samples are counted."""
-    chained: int = 0
-    """Lines of version 2, each of which holds the hash of the line before."""
+    lines: int = 0
+    """Each holds the hash of the line before."""
     end: str = NOTHING
     """SHA-256 of the last line, which stands for all of them."""
     mixture: list[dict[str, Any]] = field(default_factory=list)
@@ -324,9 +317,8 @@ def audit(folder: str | Path) -> Audit:
         ConfigError: there is no ledger, or it cannot be read.
     """
     record = read_ledger(folder)
-    found = Audit(starts=record.starts, end=record.end, problems=[*record.problems()])
+    found = Audit(starts=record.starts, lines=len(record.lines), end=record.end, problems=[*record.problems()])
     found.repeated = sum("epoch" in line for line in record.lines) - len(record.taken)
-    found.chained = sum("prev" in line for line in record.lines)
     plans = {json.dumps(start["plan"], sort_keys=True) for start in found.starts}
     if len(plans) != 1:
         found.problems.append(f"{len(plans)} different plans were followed; one run has one.")

@@ -362,26 +362,17 @@ def test_paths_that_are_no_checkpoints_are_refused(copy, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [
-        (99, "and this hftune reads formats up to 2: a newer hftune wrote it."),
-        (
-            1,
-            "of hftune 0.2, which made other micro-batches and drew other dropout: this version would not go on as the run began.",
-        ),
-    ],
-)
-def test_checkpoint_of_another_format_is_refused(copy, version, reason):
+@pytest.mark.parametrize("version", [99, 1, "2", None])
+def test_checkpoint_of_another_format_is_refused(copy, version):
     from hftune.checkpoints.checkpointer import _digest
 
     path = copy / "checkpoints" / "step_00000010" / "manifest.json"
     manifest = {**json.loads(path.read_text()), "format": version}
     manifest.pop("sha256")
     path.write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
-    expected = f"resume={path.parent} is not a usable checkpoint: its format is {version}, {reason}"
+    expected = f"resume={path.parent} is not a usable checkpoint: its format is {version!r}, "
+    expected += "and this hftune reads format 2: a different version wrote it."
     assert refused(copy, f"resume={path.parent}").startswith(expected)
-    assert open_checkpoint(path.parent, to_resume=False).step == 10 if version == 1 else True
 
 
 def test_checkpoint_of_another_model_is_refused(copy, tmp_path):

@@ -64,7 +64,10 @@ def test_checkpoint_of_this_version_opens(checkpoint):
             lambda manifest: manifest["files"]["recipe.yaml"].update(bytes="1"),
             "manifest.json gives no size and SHA-256 for recipe.yaml: hftune did not write it",
         ),
-        (lambda manifest: manifest.update(format="9"), "manifest.json gives no number as its format: hftune did not write it"),
+        (
+            lambda manifest: manifest.update(format="2"),
+            "its format is '2', and this hftune reads format 2: a different version wrote it",
+        ),
     ],
 )
 def test_manifest_that_hftune_did_not_write_is_refused(checkpoint, change, message):

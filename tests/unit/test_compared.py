@@ -87,20 +87,6 @@ def test_folders_without_ledgers_are_compared_by_their_logs_and_it_is_said(make_
     assert "Not recorded: data, code, hardware." in said and "bisect" not in said
 
 
-def test_ledger_of_an_earlier_version_gives_the_samples_and_the_log_the_losses(make_run):
-    folders = [make_run("a"), make_run("b")]
-    for folder, seed in zip(folders, (1, 2), strict=True):
-        start = {"after_step": 0, "world_size": 1, "plan": {"num_samples": 40, "batch_size": 4, "seed": seed}}
-        steps = [
-            {"step": step, "epoch": 0, "step_in_epoch": step - 1, "num_samples": 4, "digest": f"{seed} {step}"}
-            for step in range(1, 11)
-        ]
-        write_lines(folder / "ledger.jsonl", [start, *steps])
-    found = compared(*folders)
-    assert found.pairs[0].parting.step == 1 and found.pairs[0].parting.values == {"digest": ("1 1", "2 1")}
-    assert all("a ledger of an earlier version: code and hardware are not compared" in run.missing[0] for run in found.runs)
-
-
 def test_rows_are_paired_by_sample(make_run):
     (pair,) = compared(make_run("a", rows=predictions({*range(20)})), make_run("b", rows=predictions({*range(5, 34)}))).pairs
     accuracy, loss = pair.evaluation.measures

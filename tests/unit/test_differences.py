@@ -263,10 +263,10 @@ def test_steps_whose_losses_are_not_known_are_not_called_equal():
     assert parting_sentences(part(*runs)).startswith("They part in step 9 or before, the first that both have recorded: loss")
 
 
-def test_sparse_record_of_older_files_is_compared_in_what_both_have():
-    older = {"after_step": 0, "packages": {"torch": "2.13.0", "hftune": "0.2.0"}, "code": {"commit": "1"}, "world_size": 1}
-    older |= {"hardware": {"device": "cuda"}, "data": {"train": {"rows": NUM_ROWS, "digest": "all:d"}}}
-    found = part(trace(), Trace(trace().steps, [older]))
+def test_sparse_record_of_other_files_is_compared_in_what_both_have():
+    other = {"after_step": 0, "packages": {"torch": "2.13.0", "hftune": "0.2.0"}, "code": {"commit": "1"}, "world_size": 1}
+    other |= {"hardware": {"device": "cuda"}, "data": {"train": {"rows": NUM_ROWS}}}
+    found = part(trace(), Trace(trace().steps, [other]))
     assert [(cause.kind, cause.text) for cause in found.causes] == [("hardware", "device cpu | cuda")]
     assert found.same == ["versions", "processes"] and found.unknown == ["recipe", "data", "code"]
 
