@@ -1,4 +1,4 @@
-"""``hftune report``: write the page that shows a run, or compares several, and on demand its plots for papers."""
+"""``hftune report``: write the page that shows a run, or compares several."""
 
 from __future__ import annotations
 
@@ -19,29 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help=f"HTML file to write (default: report.html in the run's folder; {COMPARISON} for several)",
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="FOLDER", help='folder for the plots as PNG files; needs pip install "hftune[plots]"'
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page, and the plots if they are asked for. Prints the paths."""
+    """Write the page, and print its path."""
     check_folders(options.folders)
     from hftune.reporting.page import REPORT, page
 
-    if options.png is not None:
-        check_matplotlib()
     output = options.output or (options.folders[0] / REPORT if len(options.folders) == 1 else COMPARISON)
     write(output, page(options.folders))
     print(output)
-    if options.png is not None:
-        from hftune.reporting.plots import write_plots
-
-        try:
-            paths = write_plots(options.folders, options.png)
-        except OSError as error:
-            raise ConfigError(f"--png {options.png} cannot be written: {error.strerror or error}.") from error
-        print(*paths, sep="\n")
     return 0
 
 
@@ -54,14 +41,6 @@ def check_folders(folders: Sequence[Path]) -> None:
             raise ConfigError(f"{folder} holds no run: neither metrics.jsonl nor recipe.yaml is in it.")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("The same run is named twice. Name each once.")
-
-
-def check_matplotlib() -> None:
-    """Raise ConfigError if plots cannot be drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError('--png needs a package that is not installed: pip install "hftune[plots]".') from error
 
 
 def write(output: Path, text: str) -> None:

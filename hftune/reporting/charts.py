@@ -1,4 +1,4 @@
-"""Which curves of one run, or of several, belong in one chart. The page and the plots for papers both draw these charts."""
+"""Which curves of one run, or of several, belong in one chart of the page."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -483,15 +482,6 @@ def test_command_writes_the_report_and_prints_its_path(make_run, tmp_path, monke
     assert Page(Path("a/report.html").read_text()).text("h1") == ["yelp_demo"]
 
 
-def test_command_draws_plots(make_run, tmp_path, capsys):
-    folder = make_run(metrics=EVALUATIONS, facts={"labels": ["bad", "good"]}, result={"best": BEST})
-    assert cli.main(["report", str(folder), "--png", str(tmp_path / "png")]) == 0
-    names = ["train_loss", "train_lr", "eval_accuracy", "confusion_matrix"]
-    assert capsys.readouterr().out.splitlines()[1:] == [f"{tmp_path}/png/{name}.png" for name in names]
-    with Image.open(tmp_path / "png" / "train_loss.png") as image:
-        assert image.size == (1020, 720) and len({*image.convert("RGB").getdata()}) > 10
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -499,7 +489,6 @@ def test_command_draws_plots(make_run, tmp_path, capsys):
         (["."], ". holds no run: neither metrics.jsonl nor recipe.yaml is in it."),
         (["a", "../{}/a"], "The same run is named twice. Name each once."),
         (["a", "--output", "a"], "a cannot be written: Is a directory. Name another: --output FILE."),
-        (["a", "--png", "a/recipe.yaml"], "--png a/recipe.yaml cannot be written: File exists."),
     ],
 )
 def test_command_refuses(make_run, tmp_path, monkeypatch, capsys, words, message):
@@ -507,14 +496,6 @@ def test_command_refuses(make_run, tmp_path, monkeypatch, capsys, words, message
     make_run("a")
     assert cli.main(["report", *(word.format(tmp_path.name) for word in words)]) == 2
     assert capsys.readouterr().err == f"hftune: {message}\n"
-
-
-def test_plots_without_matplotlib_are_refused_before_anything_is_written(make_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder = make_run()
-    assert cli.main(["report", str(folder), "--png", str(tmp_path / "png")]) == 2
-    assert capsys.readouterr().err == 'hftune: --png needs a package that is not installed: pip install "hftune[plots]".\n'
-    assert not (folder / "report.html").exists()
 
 
 # Looks
