@@ -72,7 +72,11 @@ def mrr_at(ranks_N: np.ndarray, k: int) -> float:
 
 
 def spearman(similarities_N: np.ndarray, scores_N: np.ndarray) -> float | None:
-    """Return Spearman's rank correlation, in [-1, 1]; None if either is the same for all; NaN if a similarity is."""
+    """Return Spearman's rank correlation, in [-1, 1]; None if either is the same for all; NaN if a similarity is.
+
+    Similarities that are equal but for rounding, such as those of pairs of equal texts, share a rank.
+    """
+    similarities_N = np.round(similarities_N / ROUNDING)
     if np.ptp(similarities_N) == 0 or np.ptp(scores_N) == 0:
         return None
     return float(spearmanr(similarities_N, scores_N).statistic)

@@ -62,6 +62,12 @@ def test_spearman_counts_order_alone():
     assert spearman(np.array([0.1, 0.2, 0.9]), np.array([1, 2, 3])) == pytest.approx(1)
 
 
+def test_pairs_of_equal_texts_share_a_rank():
+    scores = np.array([1, 2, 3, 0.5])
+    exact, rounded = (np.array([1, one, 1, 0.2], np.float32) for one in (1, 1 - 2**-24))
+    assert spearman(rounded, scores) == spearman(exact, scores) == pytest.approx(0.774597)
+
+
 @pytest.mark.parametrize("how", ["mean", "cls", "last"])
 def test_pooling_sees_real_tokens_alone_on_either_side(how):
     hidden = torch.randn(2, 4, 3)
