@@ -84,14 +84,14 @@ def multi_label_metrics(labels: Any, predictions: Any, probabilities: Any, names
 
     Returns:
         macro_f1 (mean over the labels), micro_f1 (over all answers), exact_match (share of samples whose labels are all right),
-        auroc (mean over the labels that some samples have and others lack; None if there are none), in [0, 1]; and per_class,
-        those of each label, by its name.
+        auroc (mean over the labels that some samples have and others lack; None if there are none, or if probabilities are
+        NaN), in [0, 1]; and per_class, those of each label, by its name.
     """
     true_NK, said_NK, probability_NK = np.asarray(labels), np.asarray(predictions), np.asarray(probabilities)
     scores = precision_recall_fscore_support(true_NK, said_NK, average=None, zero_division=0.0)
     per_class = _by_class(names, *scores)
     for number, row in enumerate(per_class.values()):
-        has_both = 0 < row["support"] < len(true_NK)
+        has_both = 0 < row["support"] < len(true_NK) and np.isfinite(probability_NK[:, number]).all()
         row["auroc"] = float(roc_auc_score(true_NK[:, number], probability_NK[:, number])) if has_both else None
     areas = [row["auroc"] for row in per_class.values() if row["auroc"] is not None]
     return {

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
+
+SCORES = ("precision", "recall", "f1-score", "support")
+"""Of a tag or a type of entity, as the reports of scikit-learn and seqeval call them."""
 
 
 def tag_metrics(
@@ -25,11 +29,12 @@ def tag_metrics(
     words = [tag for tags in references for tag in tags], [tag for tags in predictions for tag in tags]
     accuracy = sum(map(str.__eq__, *words)) / max(1, len(words[0]))
     if not of_entities:
-        from sklearn.metrics import classification_report
+        from sklearn.metrics import precision_recall_fscore_support
 
-        report = classification_report(*words, labels=[*names], output_dict=True, zero_division=0.0)
-        whole = report["macro avg"]
-        kinds = {name: report[name] for name in names}
+        # Not classification_report, whose own entries, such as accuracy, may be the name of a tag.
+        columns = precision_recall_fscore_support(*words, labels=[*names], zero_division=0.0)
+        kinds = {name: dict(zip(SCORES, scores, strict=True)) for name, *scores in zip(names, *columns, strict=True)}
+        whole = {score: fmean(scores[score] for scores in kinds.values()) for score in SCORES}
     else:
         from seqeval.metrics import classification_report
 

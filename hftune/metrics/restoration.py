@@ -61,4 +61,4 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def psnr(mse: float) -> float:
     """Return the peak signal-to-noise ratio in dB, at most MOST_DB, of a mean squared error of values in [0, 1]."""
-    return MOST_DB if mse == 0 else min(MOST_DB, -10 * math.log10(mse))
+    return MOST_DB if mse == 0 else min(-10 * math.log10(mse), MOST_DB)  # in this order NaN stays NaN

@@ -14,6 +14,9 @@ from scipy.stats import spearmanr
 
 AT_ONCE = 2**24
 """Similarities that are in memory at once: 64 MiB of float32."""
+ROUNDING = 1e-6
+"""By how much similarities of equal embeddings may differ. Those of one text differ by 1e-7 with the batch that computed them,
+and columns of a matrix product with their places: equality to the bit would make ranks depend on the size of batches."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ def rank_positives(
 ) -> Ranking:
     """Rank each anchor's positive among the distinct positives of all anchors, by cosine similarity.
 
-    Other positives of an equal anchor do not count against it. Of equally similar documents, the positive comes last: a model
-    that gives every text the same embedding finds nothing, nor does one whose embeddings are NaN.
+    Other positives of an equal anchor do not count against it. Of documents that are equally similar, but for rounding, the
+    positive comes last: a model that gives every text the same embedding finds nothing, nor does one whose embeddings are NaN.
 
     Args:
         anchors_ND, positives_ND: of length 1, float32.
@@ -54,7 +57,7 @@ def rank_positives(
         for row, anchor in enumerate(anchor_texts[start : start + size]):
             if len(documents_of[anchor]) > 1:
                 similar_RC[row, [*documents_of[anchor] - {own_R[row]}]] = -np.inf
-        ranks.append((~(similar_RC < own_R1)).sum(1))
+        ranks.append((~(similar_RC < own_R1 - ROUNDING)).sum(1))
     return Ranking(np.concatenate(ranks), samples_C[np.concatenate(nearest)])
 
 
@@ -69,7 +72,11 @@ def mrr_at(ranks_N: np.ndarray, k: int) -> float:
 
 
 def spearman(similarities_N: np.ndarray, scores_N: np.ndarray) -> float | None:
-    """Return Spearman's rank correlation, in [-1, 1]; None if either is the same for all; NaN if a similarity is."""
+    """Return Spearman's rank correlation, in [-1, 1]; None if either is the same for all; NaN if a similarity is.
+
+    Similarities that are equal but for rounding, such as those of pairs of equal texts, share a rank.
+    """
+    similarities_N = np.round(similarities_N / ROUNDING)
     if np.ptp(similarities_N) == 0 or np.ptp(scores_N) == 0:
         return None
     return float(spearmanr(similarities_N, scores_N).statistic)

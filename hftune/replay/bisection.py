@@ -43,7 +43,7 @@ class Scale:
 
     @property
     def ceiling(self) -> float:
-        return CEILING * max((abs(loss) for loss in self.good if math.isfinite(loss)), default=1.0)
+        return CEILING * (max((abs(loss) for loss in self.good if math.isfinite(loss)), default=0.0) or 1.0)
 
     def curve(self, losses: Sequence[float]) -> list[float]:
         """Return the mean loss of the first, the second and the last third of the steps."""

@@ -74,9 +74,9 @@ def first_of_interval(differences_S: Sequence[float] | np.ndarray) -> int | None
 
 def of_unpaired(a_N: Sequence[float], b_N: Sequence[float], fewest: int = 2) -> Interval | None:
     """Return the difference of two means with Welch's interval; None if one side has fewer than ``fewest`` values."""
-    sides = [np.asarray(values, float) for values in (a_N, b_N)]
-    if min(map(len, sides)) < max(2, fewest) or not all(np.isfinite(values).all() for values in sides):
+    if min(len(a_N), len(b_N)) < max(2, fewest) or not np.isfinite([*a_N, *b_N]).all():
         return None
+    sides = [np.asarray(values, float) - a_N[0] for values in (a_N, b_N)]  # equal values then are 0, whose mean has no rounding
     parts = [values.var(ddof=1) / len(values) for values in sides]
     mean = float(sides[1].mean() - sides[0].mean())
     if (total := sum(parts)) == 0:

@@ -266,8 +266,14 @@ class Chats(TextTask):
         import numpy as np
 
         ends = np.cumsum(self._mixed.sizes(self._rows["train"]))
-        counts = np.diff(np.searchsorted(dataset.column("row"), ends), prepend=0)
-        return [(int(count), weight) for count, weight in zip(counts, self._mixed.weights, strict=True)]
+        counts = np.diff(np.searchsorted(dataset.column("row"), ends), prepend=0).tolist()
+        if 0 in counts:
+            raise DataError(
+                f"task.datasets: all chats of {self._mixed.names[counts.index(0)]} are longer than task.max_length="
+                f"{self.max_length} tokens, and task.too_long={self.too_long} leaves them out. Raise the first, or leave this "
+                "data set out."
+            )
+        return [*zip(counts, self._mixed.weights, strict=True)]
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices

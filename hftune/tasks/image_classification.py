@@ -508,13 +508,15 @@ class ImageClassification(ImageTask):
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of label and prediction (class numbers), and the probabilities of both.
 
-        With many classes also ``rank``: how many classes are more probable than the true one.
+        With many classes also ``rank``: how many classes come before the true one. Of equally probable ones, as there are many
+        in bf16, the first comes first, which is also the one that is predicted.
         """
         logits_NK, labels_N = logits(outputs), batch["labels"]
         rows = evaluation_rows(logits_NK, labels_N)
         if logits_NK.shape[-1] <= MANY_CLASSES:
             return rows
-        rank_N = (logits_NK > logits_NK.gather(-1, labels_N[:, None])).sum(-1)
+        order_NK = logits_NK.argsort(dim=-1, descending=True, stable=True)
+        rank_N = (order_NK == labels_N[:, None]).int().argmax(-1)
         return [{**row, "rank": rank} for row, rank in zip(rows, rank_N.tolist(), strict=True)]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ def test_place_tells_how_far_a_try_is_on_the_way_to_the_bad_end():
     assert scale.place([9, 9, 1]) == 0  # in another direction
     assert scale.difference == pytest.approx(2 / 17**0.5)
     assert Scale([1], [1]).difference == 0 and Scale([0.0], [0.0]).difference == 0
+    assert Scale([0.0], [2.0]).difference == 1 and Scale([0.0], [2.0]).place([1.0]) == 0.5  # learned by heart
 
 
 def test_curves_that_cross_are_apart_and_a_spike_may_come_a_step_later():

@@ -145,6 +145,13 @@ def test_many_classes_have_a_top5_accuracy():
     assert task.metrics(rows)["top5_accuracy"] == pytest.approx(2 / 3)
 
 
+def test_top5_accuracy_of_a_model_that_finds_all_classes_equally_probable_is_that_of_five_guesses():
+    task = ImageClassification(**fields(label_names=[f"class {number}" for number in range(12)]))
+    rows = task.predictions(torch.zeros(12, 12), None, {"labels": torch.arange(12)})
+    assert [row["rank"] == 0 for row in rows] == [row["prediction"] == row["label"] for row in rows]
+    assert task.metrics(rows)["top5_accuracy"] == pytest.approx(5 / 12)
+
+
 # What is refused
 
 

@@ -51,6 +51,10 @@ def test_too_few_values_and_values_that_are_not_finite_have_no_interval():
     assert of_unpaired([1.0, 1.0], [2.0, 2.0]).half_width == 0
 
 
+def test_a_metric_that_is_the_same_in_all_runs_shows_no_difference():
+    assert not any(of_unpaired([0.3] * count, [0.3] * other).is_shown for count in range(2, 20) for other in range(2, 20))
+
+
 @pytest.mark.parametrize(("won", "lost"), [(15, 24), (0, 1), (5, 5), (0, 0), (30, 2)])
 def test_mcnemar_is_the_exact_binomial_test(won, lost):
     assert mcnemar(won, lost) == pytest.approx(binomtest(won, won + lost).pvalue if won + lost else 1.0)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -14,7 +15,7 @@ from hftune.commands import audit as audit_command
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.mixture import load_mixture
-from hftune.tasks import LanguageModeling, SequenceClassification
+from hftune.tasks import Chats, LanguageModeling, SequenceClassification
 from hftune.tracking.ledger import Ledger, audit, plan_facts
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -276,3 +277,13 @@ def test_a_data_set_of_which_no_row_is_left_is_refused(files, tmp_path):
     with pytest.raises(DataError, match=r"task\.datasets: no row of one\.jsonl is left to train on\."):
         data = _never(own := task(datasets_=[files[0], one], max_train_samples=3)).datasets()
         own.mixture(data["train"])
+
+
+def test_a_data_set_of_which_no_chat_is_short_enough_is_refused():
+    mixed = SimpleNamespace(sizes=lambda rows: [3, 2], weights=[1.0, 2.0], names=["short.jsonl", "long.jsonl"])
+    own = SimpleNamespace(_mixed=mixed, _rows={"train": None}, max_length=64, too_long="drop")
+    assert Chats.mixture(own, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [(3, 1.0), (1, 2.0)]
+    with pytest.raises(
+        DataError, match=r"^task\.datasets: all chats of long\.jsonl are longer than task\.max_length=64 tokens, and"
+    ):
+        Chats.mixture(own, SimpleNamespace(column=lambda name: [0, 2]))

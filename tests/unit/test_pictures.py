@@ -10,7 +10,7 @@ from hftune.config import Recipe
 from hftune.data.damage import draw_mask
 from hftune.data.demo_pictures import pictures as demo_pictures
 from hftune.errors import ConfigError, DataError
-from hftune.metrics.restoration import measure, summarise
+from hftune.metrics.restoration import measure, psnr, summarise
 from hftune.models.unet import AnySize, UNet, from_around
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tracking.image_grid import grid
@@ -310,6 +310,10 @@ def test_metrics_are_means_over_all_pixels_of_all_images():
     assert found["l1"] == pytest.approx(0.1 * 20 / 1000) and found["psnr"] == pytest.approx(20 + 10 * np.log10(50))
     assert found["l1_outside"] == 0 and found["psnr_outside"] == 100 and found["ssim"] < 1
     assert rows[1]["l1_inside"] is None and rows[1]["pixels_outside"] == 600
+
+
+def test_the_psnr_of_equal_images_is_finite_and_that_of_nan_is_nan():
+    assert psnr(0.0) == psnr(1e-30) == 100 and np.isnan(psnr(np.nan))
 
 
 def test_a_grid_holds_pictures_of_several_sizes():

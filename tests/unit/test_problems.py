@@ -107,6 +107,8 @@ def test_metrics_of_several_labels():
     assert metrics["exact_match"] == pytest.approx(1 / 3)
     described = problem.describe(rows)[1]
     assert described == {"label": ["a"], "prediction": [], "probabilities": {"a": 0.4, "b": 0.3}, "error": 0.6}
+    rows = problem.rows(torch.full((2, 2), math.nan), torch.tensor([[1.0, 0], [0, 1]]))
+    assert problem.metrics(rows)["auroc"] is None  # so that the loop says that training has diverged
 
 
 def test_metrics_of_numbers():

@@ -33,6 +33,14 @@ def test_a_model_that_embeds_all_texts_alike_finds_nothing():
     assert ranks.tolist() == [3, 3, 3] and recall_at(ranks, 1) == 0
 
 
+def test_documents_whose_similarities_differ_by_rounding_are_equally_similar():
+    text = np.random.RandomState(0).randn(768).astype(np.float32)
+    alike = np.tile(text / np.linalg.norm(text), (9, 1))  # a matrix product computes the last column in another way
+    assert rank_positives(alike, alike, range(9), range(9, 18)).ranks_N.tolist() == [9] * 9
+    nearly = np.array([[1, 0], [1 - 2**-24, 0]], np.float32)  # the same text, computed in two batches
+    assert rank_positives(nearly[[0, 0]], nearly, [1, 2], [3, 4]).ranks_N.tolist() == [2, 2]
+
+
 def test_embeddings_that_are_nan_find_nothing():
     nothing = np.full((3, 2), np.nan, np.float32)
     assert rank_positives(nothing, nothing, [1, 2, 3], [4, 5, 6]).ranks_N.tolist() == [3, 3, 3]
@@ -52,6 +60,12 @@ def test_spearman_has_no_value_where_all_are_equal():
 
 def test_spearman_counts_order_alone():
     assert spearman(np.array([0.1, 0.2, 0.9]), np.array([1, 2, 3])) == pytest.approx(1)
+
+
+def test_pairs_of_equal_texts_share_a_rank():
+    scores = np.array([1, 2, 3, 0.5])
+    exact, rounded = (np.array([1, one, 1, 0.2], np.float32) for one in (1, 1 - 2**-24))
+    assert spearman(rounded, scores) == spearman(exact, scores) == pytest.approx(0.774597)
 
 
 @pytest.mark.parametrize("how", ["mean", "cls", "last"])

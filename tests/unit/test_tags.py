@@ -67,6 +67,8 @@ def test_tags_of_words_are_scored_one_by_one():
     found = tag_metrics([["NOUN", "VERB", "NOUN"]], [["NOUN", "NOUN", "NOUN"]], ["NOUN", "VERB"], of_entities=False)
     assert found["f1"] == pytest.approx((0.8 + 0) / 2) and found["accuracy"] == pytest.approx(2 / 3)
     assert found["per_class"]["VERB"]["support"] == 1
+    found = tag_metrics([["accuracy", "service"]], [["accuracy", "accuracy"]], ["accuracy", "service"], of_entities=False)
+    assert found["per_class"]["accuracy"] == {"precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3), "support": 1}
 
 
 def test_tags_are_listed_by_type_and_numbers_need_names():
