@@ -1,5 +1,6 @@
 """What a command has imported by the time it answers: no torch before a recipe has been checked."""
 
+import shutil
 import subprocess
 import sys
 
@@ -112,6 +113,14 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         assert said.startswith(f"hftune: {expected}"), (words, said)
     assert done.stdout.splitlines() == ["2 False"] * len(refusals)
     assert not (tmp_path / "words").exists()
+
+
+def test_pages_and_comparisons_of_runs_are_made_without_torch(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "other")
+    folders = [str(finished), str(tmp_path / "other")]
+    code = f"from hftune import cli; folders = {folders}\n"
+    packages = imported(f"{code}assert [cli.main(['report', *folders]), cli.main(['compare', *folders])] == [0, 0]")
+    assert "numpy" in packages and not packages & set(HEAVY)
 
 
 def test_first_line_comes_before_torch_and_from_the_main_process_alone(capsys, monkeypatch):

@@ -34,7 +34,7 @@ WAYS = {
 }
 """How each number of processes trains them; all of them on 1."""
 RESUMED = {
-    1: ["muon", "adafactor", "adamw_8bit"],
+    1: ["muon", "lion", "adafactor", "adamw_8bit"],
     2: ["patience", "ema under FSDP", "schedule_free under FSDP"],
     4: [],
 }

@@ -199,10 +199,14 @@ def test_compiled_layers_train_the_same_and_are_exported_under_their_own_names(t
     assert pipeline("text-classification", model=str(runs[1].folder / "model"), device="cpu")("good")
 
 
-def test_loss_that_is_not_finite_stops_with_step_process_and_samples(tmp_path):
+def test_loss_that_is_not_finite_stops_with_step_process_and_samples_and_no_update(tmp_path, monkeypatch):
     from dataclasses import dataclass
 
+    from hftune.strategies.data_parallel import DataParallel
     from hftune.tasks import SequenceClassification
+
+    taken = []
+    monkeypatch.setattr(DataParallel, "optimizer_step", lambda self, lr: taken.append(lr))
 
     @dataclass
     class Spoilt(SequenceClassification):
@@ -220,6 +224,7 @@ def test_loss_that_is_not_finite_stops_with_step_process_and_samples(tmp_path):
     assert said.startswith("The loss of step 2 is nan (process 0: samples [")
     assert said.endswith("]). Lower train.lr, set train.clip_norm, or look at these samples.")
     assert len(json.loads(said[said.index("[") : said.index("]") + 1])) == 3  # of 16, in four parts of equal work
+    assert len(taken) == 1
 
 
 def test_wandb_offline_holds_recipe_and_metrics(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """hftune predict --data on one process: formats, columns, order, what is refused, and going on after a kill."""
 
 import csv
+import gzip
 import json
 import shutil
 from types import SimpleNamespace
@@ -174,6 +175,12 @@ def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkey
     assert predict(run, *words) == 2
     assert capsys.readouterr().err.startswith(f"hftune: {said}")
     assert not (tmp_path / "x.csv").exists() and (tmp_path / "y.csv.parts" / "kept").exists()
+
+
+def test_a_compressed_table_is_read_as_the_one_in_it(table):
+    packed = table.with_name("test.csv.gz")
+    packed.write_bytes(gzip.compress(table.read_bytes()))
+    assert read_table(str(packed)).rows.to_list() == read_table(str(table)).rows.to_list()
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_WITHOUT_A_TEST = 23
+MOST_WITHOUT_A_TEST = 18
 LINES = (ROOT / "tests" / "PROMISES.md").read_text(encoding="utf-8").splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("|")]
 ROWS = [row for row in CELLS if row[0] != "promise" and set("".join(row)) != {"-"}]

@@ -1,5 +1,6 @@
 """Text data from every source that a recipe can name; tokenised once, checked, padded."""
 
+import gzip
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -43,6 +44,16 @@ def test_all_file_formats_give_the_same_samples(tmp_path, kind):
     assert list(train.column("label")) == [row["label"] for row in ROWS]
     assert loaded.text_tokenizer.decode(train[0]["input_ids"], skip_special_tokens=True) == "the food was a on day 0"
     assert loaded.lengths(train).tolist() == [len(row) for row in (sample["input_ids"] for sample in train)]
+
+
+@pytest.mark.parametrize("kind", ["json", "csv"])
+def test_compressed_files_give_the_samples_of_the_files_in_them(tmp_path, kind):
+    files = {part: write(ROWS, tmp_path / f"{part}.{kind}") for part in ("train", "eval")}
+    packed = {part: f"{file}.gz" for part, file in files.items()}
+    for part, file in files.items():
+        Path(packed[part]).write_bytes(gzip.compress(Path(file).read_bytes()))
+    (one, other) = (task(dataset=kind, data_files=named).datasets()["train"] for named in (files, packed))
+    assert [*map(str, one)] == [*map(str, other)]
 
 
 def test_rows_may_come_from_a_python_function():
