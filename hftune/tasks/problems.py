@@ -149,13 +149,8 @@ class MultiLabel:
     def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = True) -> list[dict[str, Any]]:
         """Return each text's labels, by name, and the probabilities of all labels."""
         names = [labels[number] for number in range(len(labels))]
-        return [
-            {
-                "labels": [name for name, value in zip(names, row, strict=True) if value >= THRESHOLD],  # before it is rounded
-                "probabilities": _by_name(names, row),
-            }
-            for row in logits_NK.float().sigmoid().tolist()
-        ]
+        found = [_by_name(names, row) for row in logits_NK.float().sigmoid().tolist()]
+        return [{"labels": [name for name, value in row.items() if value >= THRESHOLD], "probabilities": row} for row in found]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hftune import ConfigError, DataError, Recipe, TrackConfig, TrainingError
-from hftune.data.files import mixture_name
+from hftune.data.files import file_format, mixture_name
 from hftune.distributed.failure_report import Report
 from hftune.secrecy import without_secrets
 from hftune.tracking.console import warning
@@ -61,6 +61,10 @@ def test_what_is_no_secret_stays(text):
 
 def test_what_is_typed_beside_a_reference_is_hidden():
     assert without_secrets(f"https://me:${{oc.env:A}}{PLANTED}@host/x") == "https://me:...@host/x"
+
+
+def test_a_signed_address_tells_the_format_of_its_file():
+    assert file_format(f"https://host/x.jsonl.gz?a=b.c&sig={PLANTED}") == file_format("https://host/x.jsonl#part") == "json"
 
 
 @pytest.mark.parametrize("said", [ConfigError, DataError, TrainingError, warning])
