@@ -434,9 +434,10 @@ def test_images_are_held_out_only_if_nothing_else_is_said(tmp_path):
     assert never.task.held_out_share is None and never.task.datasets().keys() == {"train"}
     with pytest.raises(ConfigError, match=r"This run has no evaluation data .* Name some: task.eval_split="):
         with_evaluation(never)
-    assert "task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test names others." in (
-        of_folder(tmp_path, eval_share=0.5).validate()
-    )
+    assert of_folder(tmp_path, eval_share=0.5).validate() == [
+        "task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test names others. Set one of "
+        "them to null."
+    ]
 
 
 def test_a_test_split_that_a_folder_lacks_is_refused(tmp_path):
