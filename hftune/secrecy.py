@@ -6,16 +6,25 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_NAMES = r"sig|signature|token(?!s)|secret|passw|pwd|credential|auth|api[-_]?key|access[-_]?key|key[-_]pair|account[-_]?key"
+_NAMES = (
+    r"(?<![a-z])sig(?![a-z])|signature|token(?!s|i[sz])|secret|passw|pwd|credential|auth(?!or(?!iz))|api[-_]?key|access[-_]?key|"
+    r"key[-_]pair|account[-_]?key"
+)
 _FORMS = (
-    # A user may stand alone, as in ssh://git@host and abfss://container@account, but for the web he may be a token. A password
-    # should spell / and @ as %2F and %40, but does not always: after a user and a colon, everything up to the last @ goes.
+    # A user may stand alone, as in ssh://git@host and abfss://container@account, but for the web he may be a token, also before
+    # an empty password or GitHub's x-oauth-basic.
+    re.compile(r"https?:/{1,2}([^\s/'\":?#@]+)(?=:(?:x-oauth-basic)?@)", re.IGNORECASE),
+    # A password should spell / and @ as %2F and %40, but does not always: after a user and a colon, everything up to the last @
+    # goes. Nor does a user who is an e-mail address.
     re.compile(r":/{1,2}[^\s/'\"@:?#${]*:(?!\d+/)([^\s'\"]*)(?=@)"),
-    re.compile(r"https?:/{1,2}([^\s/'\":]+)(?=@)", re.IGNORECASE),
-    re.compile(rf"(?<=[?&;])(?:[\w.%-]*(?:{_NAMES})[\w.%-]*|key)=([^\s&;#'\")]+)", re.IGNORECASE),
+    re.compile(r"(?<!ssh):/{1,2}[^\s/'\"@:?#${]+@[^\s/'\"@:?#${]+:(?!\d+/)([^\s'\"]*)(?=@)"),
+    re.compile(r"https?:/{1,2}([^\s/'\":?#]+)(?=@)", re.IGNORECASE),
+    re.compile(rf"(?<=[?&;#])(?:[\w.%-]*(?:{_NAMES})[\w.%-]*|key)=([^\s&;#'\")]+)", re.IGNORECASE),
     re.compile(
-        r"\b((?:hf_|gh[oprsu]_|github_pat_|glpat-|dapi|xox[abp]-|sk-(?:proj|ant)-)[\w-]{20,}|sk-[A-Za-z0-9]{20,}|A[KS]IA[0-9A-Z]{16})\b"
+        r"\b((?:hf_(?:oauth_)?|gh[oprsu]_)[A-Za-z0-9]{20,}|(?:github_pat_|glpat-|xox[abp]-|xapp-|sk-(?:proj|svcacct|ant-\w+)-)"
+        r"[\w-]{20,}|dapi[0-9a-f]{32}|sk-[A-Za-z0-9]{20,}|A[KS]IA[0-9A-Z]{16})\b"
     ),
+    re.compile(r"(?<=hooks\.slack\.com/services/)([\w/]+)"),
 )
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 HIDDEN = "..."
@@ -29,7 +38,7 @@ def without_secrets(text: str) -> str:
 
 
 def _hidden(match: re.Match[str]) -> str:
-    return match[0] if match[1].startswith("${") else match[0].removesuffix(match[1]) + HIDDEN
+    return match[0] if not _REFERENCE.sub("", match[1]) else match[0].removesuffix(match[1]) + HIDDEN
 
 
 def keys_with_secrets(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from hftune.config.shipped_files import recipe_names
 from hftune.data import idx
 from hftune.data.hub import commit_of, name_problems
 from hftune.errors import ConfigError, did_you_mean, format_value
+from hftune.secrecy import without_secrets
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """Formats of ``task.data_files``, named as the builders of datasets."""
@@ -88,7 +90,8 @@ MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "
 def mixture_name(entry: Mapping[str, Any], index: int) -> str:
     """Return what to call a data set of ``task.datasets`` in messages."""
     files = entry.get("data_files")
-    named = Path(files).name if isinstance(files, str) else ", ".join(Path(file).name for file in files or ())
+    paths = [files] if isinstance(files, str) else files or ()
+    named = ", ".join(Path(without_secrets(path)).name for path in paths)  # first: a token in an address may hold a slash
     return named or str(entry.get("dataset") or f"task.datasets[{index}]")
 
 
@@ -190,7 +193,8 @@ def local_files(pattern: str) -> list[str]:
 
 def file_format(pattern: str) -> str | None:
     """Return the format of a file, or of all files that a pattern matches, by their names; None if they do not tell."""
-    formats = {format_of(name) for name in ([pattern] if "://" in pattern else local_files(pattern))}
+    names = [re.split("[?#]", pattern)[0]] if "://" in pattern else local_files(pattern)  # without what signs an address
+    formats = {format_of(name) for name in names}
     return formats.pop() if len(formats) == 1 else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import datasets
 import numpy as np
 import PIL
+import pyarrow.compute as pc
 from PIL import ExifTags, Image, ImageOps
 
 from hftune.data import idx
@@ -272,7 +274,7 @@ class _Encoded:
         """
         pixels = partial(self._pixels, form)
         chunks = (np.stack(chunk) for chunk in self._chunks(pixels))
-        key = ["pixels", self.rows._fingerprint, self.column, form.key, PIL.__version__]
+        key = ["pixels", *self._key, form.key, PIL.__version__]
         return cached_arrays(key, lambda: {"pixels": Stream(np.uint8, (len(self.rows), *form.shape), chunks)})["pixels"]
 
     def several_sizes(self, form: Uncropped, labels: Sequence[Any]) -> SeveralSizes:
@@ -287,8 +289,12 @@ class _Encoded:
                 "pixels": Stream(np.uint8, (int(shapes_N3.prod(axis=1, dtype=np.int64).sum()),), chunks),
             }
 
-        found = cached_arrays(["uncropped", self.rows._fingerprint, self.column, form.key, PIL.__version__], make)
+        found = cached_arrays(["uncropped", *self._key, form.key, PIL.__version__], make)
         return SeveralSizes(found["pixels"], found["shapes"], labels)
+
+    @property
+    def _key(self) -> list[Any]:
+        return [self.rows._fingerprint, self.column, states_of_files(self.rows)]
 
     def _chunks(self, function: Callable[[Mapping[str, Any] | None, int], Any]) -> Iterator[list[Any]]:
         """Yield what a function makes of each image, CHUNK images at a time."""
@@ -321,6 +327,24 @@ class _Encoded:
         return open_image(stored["path"], name, decode), name
 
 
+def states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
+    """Return size and time of change of each file that the rows name, None if it is missing; not of images in the rows."""
+
+    def state(path: str) -> tuple[int, int] | None:
+        try:
+            found = Path(path).stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    kept_N = row_numbers(rows, range(len(rows)))
+    states = []
+    for stored in rows.data.columns:  # of the whole table: a selection would copy the images in it
+        path, content = (pc.struct_field(stored, name) for name in ("path", "bytes"))
+        states += map(state, path.take(kept_N).filter(content.is_null().take(kept_N)).drop_null().to_pylist())
+    return states
+
+
 def _slices(shapes_N3: np.ndarray) -> Iterator[np.ndarray]:
     for start in range(0, len(shapes_N3), CHUNK):
         yield shapes_N3[start : start + CHUNK]
@@ -350,30 +374,38 @@ def read_image(value: Any, name: str) -> tuple[Image.Image, str]:
     """
     if isinstance(value, str | Path):
         name += f" ({value})"
-        value = open_image(Path(value).expanduser(), name)
-    elif isinstance(value, np.ndarray):
+        return open_image(Path(value).expanduser(), name), name
+    if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] == 3)):
             raise DataError(f"{name} is an array {value.shape} of {value.dtype}, not (H, W) or (H, W, 3) of uint8.")
         value = Image.fromarray(value)
     if not isinstance(value, Image.Image):
         raise DataError(f"{name} is a {type(value).__name__}, not a path, a Pillow image or an array.")
-    return value, name
+    with _readable(name):  # Pillow decodes what is opened only now
+        return ImageOps.exif_transpose(value), name
 
 
 def open_image(file: Any, name: str, decode: bool = True) -> Image.Image:
     """Decode a file (or only open it, for its size). Raise DataError with a message that begins with ``name``."""
-    try:
+    with _readable(name):
         image = Image.open(file)
-        if not decode:
-            return image
-        image.load()
+        if decode:
+            return ImageOps.exif_transpose(image)
+        image.getexif()  # of a PNG, it may come after the pixels, which are decoded then
+        return image
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turn what Pillow raises for a broken image into a DataError with a message that begins with ``name``."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise DataError(f"{name}: there is no such file.") from error
     except PIL.UnidentifiedImageError as error:
         raise DataError(f"{name} is not an image that can be read.") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as the formats of Pillow fail
+    except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:  # as its formats fail
         raise DataError(f"{name} cannot be read: {str(error).rstrip('.')}.") from error
-    return ImageOps.exif_transpose(image)
 
 
 def to_pixels(image: Image.Image, name: str, layout: Layout) -> np.ndarray:
@@ -395,11 +427,16 @@ def to_pixels(image: Image.Image, name: str, layout: Layout) -> np.ndarray:
 
 def checked(image: Image.Image, name: str) -> Image.Image:
     """Return the image. Raise DataError if it is deeper than 8 bits or transparent, which a conversion would spoil."""
-    if image.mode.startswith(("I", "F")):
-        raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
+    check_depth(image, name)
     if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
         raise DataError(f"{name} has transparent parts. Flatten it onto a background.")
     return image
+
+
+def check_depth(image: Image.Image, name: str) -> None:
+    """Raise DataError if an image has more than 8 bits per channel."""
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
 
 
 def channels(image: Image.Image, name: str, num_channels: int) -> np.ndarray:

@@ -18,12 +18,11 @@ from typing import Any
 import datasets
 import numpy as np
 import PIL
-import pyarrow.compute as pc
 from PIL import ExifTags, Image
 
 from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
-from hftune.data.images import open_image, read_image
+from hftune.data.images import check_depth, open_image, read_image, states_of_files
 from hftune.data.splits import Part
 from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.errors import DataError
@@ -144,10 +143,15 @@ def _from_folder(folder: Path, source: str, columns: Mapping[str, str]) -> datas
 
 
 def list_images(folder: Path, source: str) -> list[Path]:
-    """Return the images in a folder and below, sorted. Raise DataError, beginning with ``source``, if there are none."""
+    """Return the images in a folder and below, sorted, without hidden ones, such as an editor's copies.
+
+    Raises:
+        DataError: beginning with ``source``, there are none.
+    """
     if not folder.is_dir():
         raise DataError(f"{source}: there is no folder {folder}.")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    shown = (path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    files = sorted(path for path in shown if path.suffix.lower() in SUFFIXES and path.is_file())
     if not files:
         raise DataError(f"{source}: {folder} has no images ({', '.join(SUFFIXES)}).")
     return files
@@ -196,26 +200,8 @@ def _checked(rows: datasets.Dataset, split: str, least: int | None) -> Pictures:
             "marked": np.array(shares, np.float64),
         }
 
-    found = cached_arrays(["pictures checked", rows._fingerprint, _states_of_files(rows), least, PIL.__version__], make)
+    found = cached_arrays(["pictures checked", rows._fingerprint, states_of_files(rows), least, PIL.__version__], make)
     return replace(pictures, sizes=found["sizes"], num_converted=int(found["converted"].sum()), marked=found["marked"])
-
-
-def _states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
-    """Return size and time of change of each file that the rows name, None if it is missing; not of images in the rows."""
-
-    def state(path: str) -> tuple[int, int] | None:
-        try:
-            found = Path(path).stat()
-        except OSError:
-            return None
-        return found.st_size, found.st_mtime_ns
-
-    states = []
-    for batch in rows.with_format("arrow").iter(1000):
-        for stored in batch.columns:
-            path, content = (pc.struct_field(stored, name) for name in ("path", "bytes"))
-            states += map(state, path.filter(content.is_null()).drop_null().to_pylist())
-    return states
 
 
 def _check_row(row: Mapping[str, Any], row_name: str, least: int | None) -> tuple[tuple[int, int], int, float | None]:
@@ -226,7 +212,9 @@ def _check_row(row: Mapping[str, Any], row_name: str, least: int | None) -> tupl
     """
     sizes, num_converted = {}, 0
     for name, stored in row.items():
-        with _open(stored, row_name, decode=False)[0] as image:
+        image, image_name = _open(stored, row_name, decode=False)
+        with image:
+            check_depth(image, image_name)
             sizes[name] = _upright_size(image, stored, row_name)
             num_converted += name != "mask" and image.mode != "RGB"
     check_sizes(sizes, {name: _with_file(stored, row_name) for name, stored in row.items()})
@@ -309,8 +297,7 @@ def read_pair(value: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 def to_rgb(image: Image.Image, name: str) -> np.ndarray:
     """Return an image as (H, W, C) uint8 without transparency. Raise DataError if it has more than 8 bits per channel."""
-    if image.mode.startswith(("I", "F")):
-        raise DataError(f"{name} has more than 8 bits per channel (Pillow mode {image.mode}). Convert it.")
+    check_depth(image, name)
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 

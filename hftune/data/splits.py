@@ -187,6 +187,7 @@ def _shuffled_classes(num_rows: int, labels: Labels | None, seed: int, row_of: C
         more = f"; so have {len(single) - 1} more classes" if len(single) > 1 else ""
         raise DataError(
             f"The class {single[0]!r} has a single row in the train split, row {row_of(members[single[0]][0])}{more}. To hold "
-            "out rows of each class, it needs two: add rows, remove it, or name evaluation data (task.data_files.eval=...)."
+            "out rows of each class, it needs two: add rows, remove it, or name evaluation data (task.eval_split or "
+            "task.data_files.eval)."
         )
     return [rng.permutation(np.array(indices)) for indices in members.values()]

@@ -15,6 +15,7 @@ from types import FrameType
 from hftune.config.shipped_files import PACKAGE
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, ElsewhereError, Interrupted, TrainingError
+from hftune.secrecy import without_secrets
 
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": a signal asked to stop, and a checkpoint was written
@@ -47,6 +48,10 @@ class Report:
     """This process prints it."""
     kind: str = "TrainingError"
     """The name of the exception, one of hftune.errors or KeyboardInterrupt."""
+
+    def __post_init__(self):
+        if isinstance(self.text, str):  # trackers send its last line on, and a library's error may name any address
+            object.__setattr__(self, "text", without_secrets(self.text))
 
     @classmethod
     def parse(cls, text: str | bytes) -> Report:

@@ -89,7 +89,10 @@ class ImageTask(Task):
 
         yield from held_out_problems(self)
         if self.eval_split is not None and (key := held_out_key(self)) and not self.data_files and ":" not in self.dataset:
-            yield f"{key} takes evaluation images from the training images, but task.eval_split={self.eval_split} names others."
+            yield (
+                f"{key} takes evaluation images from the training images, but task.eval_split={self.eval_split} names others. "
+                "Set one of them to null."
+            )
         yield from data_file_problems(self.dataset, self.data_files, needs_eval=False)
         splits = {f"task.{name}": value for name in folders if (value := getattr(self, name)) is not None}
         if self.data_dir is not None or not self.data_files:

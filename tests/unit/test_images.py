@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from hftune import ConfigError, DataError, Recipe
 from hftune.commands.evaluate_output import with_evaluation
@@ -381,6 +381,22 @@ def test_colours_transparency_and_deep_pixels_are_refused(tmp_path):
     assert (of_folder(folder).datasets()["train"][1]["image"][..., 0] == IMAGES[1]).all()
 
 
+@pytest.mark.parametrize("augmentation", [None, {"crop": 0.5}])
+def test_a_file_that_a_function_opens_is_read_again_if_it_has_changed(tmp_path, monkeypatch, augmentation):
+    folder = write_folder(tmp_path)
+    paths = [folder / "train" / name / "0.png" for name in ("cat", "dog")]
+    rows = [{"image": path, "label": index} for index, path in enumerate(paths)]
+    monkeypatch.setattr(
+        "tests.support.tasks.few_digits", lambda split: [{**row, "image": Image.open(row["image"])} for row in rows]
+    )
+    fields = {"dataset": "tests.support.tasks:few_digits", "resize": True, "augmentation": augmentation}
+    for number in (5, 7):
+        Image.fromarray(IMAGES[number]).save(paths[0])
+        assert (ImageClassification(**fields).datasets()["train"][0]["image"][..., 0] == IMAGES[number]).all()
+    paths[0].write_bytes(paths[0].read_bytes()[:500])
+    assert refused(ImageClassification(**fields)).startswith(f"Row 0 of the train split ({paths[0]}) cannot be read: ")
+
+
 def test_column_that_holds_no_images_is_refused(tmp_path):
     fields = {"dataset": "tests.support.tasks:few_digits", "label_names": NAMES}
     assert refused(ImageClassification(**fields, image_column="label")) == (
@@ -418,9 +434,10 @@ def test_images_are_held_out_only_if_nothing_else_is_said(tmp_path):
     assert never.task.held_out_share is None and never.task.datasets().keys() == {"train"}
     with pytest.raises(ConfigError, match=r"This run has no evaluation data .* Name some: task.eval_split="):
         with_evaluation(never)
-    assert "task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test names others." in (
-        of_folder(tmp_path, eval_share=0.5).validate()
-    )
+    assert of_folder(tmp_path, eval_share=0.5).validate() == [
+        "task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test names others. Set one of "
+        "them to null."
+    ]
 
 
 def test_a_test_split_that_a_folder_lacks_is_refused(tmp_path):
@@ -458,6 +475,19 @@ def test_model_answers_paths_images_and_arrays_alike_with_the_names_that_were_sa
     assert rows[0]["label"] in ("cat", "dog", "emu") and 1 / 3 <= rows[0]["probability"] <= 1
     assert rows[0] == rows[1] == rows[2] == rows[3]
     assert "_sources" not in vars(task)  # no data was loaded for it
+
+
+def test_an_opened_image_is_turned_as_its_file_is(finished, tmp_path):
+    task, folder = finished
+    path, exif = tmp_path / "turned.png", Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(IMAGES[2]).save(path, exif=exif)
+    model = task.load(folder).eval()
+    whole, opened = task.predict(model, [path, Image.open(path)])
+    assert whole == opened and whole != task.predict(model, [IMAGES[2]])[0]
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match=r"^Input 0 cannot be read: image file is truncated"):
+        task.predict(model, [Image.open(path)])
 
 
 @pytest.mark.parametrize(

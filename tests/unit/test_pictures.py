@@ -100,6 +100,23 @@ def test_a_file_that_is_no_image_is_named(folder):
     assert refusal(folder) == f"Row 0 of the train split ({folder}/train/target/a.png) is not an image that can be read."
 
 
+def test_a_file_that_ends_too_soon_and_deep_pixels_are_named_before_training(folder):
+    path = folder / "train" / "image" / "a.png"
+    name = f"Row 0 of the train split ({path})"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert refusal(folder).startswith(f"{name} cannot be read: image file is truncated")
+    Image.new("I;16", (40, 32)).save(path)
+    assert refusal(folder) == f"{name} has more than 8 bits per channel (Pillow mode I;16). Convert it."
+
+
+def test_hidden_files_are_no_images(folder):
+    for path in ("train/image/.a.png", "train/target/.ipynb_checkpoints/a-checkpoint.png"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        image().save(folder / path)
+    (folder / "train" / "mask" / "._a.png").write_bytes(b"no image")
+    assert len(task(folder).datasets()["train"]) == 2
+
+
 def test_an_empty_folder_is_refused(folder):
     for path in (folder / "test" / "image").iterdir():
         path.unlink()

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from hftune import ConfigError, DataError, Recipe, TrackConfig, TrainingError
+from hftune.data.files import file_format, mixture_name
+from hftune.distributed.failure_report import Report
 from hftune.secrecy import without_secrets
 from hftune.tracking.console import warning
 from tests.support.tasks import Tagging
@@ -16,15 +18,28 @@ ADDRESSES = (
     f"postgresql://me:{PLANTED}@host:5432/db",
     f"https://me:pass/word@{PLANTED}@host/x",
     f"https://{PLANTED}@host/x.json",
+    f"https://me@mail.org:pass/word{PLANTED}@host/x",
+    f"https://{PLANTED}:x-oauth-basic@host/x",
+    f"https://{PLANTED}:@host/x",
     f"https://host/x.json?sig={PLANTED}&se=2026",
+    f"https://host/x#access_token={PLANTED}",
+    f"https://hooks.slack.com/services/T0/B0/{PLANTED}",
     f"https://host/x.json?X-Amz-Expires=9&X-Amz-Signature={PLANTED}#part",
     f"s3://bucket/x.json?AWSAccessKeyId={PLANTED}",
     f"hf_{PLANTED}",
+    f"hf_oauth_{PLANTED}",
     f"ghp_{PLANTED}",
+    f"sk-ant-api03-{PLANTED}",
 )
 PLAIN = (
     "https://host:8080/a@b?max_tokens=5&monkey=1",
+    "https://host?user=me@mail.org",
+    "https://host/x?author=me&tokenizer=bert&design=3",
+    "outputs/hf_bert-base-uncased-finetuned-imdb",
+    "models/sk-ant-colony-optimization",
     "ssh://git@host/x",
+    "git+ssh://git@host:me/code@v1",
+    "hdfs://me@host:8020/a@b",
     "abfss://container@account.dfs.core.windows.net/x",
     "hf://datasets/a/b@main/x.json",
     "sqlite:////a/mlflow.db",
@@ -44,10 +59,25 @@ def test_what_is_no_secret_stays(text):
     assert without_secrets(text) == text
 
 
+def test_what_is_typed_beside_a_reference_is_hidden():
+    assert without_secrets(f"https://me:${{oc.env:A}}{PLANTED}@host/x") == "https://me:...@host/x"
+
+
+def test_a_signed_address_tells_the_format_of_its_file():
+    assert file_format(f"https://host/x.jsonl.gz?a=b.c&sig={PLANTED}") == file_format("https://host/x.jsonl#part") == "json"
+
+
 @pytest.mark.parametrize("said", [ConfigError, DataError, TrainingError, warning])
 @pytest.mark.parametrize("text", ADDRESSES)
 def test_no_message_shows_a_secret(said, text):
     assert PLANTED not in f"{said(f'{text} cannot be loaded')} {getattr(said(text), 'problems', '')}"
+
+
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_neither_a_report_nor_the_name_of_a_data_set_shows_a_secret(text):
+    report = Report(f"Traceback (most recent call last):\nOSError: {text} does not answer")
+    assert PLANTED not in report.text and "does not answer" in report.sentence
+    assert PLANTED not in mixture_name({"data_files": text}, 0) + mixture_name({"data_files": [text, text]}, 0)
 
 
 @pytest.mark.parametrize("text", ADDRESSES)
