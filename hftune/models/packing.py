@@ -303,7 +303,8 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
     """Return a model's layers, in order.
 
     Raises:
-        NotPackable: it has none, or several stacks of them.
+        NotPackable: it has none, or several stacks of them; or they mix tokens by more than attention, which comparing numbers
+            may not show: a new Falcon-H1 carries next to nothing from one text to another.
     """
     stacks = [
         [*module]
@@ -312,6 +313,8 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
     ]
     if len(stacks) != 1:
         raise NotPackable(f"it has {len(stacks)} stacks of layers" if stacks else "it has no stack of transformers' layers")
+    if any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for layer in stacks[0] for part in layer.modules()):
+        raise NotPackable("its layers have convolutions, which would reach from text to text")
     return [layer for layer in stacks[0] if isinstance(layer, GradientCheckpointingLayer)]
 
 

@@ -13,6 +13,10 @@ from hftune.models.scored_head import TARGETS, Head, install
 from hftune.strategies.packing import evaluating, tolerance_of
 from hftune.task import Task
 
+GROWN = 64.0
+"""What the hidden states are multiplied by in a second comparison. A new model's logits are near 0, where soft-capping, as an
+example, changes nothing yet."""
+
 
 def reason_against(
     model: nn.Module, task: Task, dataset: Any, sample: int, device: torch.device, half: torch.dtype | None = None
@@ -32,15 +36,22 @@ def reason_against(
         inputs, target = task.inputs(batch), task.target(batch)
         dtype = half if any(value.dtype == half for value in model.parameters()) else None
         autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
-        with evaluating(model.to(device)), torch.no_grad(), autocast:
-            expected = float(task.loss(model(**inputs), target))
-            undo = install(model, at_once=Head.of(model).num_words * (target.numel() // 3))  # so there are several chunks
+        head, tolerance = Head.of(model.to(device)), tolerance_of(device, dtype)
+        for factor in (1.0, GROWN):
+            growing = head.module.register_forward_pre_hook(lambda _, hidden, factor=factor: (hidden[0] * factor,))
             try:
-                found = float(task.loss(model(**inputs, **{TARGETS: target}), target))
+                with evaluating(model), torch.no_grad(), autocast:
+                    expected = float(task.loss(model(**inputs), target))
+                    undo = install(model, at_once=head.num_words * (target.numel() // 3))  # so there are several chunks
+                    try:
+                        found = float(task.loss(model(**inputs, **{TARGETS: target}), target))
+                    finally:
+                        undo()
             finally:
-                undo()
-        if not abs(found - expected) <= tolerance_of(device, dtype) * max(1.0, abs(expected)):
-            return f"chunks give another loss of a sample, {found:.6g} and not {expected:.6g}"
+                growing.remove()
+            if not abs(found - expected) <= tolerance * max(1.0, abs(expected)):
+                of_what = "a sample" if factor == 1.0 else f"a sample whose logits are {GROWN:g} times as large"
+                return f"chunks give another loss of {of_what}, {found:.6g} and not {expected:.6g}"
     except Exception as error:  # whatever a model or a task of others raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         return f"chunks fail ({type(error).__name__}: {reason})"

@@ -102,6 +102,14 @@ def test_models_whose_attention_is_their_own_are_refused(family):
         install(model, stack_of(model))
 
 
+def test_layers_that_also_carry_a_state_along_are_refused_whatever_it_is_worth():
+    """Each of Falcon-H1's layers has attention, and beside it a state, which is next to nothing in a new model."""
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8}
+    model, _ = build("falcon_h1", sizes)
+    with pytest.raises(NotPackable, match="its layers have convolutions, which would reach from text to text"):
+        stack_of(model)
+
+
 def test_without_packing_the_model_is_what_it_was_and_undoing_leaves_no_trace():
     ids_BT, mask_BT = batch()
     model, _ = build("bert", {})

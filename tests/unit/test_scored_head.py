@@ -266,6 +266,22 @@ def test_the_trial_finds_what_a_model_does_behind_its_head(samples):
     assert "chunks give another loss of a sample" in tried(Tokens(), model, samples)
 
 
+class Capped(LlamaForCausalLM):
+    def forward(self, *args, **inputs):
+        outputs = super().forward(*args, **inputs)
+        outputs.logits = 30 * torch.tanh(outputs.logits / 30)
+        return outputs
+
+
+def test_the_trial_finds_what_changes_nothing_before_training(samples):
+    """As the soft-capping of xLSTM, whose config names it otherwise."""
+    config = decoder("llama").config
+    config.initializer_range = 0.02
+    model = Capped(config)
+    assert "a sample whose logits are 64 times as large" in tried(Tokens(), model, samples)
+    assert not model.lm_head._forward_pre_hooks
+
+
 def test_the_trial_finds_a_loss_that_needs_logits(samples):
     assert "chunks fail" in tried(OwnLoss(), decoder("llama"), samples)
 
