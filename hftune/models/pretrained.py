@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -66,6 +67,9 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, trust_remote_code=False, **overrides)
     except (OSError, ValueError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
+    except StrictDataclassError as error:
+        key = "task.model_config" if overrides else f"the config of task.model={model}"
+        raise ConfigError(f"{key} cannot be used: {_wrong_value(error)}.") from error
     _refuse_unknown(unknown, config)
     return _without_router_loss(config)
 
@@ -93,6 +97,8 @@ def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
         return AutoConfig.for_model(**fields)
     except ValueError as error:
         raise ConfigError(f"task.model_config cannot be used: {_first_line(error)}") from error
+    except StrictDataclassError as error:
+        raise ConfigError(f"task.model_config cannot be used: {_wrong_value(error)}.") from error
 
 
 def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
@@ -285,6 +291,10 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> dict[str, int]:
 def wordpiece_tokenizer(vocabulary: Mapping[str, int]) -> PreTrainedTokenizerBase:
     """Return BERT's uncased WordPiece tokenizer with this vocabulary."""
     return transformers.BertTokenizer(vocab=dict(vocabulary), do_lower_case=True)
+
+
+def _wrong_value(error: StrictDataclassError) -> str:
+    return str(error).splitlines()[-1].strip().removeprefix("TypeError: ").rstrip(".")
 
 
 def _first_line(error: Exception) -> str:
