@@ -141,7 +141,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     if model is None or torch.get_default_device().type == "meta":
         try:
             return _initialize(auto_class, config, dtype)
-        except ValueError as error:
+        except (ValueError, KeyError, ArithmeticError) as error:  # an unknown activation is a KeyError
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     if (quantized := options.get("quantization_config")) is not None:
         quantized = deepcopy(quantized)
@@ -156,7 +156,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         loaded, info = auto_class.from_pretrained(
             folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -298,4 +298,5 @@ def _wrong_value(error: StrictDataclassError) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if isinstance(error, (KeyError, ArithmeticError)) or not line else line
