@@ -277,7 +277,9 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
         yield f"task.model={model} holds adapters, not a whole model. hftune merge {model} makes one of them."
     elif not (folder / "config.json").is_file():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained."
+        below = folder / "model" / "config.json"  # of a run's output folder
+        hint = f" Did you mean {below.parent}?" if below.is_file() else ""
+        yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained.{hint}"
 
 
 def vocabulary_problems(vocabulary: str | None, model: str | None) -> Iterator[str]:

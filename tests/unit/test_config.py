@@ -955,6 +955,15 @@ def test_a_model_folder_without_a_config_says_what_is_in_it(plain, tmp_path, nam
     )
 
 
+def test_the_model_of_an_output_folder_is_the_near_one(plain, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    assert refusal(f"recipe={plain}", f"task.model={tmp_path}") == (
+        f"task.model={tmp_path} has no config.json (it has model): name a folder written by save_pretrained. "
+        f"Did you mean {tmp_path}/model?"
+    )
+
+
 @pytest.mark.parametrize("folder", ["/no/where", "./nowhere", "~/no/where", "a/b/c"])
 def test_a_missing_model_folder_is_refused(plain, folder):
     assert refusal(f"recipe={plain}", f"task.model={folder}") == f"task.model={folder}: there is no such folder."
