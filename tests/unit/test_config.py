@@ -956,11 +956,11 @@ def test_a_model_folder_without_a_config_says_what_is_in_it(plain, tmp_path, nam
 
 
 def test_the_model_of_an_output_folder_is_the_near_one(plain, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").touch()
-    assert refusal(f"recipe={plain}", f"task.model={tmp_path}") == (
-        f"task.model={tmp_path} has no config.json (it has model): name a folder written by save_pretrained. "
-        f"Did you mean {tmp_path}/model?"
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").touch()
+    assert refusal(f"recipe={plain}", f"task.model={run}") == (
+        f"task.model={run} has no config.json (it has model): name a folder written by save_pretrained. Did you mean {run}/model?"
     )
 
 
