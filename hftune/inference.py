@@ -49,6 +49,8 @@ class TrainedModel:
     def answers(self, inputs: Sequence[Any], batch_size: int = 8, *, probabilities: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the rows of ``predict`` one by one, so that the images of a large folder need not fit in memory."""
         check_answers(self.recipe.task)
+        if isinstance(inputs, (str, Path)):  # a text is a sequence, too: each of its letters would be answered
+            raise DataError(f"The inputs are a single {type(inputs).__name__}. Put it in a list: predict([...]).")
         options = {"probabilities": True} if probabilities else {}
         for start in range(0, len(inputs), batch_size):
             try:

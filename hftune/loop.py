@@ -393,8 +393,9 @@ def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:
             f"value on this data. Set eval.metric to one of: {numbers}."
         )
     if not (math.isfinite(score) and math.isfinite(metrics["loss"])):
+        value = "" if name == "loss" else f" and its {name} {score}"
         raise TrainingError(
-            f"After step {step} the evaluation's loss is {metrics['loss']} and its {name} {score}: training has diverged. "
+            f"After step {step} the evaluation's loss is {metrics['loss']}{value}: training has diverged. "
             "Lower train.lr or set train.clip_norm."
         )
     return score

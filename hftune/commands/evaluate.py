@@ -54,7 +54,11 @@ class Score:
 
 
 def evaluate(
-    recipe: Recipe, model: Path, checkpoint: Path | None = None, split: str = "eval", tracked_as: Recipe | None = None
+    recipe: Recipe,
+    model: str | Path,
+    checkpoint: str | Path | None = None,
+    split: str = "eval",
+    tracked_as: Recipe | None = None,
 ) -> Score:
     """Evaluate on one of the recipe's splits. Every process of the job calls it with the same arguments.
 
@@ -68,6 +72,7 @@ def evaluate(
         ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
         DataError: the data cannot be evaluated on.
     """
+    model, checkpoint = Path(model), None if checkpoint is None else Path(checkpoint)
     # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
     training = replace(recipe.train, fsdp_gather="float32", head_loss="whole" if recipe.train.head_loss == "whole" else "auto")
     recipe = replace(recipe, track=TrackConfig(), train=training)

@@ -116,9 +116,19 @@ def report(result: Score, output: Path | None) -> None:
 
 
 def recipe_in(word: str) -> str:
-    """Return the recipe of a run if a word is its output folder; otherwise the word."""
-    path = Path(word).expanduser() / "recipe.yaml"
-    return f"recipe={path}" if path.is_file() else word
+    """Return the recipe of a run if a word is its output folder; otherwise the word.
+
+    Raises:
+        ConfigError: it is the path of something else.
+    """
+    folder = Path(word).expanduser()
+    path = folder / "recipe.yaml"
+    if path.is_file():
+        return f"recipe={path}"
+    if "=" not in word and (folder.is_dir() or len(folder.parts) > 1) and folder.suffix not in (".yaml", ".yml"):
+        what = " holds no recipe.yaml" if folder.is_dir() else ": there is no such folder"
+        raise ConfigError(f"{word}{what}. Name the output folder of a run, such as outputs/yelp.")
+    return word
 
 
 def model_of(words: Sequence[str], output_dir: str) -> Path:

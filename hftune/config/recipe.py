@@ -116,6 +116,8 @@ class Recipe(RunConfig):
         sources = [word.partition("=")[2] for word in words if word.startswith("recipe=")]
         if len(sources) != 1:
             bare = next((word for word in words if "=" not in word), None)
+            if bare is not None and (Path(bare) / "recipe.yaml").is_file():
+                bare = str(Path(bare) / "recipe.yaml")  # of an output folder
             hint = f" Did you mean recipe={bare}?" if bare is not None and not sources else ""
             raise ConfigError(f"Name one recipe, such as recipe=yelp_demo; {len(sources)} were given.{hint}")
         overrides = [word for word in argv if not (isinstance(word, str) and word.startswith("recipe="))]
@@ -486,7 +488,8 @@ def _read_word(word: str) -> tuple[str, Any]:
     """Read ``section.key=value``."""
     key, equals, text = word.partition("=") if isinstance(word, str) else ("", "", "")
     if not (equals and _KEY.fullmatch(key)):
-        raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.")
+        hint = " Unpack the list: Recipe.load(name, *overrides)." if isinstance(word, (list, tuple)) else ""
+        raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.{hint}")
     try:
         read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         return key, _as_written(read["value"], yaml.load(text, _Texts))

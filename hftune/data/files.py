@@ -23,6 +23,8 @@ FORMAT_OF = {
     **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
 }
 """File format by suffix; tsv is csv with tabs."""
+EXCEL = (".xlsx", ".xls")
+"""Suffixes of files that spreadsheet programs write, and that must be saved as csv first."""
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which datasets decompresses."""
 
@@ -45,6 +47,8 @@ def check_corpus(files: Sequence[str]) -> None:
 
 SURPLUS = "lines have more cells than the header has names. Complete the header, or quote cells with a separator in them."
 """What is wrong with a csv file whose first column would otherwise be left out."""
+NOT_UTF8 = "Save the file as UTF-8."
+"""What to do about a file in another encoding."""
 NO_EVAL_DATA = "hold out a share of the training rows (task.eval_share=0.1), or train without evaluation (eval.every=never)"
 """What else to do than to name evaluation data."""
 
@@ -177,6 +181,10 @@ def data_file_problems(
         for pattern in paths:
             if "://" not in pattern and not local_files(pattern):
                 yield f"task.data_files.{split}={pattern}: there is no such file.{_nearest_file(Path(pattern))}"
+            elif Path(pattern).expanduser().is_dir():
+                yield f"task.data_files.{split}={pattern} is a folder. Name its files, such as {Path(pattern) / '*.parquet'}."
+            elif Path(pattern.lower()).suffix in EXCEL:
+                yield f"task.data_files.{split}={pattern} is an Excel file, and hftune reads none. Save it as csv, in UTF-8."
             elif dataset not in FILE_FORMATS and file_format(pattern) is None:
                 yield (
                     f"task.data_files.{split}={pattern}: its name does not end in one of {', '.join(FORMAT_OF)}. "
@@ -273,7 +281,9 @@ def model_folder_problems(model: str | None, model_config: Mapping[str, Any], ex
         yield f"task.model={model} holds adapters, not a whole model. hftune merge {model} makes one of them."
     elif not (folder / "config.json").is_file():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained."
+        below = folder / "model" / "config.json"  # of a run's output folder
+        hint = f" Did you mean {below.parent}?" if below.is_file() else ""
+        yield f"task.model={model} has no config.json (it has {there}): name a folder written by save_pretrained.{hint}"
 
 
 def vocabulary_problems(vocabulary: str | None, model: str | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hftune.data.files import FORMAT_OF, PACKED, SURPLUS, format_of
+from hftune.data.files import FORMAT_OF, NOT_UTF8, PACKED, SURPLUS, format_of
 from hftune.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
         raise DataError(f"--data {name} is empty.") from error
     except (pandas.errors.ParserError, UnicodeDecodeError, OSError) as error:
         reason = str(error).strip().rstrip(".")
-        raise DataError(f"--data {name} cannot be read as csv: {reason}.") from error
+        advice = f" {NOT_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
+        raise DataError(f"--data {name} cannot be read as csv: {reason}.{advice}") from error
     return datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
 
 

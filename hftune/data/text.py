@@ -23,7 +23,7 @@ from huggingface_hub.utils import httpx
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
 from hftune.data.digest import content_digest
-from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, SURPLUS, file_format, local_files
+from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, NOT_UTF8, SURPLUS, file_format, local_files
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
@@ -293,7 +293,8 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
         if isinstance(error.__cause__, Warning):
             raise DataError(f"{source} cannot be read as {dataset}: {SURPLUS}") from error
         reason = str(error.__cause__ or error).strip().rstrip(".")
-        raise DataError(f"{source} cannot be read as {dataset}: {reason}.") from error
+        advice = f" {NOT_UTF8}" if isinstance(error.__cause__, UnicodeDecodeError) else ""
+        raise DataError(f"{source} cannot be read as {dataset}: {reason}.{advice}") from error
     except (ConnectionError, FileNotFoundError) as error:
         raise DataError(f"{source} cannot be loaded: {error} Name files: {instead}.") from error
     except ValueError as error:  # as datasets reports an unknown split or configuration

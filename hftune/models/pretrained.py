@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -66,6 +67,9 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, trust_remote_code=False, **overrides)
     except (OSError, ValueError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
+    except StrictDataclassError as error:
+        key = "task.model_config" if overrides else f"the config of task.model={model}"
+        raise ConfigError(f"{key} cannot be used: {_wrong_value(error)}.") from error
     _refuse_unknown(unknown, config)
     return _without_router_loss(config)
 
@@ -93,6 +97,8 @@ def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
         return AutoConfig.for_model(**fields)
     except ValueError as error:
         raise ConfigError(f"task.model_config cannot be used: {_first_line(error)}") from error
+    except StrictDataclassError as error:
+        raise ConfigError(f"task.model_config cannot be used: {_wrong_value(error)}.") from error
 
 
 def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
@@ -135,7 +141,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     if model is None or torch.get_default_device().type == "meta":
         try:
             return _initialize(auto_class, config, dtype)
-        except ValueError as error:
+        except (ValueError, KeyError, ArithmeticError) as error:  # an unknown activation is a KeyError
             raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
     if (quantized := options.get("quantization_config")) is not None:
         quantized = deepcopy(quantized)
@@ -150,7 +156,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         loaded, info = auto_class.from_pretrained(
             folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -287,5 +293,10 @@ def wordpiece_tokenizer(vocabulary: Mapping[str, int]) -> PreTrainedTokenizerBas
     return transformers.BertTokenizer(vocab=dict(vocabulary), do_lower_case=True)
 
 
+def _wrong_value(error: StrictDataclassError) -> str:
+    return str(error).splitlines()[-1].strip().removeprefix("TypeError: ").rstrip(".")
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if isinstance(error, (KeyError, ArithmeticError)) or not line else line

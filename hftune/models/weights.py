@@ -15,7 +15,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -124,8 +123,10 @@ def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # of a file that is something else, torch's unpickler raises whatever its bytes lead to
         reason = str(error).strip().partition("\n")[0].rstrip(".")
+        if isinstance(error, UnpicklingError):  # torch's text recommends weights_only=False, which would run the file's code
+            reason = "it holds something other than tensors"
         raise ConfigError(f"{what}: {file.name} cannot be read as tensors ({type(error).__name__}: {reason}).") from error
     for name in WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(name), dict):

@@ -14,6 +14,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hftune.errors import ConfigError, DataError
 from hftune.models.packing import MASK, NotPackable, attention_calls, find_packing, install, stack_of, without_masks
 from hftune.models.scored_head import TARGETS
 from hftune.strategies.statistics import restored_buffers
@@ -122,6 +123,8 @@ def reason_against(
                     padded, packed, inputs.get(MASK), tolerance
                 ):
                     return "it computes something else then"
+    except (ConfigError, DataError):  # of the task's: training would meet it, too
+        raise
     except Exception as error:  # whatever a model or a kernel of others raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         return reason if isinstance(error, NotPackable) else f"it fails then ({type(error).__name__}: {reason})"

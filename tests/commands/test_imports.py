@@ -80,6 +80,8 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         ("evaluate", "recipe=yelp_demo", "--checkpoint", "nope"): "--checkpoint nope: there is no such folder.",
         ("evaluate", f"recipe={tmp_path}/none.yaml"): f"recipe={tmp_path}/none.yaml: there is no such file",
         ("evaluate", "recipe=yelp_demo", f"output_dir={tmp_path}/x"): f"{tmp_path}/x/model: there is no model yet.",
+        ("evaluate", f"{tmp_path}/none"): f"{tmp_path}/none: there is no such folder. Name the output folder of a run, ",
+        ("evaluate", str(tmp_path)): f"{tmp_path} holds no recipe.yaml. Name the output folder of a run, ",
         ("evaluate", recipe, "--output", "/none/x.json"): "--output /none/x.json cannot be written: No such file or directory.",
         ("predict", "nope", "--text", "x"): "nope: there is no such folder.",
         ("predict", str(finished), "--text", "x", "--batch-size", "0"): "--batch-size 0 must be at least 1.",

@@ -107,7 +107,7 @@ def test_titles_do_not_depend_on_the_batches_that_they_are_generated_in(runs, na
 def test_model_is_evaluated_as_the_recipe_says_now(runs):
     run = runs["encoder_decoder", 1]
     recipe = Recipe.load(run.folder / "recipe.yaml", "task.max_target_length=2", "task.max_eval_samples=5")
-    found = evaluate(recipe, run.folder / "model_last").metrics
+    found = evaluate(recipe, str(run.folder / "model_last")).metrics
     assert 0 < found["mean_length"] < run.result["metrics"]["mean_length"]
 
 

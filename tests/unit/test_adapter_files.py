@@ -80,6 +80,15 @@ def kind(request):
     return MODELS[request.param]
 
 
+def test_transformers_loads_the_adapters_of_a_classifier_as_the_docs_say(tmp_path):
+    fresh("AutoModel", BERT).save_pretrained(tmp_path / "base")  # whose config knows no classes
+    model = adapted(auto := "AutoModelForSequenceClassification", tmp_path / "base")
+    export(Saver(), model, tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model", subfolder="model_config")
+    theirs = getattr(transformers, auto).from_pretrained(tmp_path / "model", config=config).eval()
+    assert torch.equal(answers(theirs), answers(model)) and theirs.config.id2label == CLASSES["id2label"]
+
+
 def test_saved_adapters_load_and_merge_as_they_were(kind, tmp_path):
     auto, fields, settings = kind
     fresh(auto, fields).save_pretrained(tmp_path / "base")

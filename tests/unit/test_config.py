@@ -444,6 +444,11 @@ def test_an_argument_of_another_form_is_refused(plain, word):
     assert refusal(f"recipe={plain}", word) == f"{word!r} is not of the form section.key=value, such as train.lr=3e-5."
 
 
+def test_a_list_of_arguments_is_to_be_unpacked(plain):
+    with pytest.raises(ConfigError, match=r"is not of the form .* Unpack the list: Recipe\.load\(name, \*overrides\)\.$"):
+        Recipe.load(plain, ["train.lr=1", "seed=2"])
+
+
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
@@ -950,6 +955,15 @@ def test_a_model_folder_without_a_config_says_what_is_in_it(plain, tmp_path, nam
     )
 
 
+def test_the_model_of_an_output_folder_is_the_near_one(plain, tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").touch()
+    assert refusal(f"recipe={plain}", f"task.model={run}") == (
+        f"task.model={run} has no config.json (it has model): name a folder written by save_pretrained. Did you mean {run}/model?"
+    )
+
+
 @pytest.mark.parametrize("folder", ["/no/where", "./nowhere", "~/no/where", "a/b/c"])
 def test_a_missing_model_folder_is_refused(plain, folder):
     assert refusal(f"recipe={plain}", f"task.model={folder}") == f"task.model={folder}: there is no such folder."
@@ -1406,7 +1420,9 @@ def test_other_toolkits_names_of_a_key_are_understood(word, known):
     assert refusal("recipe=yelp_demo", word).endswith(f"is not a key of a recipe. Did you mean '{known}'?")
 
 
-def test_a_recipe_without_its_key_is_understood():
+def test_a_recipe_without_its_key_is_understood(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    assert refusal(str(tmp_path)).endswith(f" Did you mean recipe={tmp_path}/recipe.yaml?")
     assert refusal("yelp_demo") == "Name one recipe, such as recipe=yelp_demo; 0 were given. Did you mean recipe=yelp_demo?"
 
 

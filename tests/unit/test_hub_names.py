@@ -104,6 +104,14 @@ def test_what_names_do_not_tell_is_asked_for(tmp_path):
         ".txt. Name the format: task.dataset=json, csv, parquet, arrow or text. (task.dataset: recipe yelp; "
         "task.data_files.train: the command line)"
     ]
+    (tmp_path / "parts").mkdir()
+    assert said(f"{tmp_path}/parts") == [
+        f"task.data_files.train={tmp_path}/parts is a folder. Name its files, such as {tmp_path}/parts/*.parquet."
+    ]
+    (tmp_path / "e.xlsx").write_bytes(b"PK")
+    assert said(f"{tmp_path}/e.xlsx")[0].startswith(
+        f"task.data_files.train={tmp_path}/e.xlsx is an Excel file, and hftune reads none. Save it as csv, in UTF-8."
+    )
     assert said(f"[{tmp_path}/a.jsonl, {tmp_path}/b.csv]") == [
         "task.data_files.train has files of several formats: csv, json. Use one format."
     ]

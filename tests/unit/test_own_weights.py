@@ -105,3 +105,14 @@ def test_a_path_without_weights_is_refused_with_the_near_one(tmp_path):
     (tmp_path / "broken.safetensors").write_bytes(b"no")
     with pytest.raises(ConfigError, match=r"broken.safetensors cannot be read as tensors \(SafetensorError"):
         load_weights(Net(), str(tmp_path / "broken.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["reviews.csv", "tokenizer.json", "pickled.pt"])
+def test_a_file_of_something_else_is_refused_in_a_sentence(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("review,stars\ngood food,five\n" if name.endswith("csv") else '{"version": "1.0"}')
+    if name.endswith("pt"):
+        torch.save(object(), path)  # torch's own text says to unpickle it nonetheless
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read as tensors \(\w+: ") as caught:
+        load_weights(Net(), str(path))
+    assert "weights_only" not in str(caught.value)

@@ -10,6 +10,7 @@ from hftune import Recipe
 from hftune.batch_plan import BatchPlan
 from hftune.build import build, default_parts, idle_notices, padding_share, settle_packing, width_of
 from hftune.distributed.progress import Progress
+from hftune.errors import DataError
 from hftune.models.packing import Packing, install, stack_of
 from hftune.strategies.packing import collate_for, compute, inputs_of, reason_against, trial_samples
 
@@ -92,6 +93,19 @@ def test_attention_of_ones_own_is_padded_with_a_reason(parts, how, reason):
     samples = trial_samples(built.plan.lengths)
     assert reason_against(model, task, data, samples, torch.device("cpu"), None) == reason
     assert model.training and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_the_task_refuses_is_no_reason_to_pad(parts, monkeypatch):
+    recipe, built = parts
+
+    def loss(outputs, target):
+        raise DataError("task.class_weights.nobody names no class.")
+
+    monkeypatch.setattr(recipe.task, "loss", loss)
+    with pytest.raises(DataError, match="names no class"):
+        reason_against(
+            built.model, recipe.task, built.datasets["train"], trial_samples(built.plan.lengths), torch.device("cpu")
+        )
 
 
 def test_the_reason_is_a_notice_with_the_share_of_padding(parts, monkeypatch):

@@ -39,6 +39,11 @@ def expected(run):
     return load_model(run, device="cpu").predict(TEXTS, probabilities=True)
 
 
+def test_a_text_that_is_in_no_list_is_refused(run):
+    with pytest.raises(DataError, match=r"^The inputs are a single str\. Put it in a list"):
+        load_model(run, device="cpu").predict("superb")  # each letter would be answered
+
+
 @pytest.fixture
 def table(tmp_path):
     """A table as a competition gives it: an id with zeros in front, a column in between, no labels."""

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from hftune.errors import TrainingError
+from hftune.loop import score_of
 from hftune.metrics import retrieval
 from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at, spearman
 from hftune.models.pooling import pooled
@@ -44,7 +46,11 @@ def test_documents_whose_similarities_differ_by_rounding_are_equally_similar():
 def test_embeddings_that_are_nan_find_nothing():
     nothing = np.full((3, 2), np.nan, np.float32)
     assert rank_positives(nothing, nothing, [1, 2, 3], [4, 5, 6]).ranks_N.tolist() == [3, 3, 3]
-    assert np.isnan(spearman(nothing[:, 0], np.array([1, 2, 3])))  # so that the loop says that training has diverged
+    value = spearman(nothing[:, 0], np.array([1, 2, 3]))
+    with pytest.raises(TrainingError, match=r"^After step 2 the evaluation's loss is nan and its spearman nan: training has"):
+        score_of({"loss": float("nan"), "spearman": value}, "spearman", 2)
+    with pytest.raises(TrainingError, match=r"^After step 2 the evaluation's loss is nan: training has diverged\."):
+        score_of({"loss": float("nan"), "spearman": value}, "loss", 2)
 
 
 def test_recall_and_mrr():

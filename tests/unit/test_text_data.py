@@ -94,6 +94,12 @@ def test_a_csv_file_whose_header_lacks_a_name_is_refused(tmp_path):
         text.load_split("csv", "train", {"train": str(tmp_path / "t.csv")}, "train")
 
 
+def test_a_csv_file_in_another_encoding_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "t.csv").write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"t\.csv cannot be read as csv: 'utf-8' codec .*\. Save the file as UTF-8\.$"):
+        text.load_split("csv", "train", {"train": str(tmp_path / "t.csv")}, "train")
+
+
 def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
     rows = [dict(row) for row in ROWS]
     for row in rows[::2]:
