@@ -85,7 +85,11 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         ensure_weight_tying=not ties.keys().isdisjoint(whole),
     )
-    model.add_adapter(lora)
+    try:
+        model.add_adapter(lora)
+    except ValueError as error:  # of targets that peft moves
+        raise ConfigError(f"adapter.targets: peft refuses them for {type(model).__name__}: {error}") from error
+    check_targets(model, targets)
     trained = {name for name, module in model.named_modules() if hasattr(module, "original_module")}
     if further := sorted(trained - {*whole} - ties.keys()):  # peft compares the ends of names, without a dot before them
         raise ConfigError(
@@ -93,6 +97,24 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
             "longer names, or leave it out."
         )
     raise_precision(model)
+
+
+def check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Make sure that the modules have got adapters that should, or raise ConfigError.
+
+    peft (0.21) takes names such as gate_proj for those that a mixture's experts had in transformers 4, and puts adapters on all
+    experts at once instead. A layer of that name beside them, as DeepSeek's shared experts have, would get none.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    if missing := sorted({*targets} - found):
+        ends = sorted({name.rpartition(".")[2] for name in found.intersection(targets)})
+        how = f"Name others: adapter.targets=[{', '.join(ends)}]" if ends else "Leave adapter.type out"
+        raise ConfigError(
+            f"adapter.targets: peft would leave out {missing[0]} of {type(model).__name__}, whose name is also that of a part "
+            f"of its experts, and put adapters on these instead. {how}."
+        )
 
 
 def raise_precision(model: nn.Module) -> None:

@@ -7,6 +7,8 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -137,6 +139,21 @@ def test_ties_are_kept_or_refused():
 )
 def test_names_that_do_not_fit_are_refused(options, said):
     assert said in refused(llama(), **options)
+
+
+def test_layers_that_peft_takes_for_experts_are_refused():
+    """Otherwise dense layers and shared experts would stay frozen, and adapters of the other experts be in no merged model."""
+
+    def mixture():
+        sizes = {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 4}
+        return Glm4MoeForCausalLM(Glm4MoeConfig(vocab_size=101, pad_token_id=0, head_dim=8, **TINY, **sizes))
+
+    assert refused(mixture()) == (
+        "adapter.targets: peft would leave out model.layers.0.mlp.down_proj of Glm4MoeForCausalLM, whose name is also that of a "
+        "part of its experts, and put adapters on these instead. Name others: adapter.targets=[k_proj, o_proj, q_proj, v_proj]."
+    )
+    assert "peft refuses them for Glm4MoeForCausalLM: Cannot convert" in refused(mixture(), targets=["gate_proj"])
+    assert trained_names(adapted(mixture(), targets=["q_proj"]))
 
 
 def test_model_that_is_not_transformers_is_refused():
