@@ -167,7 +167,8 @@ def class_numbers(
         names: class names in the order of the class numbers; ``task.label_names``, if set.
         data_names: class names of the training data, in their order: some or all of ``names``, in any order; or different names
             for the same classes in the same order ("1 star", "one star"). None: the data have no names.
-        are_labels: whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth.
+        are_labels: whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth, also
+            where other classes are named by words.
         row_of: translates an index of ``labels`` to the row in the data, for messages.
 
     Raises:
@@ -184,8 +185,13 @@ def class_numbers(
             f"The labels of the {split} split are numbers without names, and task.label_names changes the order of the train "
             f"split's names ({', '.join(data_names)}), so what the numbers mean is unknown. Set task.label_names=null."
         )
-    own = _own_numbers(names) if are_labels else {}
-    translated = [numbers.get(label) if isinstance(label, str) else own.get(label) if own else label for label in labels]
+    own: dict[int, int] = {}
+    if are_labels and not all(isinstance(label, str) for label in labels):
+        own = {int(name): number for name, number in numbers.items() if is_whole(name)}
+    translated = [
+        numbers.get(label) if isinstance(label, str) else numbers.get(str(label), own.get(label)) if are_labels else label
+        for label in labels
+    ]
     wrong = [index for index, number in enumerate(translated) if number is None or not 0 <= number < count]
     if wrong:
         # If names are expected and some labels are numbers written as texts, a label that is neither is the one to report.
@@ -193,7 +199,7 @@ def class_numbers(
         index = next(odd, wrong[0])
         raise DataError(
             f"Row {row_of(index)} of the {split} split has the label {labels[index]!r}; "
-            f"there are {count} labels{'' if own else f', 0 to {count - 1}'} ({', '.join(names[:10])}). "
+            f"there are {count} labels{'' if are_labels else f', 0 to {count - 1}'} ({', '.join(names[:10])}). "
             "Correct the row, or set task.label_names; null uses the names of the data."
         )
     return translated
