@@ -95,7 +95,7 @@ def _from_file(name: str, path: Path) -> Table:
         from hftune.data.text import load_files
 
         try:
-            rows = load_files(kind, f"--data {name}", data_files={"test": [str(path)]}, split="test")
+            rows = load_files(kind, f"--data {name}", [str(path)], "test")
         except DataError as error:
             raise DataError(str(error).partition(" Name files:")[0]) from error
     with path.open("rb") as file:
@@ -107,7 +107,7 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
     import datasets
     import pandas
 
-    from hftune.data.text import READER_OPTIONS, refusing_lost_cells
+    from hftune.data.text import READER_OPTIONS, check_lost_rows, refusing_lost_cells
 
     try:
         with refusing_lost_cells():
@@ -119,7 +119,9 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
     except (pandas.errors.ParserError, UnicodeDecodeError, OSError) as error:
         reason = str(error).strip().rstrip(".")
         raise DataError(f"--data {name} cannot be read as csv: {reason}.") from error
-    return datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
+    rows = datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
+    check_lost_rows(rows, f"--data {name}", [str(path)], separator)
+    return rows
 
 
 def _as_numbers(texts: pandas.Series) -> pandas.Series:

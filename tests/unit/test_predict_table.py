@@ -183,6 +183,13 @@ def test_a_bare_carriage_return_breaks_no_row(tmp_path, kind):
     assert path.read_bytes().count(b"\n") == 3 and b"\r\n" not in path.read_bytes()
 
 
+def test_a_quote_that_swallows_rows_is_refused(tmp_path):
+    path = tmp_path / "test.tsv"
+    path.write_text('id\ttext\n1\tok\n2\t"fine\n3\tba" d\n')
+    with pytest.raises(DataError, match=r"--data .*test\.tsv: a cell of row 1 has the lines of several rows"):
+        read_table(str(path))
+
+
 def test_no_column_takes_the_place_of_another_one(tmp_path):
     (tmp_path / "t.csv").write_text("text,label,label_given\nhello,new,old\n")
     job = SimpleNamespace(table=read_table(str(tmp_path / "t.csv")), selected=None, options={"probabilities": True})
