@@ -98,8 +98,33 @@ def _from_file(name: str, path: Path) -> Table:
             rows = load_files(kind, f"--data {name}", [str(path)], "test")
         except DataError as error:
             raise DataError(str(error).partition(" Name files:")[0]) from error
+        rows = _with_dates_as_written(rows, path) if kind == "json" else rows
     with path.open("rb") as file:
         return Table(name, rows, file_digest(file, "sha256").hexdigest(), path.parent)
+
+
+def _with_dates_as_written(rows: datasets.Dataset, path: Path) -> datasets.Dataset:
+    """Give back the texts of which pyarrow has made moments, without a zone: 2024-05-01 or 2024-05-01T10:00:00Z."""
+    import fsspec
+
+    moments = [name for name, kind in rows.features.items() if str(getattr(kind, "dtype", "")).startswith("timestamp")]
+    if not moments:
+        return rows
+    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
+        values = list(_json_values(file.read()))
+    columns = rows.column_names
+    rows = rows.remove_columns(moments)
+    for name in moments:
+        rows = rows.add_column(name, [value.get(name) for value in values])
+    return rows.select_columns(columns)
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield the values of a text of several, or those of the list that it holds."""
+    decoder, place = json.JSONDecoder(strict=False), 0
+    while rest := re.compile(r"\S").search(text, place):
+        value, place = decoder.raw_decode(text, rest.start())
+        yield from value if isinstance(value, list) else [value]
 
 
 def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:

@@ -183,6 +183,15 @@ def test_a_bare_carriage_return_breaks_no_row(tmp_path, kind):
     assert path.read_bytes().count(b"\n") == 3 and b"\r\n" not in path.read_bytes()
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_dates_of_a_json_file_stay_as_they_are_written(tmp_path, is_list):
+    days = [{"day": "2024-05-01", "text": "a", "at": "2024-05-01T10:00:00Z"}, {"day": None, "text": "b\u2028"}]
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(days) if is_list else "\n".join(json.dumps(row, ensure_ascii=False) for row in days))
+    rows = read_table(str(path)).rows
+    assert rows.column_names == ["day", "text", "at"] and list(rows) == [days[0], {**days[1], "at": None}]
+
+
 def test_a_quote_that_swallows_rows_is_refused(tmp_path):
     path = tmp_path / "test.tsv"
     path.write_text('id\ttext\n1\tok\n2\t"fine\n3\tba" d\n')
