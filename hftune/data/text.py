@@ -222,15 +222,27 @@ def load_files(kind: str, source: str, files: Sequence[str], split: str) -> data
     """Call ``load`` for files of one of the formats of ``FORMAT_OF``.
 
     Raises:
-        DataError: they cannot be loaded, or rows of a csv file have been lost.
+        DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
     """
     if kind not in ("csv", "tsv"):
-        return load(kind, source, data_files={split: files}, split=split)
+        rows = load(kind, source, data_files={split: files}, split=split)
+        if kind != "text" and len(rows):  # pyarrow reads the others without looking at their characters
+            cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
+        return rows
     separator = "\t" if kind == "tsv" else ","
     converters = dict.fromkeys(_text_columns(files, separator), _as_written)
     rows = load("csv", source, data_files={split: files}, split=split, sep=separator, converters=converters)
     check_lost_rows(rows, source, files, separator)
     return rows
+
+
+def _check_characters(rows: datasets.Dataset, source: str) -> None:
+    for name, cells in zip(rows.column_names, rows.data.columns, strict=True):
+        try:
+            cells.validate(full=True)
+        except pa.ArrowInvalid as error:
+            what = str(error).rpartition(": ")[2]
+            raise DataError(f"{source} is not UTF-8 in column {name!r}: {what}. Convert its file.") from error
 
 
 def _text_columns(files: Sequence[str], separator: str) -> list[str]:

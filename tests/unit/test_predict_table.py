@@ -185,7 +185,8 @@ def test_a_bare_carriage_return_breaks_no_row(tmp_path, kind):
 
 @pytest.mark.parametrize("is_list", [False, True])
 def test_dates_of_a_json_file_stay_as_they_are_written(tmp_path, is_list):
-    days = [{"day": "2024-05-01", "text": "a", "at": "2024-05-01T10:00:00Z"}, {"day": None, "text": "b\u2028"}]
+    first = {"day": "2024-05-01", "text": "a", "at": {"last": ["2024-05-01T10:00:00Z"]}}
+    days = [first, {"day": None, "text": "b\u2028"}]
     path = tmp_path / "test.json"
     path.write_text(json.dumps(days) if is_list else "\n".join(json.dumps(row, ensure_ascii=False) for row in days))
     rows = read_table(str(path)).rows

@@ -179,3 +179,15 @@ def test_cells_of_texts_are_read_as_they_are_written_though_a_file_or_a_part_of_
     rows = text.load_split("", "train", {"train": files}, "train")
     expected = ["007", "1.10", "007", "010", "1.10", "2.0", "True", "False"]
     assert rows["label"][:3] == cells[:3] and rows["label"][10_000:] == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "column"), [(b'{"text": "a", "label": "\xe9"}', "label"), (b'{"text": [{"content": "\xe9"}]}', "text")]
+)
+def test_a_json_file_that_is_not_utf8_is_refused_whatever_column_it_is(tmp_path, row, column):
+    (tmp_path / "rows.jsonl").write_bytes(row)
+    with pytest.raises(DataError) as refused:
+        text.load_files("json", "--data rows.jsonl", [str(tmp_path / "rows.jsonl")], "test")
+    assert str(refused.value) == (
+        f"--data rows.jsonl is not UTF-8 in column {column!r}: Invalid UTF8 sequence at string index 0. Convert its file."
+    )
