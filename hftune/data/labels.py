@@ -285,6 +285,8 @@ def read_targets(rows: datasets.Dataset, column: str, split: str, row_of: Callab
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, str) and "_" in value:  # 2024_05 is 202405.0 to Python
+        return math.nan
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -35,9 +35,12 @@ from hftune.errors import DataError, did_you_mean
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
-READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""], "index_col": False}}
+READER_OPTIONS = {
+    "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
+    "text": {"encoding": "utf-8-sig"},
+}
 """Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too. And if lines
-have one cell more than the header, the first column would not be read at all."""
+have one cell more than the header, the first column would not be read at all. text: a byte order mark is no character."""
 
 
 def load_split(

@@ -168,6 +168,11 @@ def test_a_number_among_names_is_the_class_that_it_names_and_never_its_place(tmp
     )
 
 
+def test_a_month_is_no_number(tmp_path):
+    found = task("texts", tmp_path, (["1.5", "2024_05"],), (["1"],), problem_type="regression")
+    assert refused(found).startswith("Row 1 of the train split has '2024_05' in column 'label', which is not a number.")
+
+
 def test_metrics_count_only_classes_that_occur(tmp_path):
     found = task("texts", tmp_path, ([1, 2, 3, 4, 5],), ([1, 2],))
     right = [{"label": number, "prediction": number} for number in found.datasets()["train"].column("label").tolist()]

@@ -162,6 +162,10 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
             ["--data", "test.csv", "--output", "y.csv"],
             "y.csv.parts has the name of the folder for unfinished predictions, but holds",
         ),
+        (
+            ["--data", "test.csv", "--output", "./test.csv"],
+            "--output test.csv is the table itself, which would be overwritten. Name a different file.",
+        ),
         (["--text", "x", "--map", "text=a"], "--map is for tables: --data FILE."),
     ],
 )

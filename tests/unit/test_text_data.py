@@ -191,3 +191,11 @@ def test_a_json_file_that_is_not_utf8_is_refused_whatever_column_it_is(tmp_path,
     assert str(refused.value) == (
         f"--data rows.jsonl is not UTF-8 in column {column!r}: Invalid UTF8 sequence at string index 0. Convert its file."
     )
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_text(tmp_path, name):
+    content = {"rows.txt": "one\ntwo\n", "rows.csv": "text\none\ntwo\n", "rows.jsonl": '{"text": "one"}\n{"text": "two"}\n'}
+    (tmp_path / name).write_text(content[name], encoding="utf-8-sig")
+    rows = text.load_split("", "train", {"train": str(tmp_path / name)}, "train")
+    assert list(rows["text"]) == ["one", "two"]
