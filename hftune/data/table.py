@@ -112,8 +112,8 @@ def _with_dates_as_written(rows: datasets.Dataset, path: Path) -> datasets.Datas
         return rows
     with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
         values = list(_json_values(file.read()))
-    columns = rows.column_names
-    rows = rows.remove_columns(moments)
+    columns, read = rows.column_names, {name: f"{name} as it was read" for name in moments}
+    rows = rows.rename_columns(read)
     for name in moments:
         rows = rows.add_column(name, [value.get(name) for value in values])
     return rows.select_columns(columns)

@@ -195,6 +195,8 @@ def test_dates_of_a_json_file_stay_as_they_are_written(tmp_path, is_list):
     path.write_text(json.dumps(days) if is_list else "\n".join(json.dumps(row, ensure_ascii=False) for row in days))
     rows = read_table(str(path)).rows
     assert rows.column_names == ["day", "text", "at"] and list(rows) == [days[0], {**days[1], "at": None}]
+    path.write_text('{"day": "2024-05-01"}')
+    assert list(read_table(str(path)).rows) == [{"day": "2024-05-01"}]
 
 
 def test_a_quote_that_swallows_rows_is_refused(tmp_path):
