@@ -18,6 +18,7 @@ from hftune.errors import DataError, did_you_mean
 if TYPE_CHECKING:
     import datasets
     import pandas
+    import pyarrow
 
 WRITTEN = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
 """Format to write by suffix."""
@@ -179,14 +180,21 @@ def writable(kind: Any) -> bool:
     return type(kind).__name__ not in ("Image", "Audio", "Video", "Pdf") and getattr(kind, "dtype", None) != "binary"
 
 
-def write_table(path: Path, kind: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_table(
+    path: Path,
+    kind: str,
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, Any]],
+    features: Mapping[str, Any] | None = None,
+) -> None:
     """Write rows into a file; what a row lacks is missing there.
 
     Args:
         kind: one of the values of WRITTEN.
+        features: of those columns that are of a data set, to write their values as what they were there.
     """
     if kind == "parquet":
-        _write_parquet(path, columns, rows)
+        _write_parquet(path, columns, rows, features or {})
     elif kind == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             file.writelines(_json({name: row.get(name) for name in columns}) + "\n" for row in rows)
@@ -216,14 +224,25 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _write_parquet(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def _write_parquet(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], features: Mapping[str, Any]) -> None:
     import pyarrow
     from pyarrow import parquet
 
     tables = [
-        pyarrow.table({name: [row.get(name) for row in chunk] for name in columns}) for chunk in _chunks(rows)
+        pyarrow.table({name: _array([row.get(name) for row in chunk], features.get(name)) for name in columns})
+        for chunk in _chunks(rows)
     ]  # as arrays, which take far less memory than Python's values
     parquet.write_table(pyarrow.concat_tables(tables, promote_options="permissive"), path)
+
+
+def _array(values: list[Any], feature: Any) -> pyarrow.Array:
+    """Return values as an array: of whole numbers, those of the feature; of several kinds, as a json file may have, JSON."""
+    import pyarrow
+
+    if "Json(" in str(feature):
+        return pyarrow.array([None if value is None else _json(value) for value in values], pyarrow.string())
+    is_whole = re.match("u?int", str(getattr(feature, "dtype", None))) is not None
+    return pyarrow.array(values, feature.pa_type if is_whole else None)
 
 
 def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

@@ -5,6 +5,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pandas
 import pytest
@@ -197,6 +198,16 @@ def test_dates_of_a_json_file_stay_as_they_are_written(tmp_path, is_list):
     assert rows.column_names == ["day", "text", "at"] and list(rows) == [days[0], {**days[1], "at": None}]
     path.write_text('{"day": "2024-05-01"}')
     assert list(read_table(str(path)).rows) == [{"day": "2024-05-01"}]
+
+
+def test_numbers_of_64_bits_and_values_of_several_kinds_are_written_as_parquet(run, tmp_path):
+    path, output = tmp_path / "test.jsonl", tmp_path / "out.parquet"
+    path.write_text("\n".join(json.dumps({"text": "So so", "id": value}) for value in (1, "x", None, [2])))
+    assert predict(run, "--data", path, "--output", output) == 0
+    assert list(pandas.read_parquet(output)["id"].fillna("")) == ["1", '"x"', "", "[2]"]
+    rows = datasets.Dataset.from_dict({"id": np.array([2**64 - 1], np.uint64)})
+    write_table(output, "parquet", ["id"], iter(rows), rows.features)
+    assert pandas.read_parquet(output)["id"].tolist() == [2**64 - 1]
 
 
 def test_a_quote_that_swallows_rows_is_refused(tmp_path):
