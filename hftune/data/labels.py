@@ -53,8 +53,12 @@ def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callabl
     return [names[label] if 0 <= label < len(names) else label for label in labels]  # -1 stands for a missing label
 
 
+def _is_missing(label: Any) -> bool:
+    return label is None or (isinstance(label, str) and not label.strip())
+
+
 def _refuse_missing(labels: Sequence[Any], column: str, split: str, row_of: Callable[[int], int]) -> None:
-    if missing := [index for index, label in enumerate(labels) if label is None or label == ""]:
+    if missing := [index for index, label in enumerate(labels) if _is_missing(label)]:
         more = f", and {len(missing) - 1} more rows have none" if len(missing) > 1 else ""
         raise DataError(
             f"Row {row_of(missing[0])} of the {split} split has no label in column {column!r}{more}. "
@@ -232,7 +236,7 @@ def _wrong_list(listed: Sequence[Any] | None, column: str) -> str | None:
     """Return what is wrong with the labels of a row, the end of a sentence; None if nothing is."""
     if listed is None:
         return f"has no list in column {column!r}. An empty list means that it has none of the labels."
-    if any(label is None or label == "" for label in listed):
+    if any(map(_is_missing, listed)):
         return f"lists a label without a name in column {column!r}. Fill it in, or remove it."
     if len(set(listed)) < len(listed):
         return (

@@ -35,7 +35,7 @@ from hftune.errors import DataError, did_you_mean
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
-READER_OPTIONS = {
+READER_OPTIONS: dict[str, dict[str, Any]] = {
     "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
     "text": {"encoding": "utf-8-sig"},
 }

@@ -216,7 +216,7 @@ def test_a_csv_may_have_a_class_and_a_text_that_pandas_takes_for_missing(tmp_pat
     assert list(found._rows["train"]["text"]) == ["good thing", word]
 
 
-@pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0"])
+@pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0", "yes,no, ,no"])
 def test_an_empty_label_of_a_csv_names_its_row(tmp_path, labels):
     rows = "".join(f"text {place},{label}\n" for place, label in enumerate(labels.split(",")))
     assert refused(of_csv(tmp_path, f"text,label\n{rows}")) == (
