@@ -89,6 +89,9 @@ def prepare(options: argparse.Namespace) -> Job:
         ConfigError, DataError: they cannot be predicted, or not be written.
     """
     check_output(options.output)
+    data = Path(options.data).expanduser()
+    if data.is_file() and options.output.exists() and options.output.samefile(data):
+        raise ConfigError(f"--output {options.output} is the table itself, which would be overwritten. Name a different file.")
     from hftune.checkpoints.export import read_about, readable
     from hftune.checkpoints.run_folder import check_answers, open_run
 

@@ -225,7 +225,9 @@ class Parts:
         try:
             with atomic_path(self.job.output) as temporary:
                 kind = WRITTEN[self.job.output.suffix.lower()]
-                write_table(temporary, kind, list(columns), output_rows(self.job, columns, self.rows()))
+                of_data = {name: own for name, (source, own) in columns.items() if source == "data"}
+                features = {name: self.job.table.rows.features[own] for name, own in of_data.items()}
+                write_table(temporary, kind, list(columns), output_rows(self.job, columns, self.rows()), features)
         except OSError as error:
             raise TrainingError(f"{self.job.output} cannot be written: {error.strerror or error}.") from error
         shutil.rmtree(self.folder, ignore_errors=True)

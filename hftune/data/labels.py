@@ -53,8 +53,12 @@ def read_labels(rows: datasets.Dataset, column: str, split: str, row_of: Callabl
     return [names[label] if 0 <= label < len(names) else label for label in labels]  # -1 stands for a missing label
 
 
+def _is_missing(label: Any) -> bool:
+    return label is None or (isinstance(label, str) and not label.strip())
+
+
 def _refuse_missing(labels: Sequence[Any], column: str, split: str, row_of: Callable[[int], int]) -> None:
-    if missing := [index for index, label in enumerate(labels) if label is None or label == ""]:
+    if missing := [index for index, label in enumerate(labels) if _is_missing(label)]:
         more = f", and {len(missing) - 1} more rows have none" if len(missing) > 1 else ""
         raise DataError(
             f"Row {row_of(missing[0])} of the {split} split has no label in column {column!r}{more}. "
@@ -167,7 +171,8 @@ def class_numbers(
         names: class names in the order of the class numbers; ``task.label_names``, if set.
         data_names: class names of the training data, in their order: some or all of ``names``, in any order; or different names
             for the same classes in the same order ("1 star", "one star"). None: the data have no names.
-        are_labels: whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth.
+        are_labels: whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth, also
+            where other classes are named by words.
         row_of: translates an index of ``labels`` to the row in the data, for messages.
 
     Raises:
@@ -184,8 +189,13 @@ def class_numbers(
             f"The labels of the {split} split are numbers without names, and task.label_names changes the order of the train "
             f"split's names ({', '.join(data_names)}), so what the numbers mean is unknown. Set task.label_names=null."
         )
-    own = _own_numbers(names) if are_labels else {}
-    translated = [numbers.get(label) if isinstance(label, str) else own.get(label) if own else label for label in labels]
+    own: dict[int, int] = {}
+    if are_labels and not all(isinstance(label, str) for label in labels):
+        own = {int(name): number for name, number in numbers.items() if is_whole(name)}
+    translated = [
+        numbers.get(label) if isinstance(label, str) else numbers.get(str(label), own.get(label)) if are_labels else label
+        for label in labels
+    ]
     wrong = [index for index, number in enumerate(translated) if number is None or not 0 <= number < count]
     if wrong:
         # If names are expected and some labels are numbers written as texts, a label that is neither is the one to report.
@@ -193,7 +203,7 @@ def class_numbers(
         index = next(odd, wrong[0])
         raise DataError(
             f"Row {row_of(index)} of the {split} split has the label {labels[index]!r}; "
-            f"there are {count} labels{'' if own else f', 0 to {count - 1}'} ({', '.join(names[:10])}). "
+            f"there are {count} labels{'' if are_labels else f', 0 to {count - 1}'} ({', '.join(names[:10])}). "
             "Correct the row, or set task.label_names; null uses the names of the data."
         )
     return translated
@@ -226,7 +236,7 @@ def _wrong_list(listed: Sequence[Any] | None, column: str) -> str | None:
     """Return what is wrong with the labels of a row, the end of a sentence; None if nothing is."""
     if listed is None:
         return f"has no list in column {column!r}. An empty list means that it has none of the labels."
-    if any(label is None or label == "" for label in listed):
+    if any(map(_is_missing, listed)):
         return f"lists a label without a name in column {column!r}. Fill it in, or remove it."
     if len(set(listed)) < len(listed):
         return (
@@ -279,6 +289,8 @@ def read_targets(rows: datasets.Dataset, column: str, split: str, row_of: Callab
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, str) and "_" in value:  # 2024_05 is 202405.0 to Python
+        return math.nan
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -18,6 +18,7 @@ from hftune.errors import DataError, did_you_mean
 if TYPE_CHECKING:
     import datasets
     import pandas
+    import pyarrow
 
 WRITTEN = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
 """Format to write by suffix."""
@@ -95,11 +96,36 @@ def _from_file(name: str, path: Path) -> Table:
         from hftune.data.text import load_files
 
         try:
-            rows = load_files(kind, f"--data {name}", data_files={"test": [str(path)]}, split="test")
+            rows = load_files(kind, f"--data {name}", [str(path)], "test")
         except DataError as error:
             raise DataError(str(error).partition(" Name files:")[0]) from error
+        rows = _with_dates_as_written(rows, path) if kind == "json" else rows
     with path.open("rb") as file:
         return Table(name, rows, file_digest(file, "sha256").hexdigest(), path.parent)
+
+
+def _with_dates_as_written(rows: datasets.Dataset, path: Path) -> datasets.Dataset:
+    """Give back the texts of which pyarrow has made moments, without a zone: 2024-05-01 or 2024-05-01T10:00:00Z."""
+    import fsspec
+
+    moments = [name for name, kind in rows.features.items() if "timestamp" in str(kind)]
+    if not moments:
+        return rows
+    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
+        values = list(_json_values(file.read()))
+    columns, read = rows.column_names, {name: f"{name} as it was read" for name in moments}
+    rows = rows.rename_columns(read)
+    for name in moments:
+        rows = rows.add_column(name, [value.get(name) for value in values])
+    return rows.select_columns(columns)
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield the values of a text of several, or those of the list that it holds."""
+    decoder, place = json.JSONDecoder(strict=False), 0
+    while rest := re.compile(r"\S").search(text, place):
+        value, place = decoder.raw_decode(text, rest.start())
+        yield from value if isinstance(value, list) else [value]
 
 
 def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
@@ -107,7 +133,7 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
     import datasets
     import pandas
 
-    from hftune.data.text import READER_OPTIONS, refusing_lost_cells
+    from hftune.data.text import READER_OPTIONS, check_lost_rows, refusing_lost_cells
 
     try:
         with refusing_lost_cells():
@@ -120,7 +146,9 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
         reason = str(error).strip().rstrip(".")
         advice = f" {NOT_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
         raise DataError(f"--data {name} cannot be read as csv: {reason}.{advice}") from error
-    return datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
+    rows = datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
+    check_lost_rows(rows, f"--data {name}", [str(path)], separator)
+    return rows
 
 
 def _as_numbers(texts: pandas.Series) -> pandas.Series:
@@ -153,14 +181,21 @@ def writable(kind: Any) -> bool:
     return type(kind).__name__ not in ("Image", "Audio", "Video", "Pdf") and getattr(kind, "dtype", None) != "binary"
 
 
-def write_table(path: Path, kind: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_table(
+    path: Path,
+    kind: str,
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, Any]],
+    features: Mapping[str, Any] | None = None,
+) -> None:
     """Write rows into a file; what a row lacks is missing there.
 
     Args:
         kind: one of the values of WRITTEN.
+        features: of those columns that are of a data set, to write their values as what they were there.
     """
     if kind == "parquet":
-        _write_parquet(path, columns, rows)
+        _write_parquet(path, columns, rows, features or {})
     elif kind == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             file.writelines(_json({name: row.get(name) for name in columns}) + "\n" for row in rows)
@@ -190,14 +225,25 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _write_parquet(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def _write_parquet(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], features: Mapping[str, Any]) -> None:
     import pyarrow
     from pyarrow import parquet
 
     tables = [
-        pyarrow.table({name: [row.get(name) for row in chunk] for name in columns}) for chunk in _chunks(rows)
+        pyarrow.table({name: _array([row.get(name) for row in chunk], features.get(name)) for name in columns})
+        for chunk in _chunks(rows)
     ]  # as arrays, which take far less memory than Python's values
     parquet.write_table(pyarrow.concat_tables(tables, promote_options="permissive"), path)
+
+
+def _array(values: list[Any], feature: Any) -> pyarrow.Array:
+    """Return values as an array: of whole numbers, those of the feature; of several kinds, as a json file may have, JSON."""
+    import pyarrow
+
+    if "Json(" in str(feature):
+        return pyarrow.array([None if value is None else _json(value) for value in values], pyarrow.string())
+    is_whole = re.match("u?int", str(getattr(feature, "dtype", None))) is not None
+    return pyarrow.array(values, feature.pa_type if is_whole else None)
 
 
 def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

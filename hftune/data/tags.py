@@ -51,7 +51,7 @@ def _wrong_row(words: Sequence[Any] | None, tags: Sequence[Any] | None, words_co
         return f"{'an empty word' if words else 'no words'} in column {words_column!r}. Fill it in, or remove it."
     if tags is None or len(tags) != len(words):
         return f"{len(words)} words and {len(tags or [])} tags. Give each word one tag."
-    if any(tag is None or tag == "" for tag in tags):
+    if any(tag is None or (isinstance(tag, str) and not tag.strip()) for tag in tags):
         return f"a word without a tag in column {tags_column!r}. Tags outside of entities are O."
     return None
 

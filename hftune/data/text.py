@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetGenerationError
@@ -32,9 +35,12 @@ from hftune.errors import DataError, did_you_mean
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
-READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""], "index_col": False}}
+READER_OPTIONS: dict[str, dict[str, Any]] = {
+    "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
+    "text": {"encoding": "utf-8-sig"},
+}
 """Options by file format. csv: only empty cells are missing values; by default, NA, null and None would be, too. And if lines
-have one cell more than the header, the first column would not be read at all."""
+have one cell more than the header, the first column would not be read at all. text: a byte order mark is no character."""
 
 
 def load_split(
@@ -186,16 +192,7 @@ def _from_files(dataset: str, files: str | Sequence[str], split: str) -> dataset
     patterns = [files] if isinstance(files, str) else files
     paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
     kind = dataset if dataset in FILE_FORMATS else file_format(paths[0])
-    source = f"task.data_files.{split}={files}"
-    rows = load_files(kind, source, data_files={split: paths}, split=split)
-    row = _swallowing_row(rows, "\t" if kind == "tsv" else ",") if kind in ("csv", "tsv") else None
-    # Texts of several lines are usual in csv files, whose writers quote them well.
-    if row is not None and (kind == "tsv" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, paths))))):
-        raise DataError(
-            f'{source}: a cell of row {row} has the lines of several rows, as a quote (") begins it that belongs to the '
-            "text. Put such cells into quotes and double the quotes inside, or save the rows as jsonl or parquet."
-        )
-    return rows
+    return load_files(kind, f"task.data_files.{split}={files}", paths, split)
 
 
 def _swallowing_row(rows: datasets.Dataset, separator: str) -> int | None:
@@ -212,18 +209,75 @@ def _swallowing_row(rows: datasets.Dataset, separator: str) -> int | None:
 
 def _has_stray_quotes(path: str) -> bool:
     """Return whether something follows the closing quote of a cell, where the next cell or line would have to begin."""
-    with Path(path).open(newline="", encoding="utf-8", errors="replace") as file:
+    limit = csv.field_size_limit(sys.maxsize)  # of a cell, 131,072 characters by default
+    with fsspec.open(path, "rt", compression="infer", newline="", encoding="utf-8", errors="replace") as file:
         try:
             for _ in csv.reader(file, strict=True):
                 pass
         except csv.Error:
             return True
+        finally:
+            csv.field_size_limit(limit)
     return False
 
 
-def load_files(kind: str, source: str, **kwargs: Any) -> datasets.Dataset:
-    """Call ``load`` for files of one of the formats of ``FORMAT_OF``."""
-    return load("csv", source, sep="\t", **kwargs) if kind == "tsv" else load(kind, source, **kwargs)
+def load_files(kind: str, source: str, files: Sequence[str], split: str) -> datasets.Dataset:
+    """Call ``load`` for files of one of the formats of ``FORMAT_OF``.
+
+    Raises:
+        DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
+    """
+    if kind not in ("csv", "tsv"):
+        rows = load(kind, source, data_files={split: files}, split=split)
+        if kind != "text" and len(rows):  # pyarrow reads the others without looking at their characters
+            cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
+        return rows
+    separator = "\t" if kind == "tsv" else ","
+    converters = dict.fromkeys(_text_columns(files, separator), _as_written)
+    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, converters=converters)
+    check_lost_rows(rows, source, files, separator)
+    return rows
+
+
+def _check_characters(rows: datasets.Dataset, source: str) -> None:
+    for name, cells in zip(rows.column_names, rows.data.columns, strict=True):
+        try:
+            cells.validate(full=True)
+        except pa.ArrowInvalid as error:
+            what = str(error).rpartition(": ")[2]
+            raise DataError(f"{source} is not UTF-8 in column {name!r}: {what}. Convert its file.") from error
+
+
+def _text_columns(files: Sequence[str], separator: str) -> list[str]:
+    """Return the columns of texts of csv files, by the beginning of the first one.
+
+    What pandas makes of a column, it decides anew for each 10,000 rows and for each file. Of texts, which all have nothing but
+    numbers there, it would make numbers, and 7 of 007.
+    """
+    from pandas.api.types import is_numeric_dtype
+
+    try:
+        with refusing_lost_cells():
+            path = sorted(local_files(files[0]))[0]
+            cells = pandas.read_csv(path, sep=separator, nrows=10_000, **READER_OPTIONS["csv"])
+    except (IndexError, ValueError, OSError, Warning):  # on the web, or not a csv file, as ``load`` will say
+        return []
+    return [name for name, kind in cells.dtypes.items() if not is_numeric_dtype(kind)]
+
+
+def _as_written(cell: str) -> str | None:
+    return cell or None
+
+
+def check_lost_rows(rows: datasets.Dataset, source: str, files: Sequence[str], separator: str) -> None:
+    """Raise DataError if a cell of a csv file has swallowed rows, as a quote begins it that belongs to the text."""
+    row = _swallowing_row(rows, separator)
+    # Texts of several lines are usual in csv files, whose writers quote them well.
+    if row is not None and (separator == "\t" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, files))))):
+        raise DataError(
+            f'{source}: a cell of row {row} has the lines of several rows, as a quote (") begins it that belongs to the '
+            "text. Put such cells into quotes and double the quotes inside, or save the rows as jsonl or parquet."
+        )
 
 
 def _from_hub(

@@ -53,7 +53,7 @@ def _read(files: Sequence[str], columns: Sequence[str]) -> list[str]:
     check_corpus(files)
     for file in map(Path, files):
         kind = format_of(file.name)
-        rows = load_files(kind, str(file), data_files=str(file), split="train")
+        rows = load_files(kind, str(file), [str(file)], "train")
         if not len(rows):
             continue
         for column in ["text"] if kind == "text" else columns:

@@ -146,6 +146,11 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
     Raises:
         ConfigError: it has an unknown key, values that cannot be used together, or one that has no effect.
     """
+    if settings.get("max_length") is not None:
+        raise ConfigError(
+            f"task.generation.max_length={settings['max_length']} has no effect beside max_new_tokens, which counts what is "
+            "generated alone. Set task.generation.max_new_tokens."
+        )
     try:
         unknown = config.update(**settings)
         config.validate(strict=True)  # as transformers does when it saves them, which would be after hours of training

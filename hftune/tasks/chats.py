@@ -416,16 +416,31 @@ class Chats(TextTask):
         config: GenerationConfig,
         streamer: BaseStreamer | None = None,
     ) -> list[str]:
-        """Return the model's answer to each prompt, cut where the model's positions end."""
-        from hftune.data.texts import Ragged
+        """Return the model's answer to each prompt, cut where the model's positions end, whatever prompts are beside it."""
         from hftune.models.pretrained import max_positions
+
+        positions, most = max_positions(model), config.max_new_tokens or LONGEST_REPLY
+        rooms = [most if positions is None else min(most, max(1, positions - len(prompt))) for prompt in prompts]
+        answers: dict[int, str] = {}
+        for room in sorted(set(rooms)):  # only one, unless a prompt leaves less
+            places = [place for place, own in enumerate(rooms) if own == room]
+            limited = deepcopy(config)
+            limited.max_new_tokens = room
+            texts = self._generate_together(model, [prompts[place] for place in places], limited, streamer)
+            answers |= zip(places, texts, strict=True)
+        return [answers[place] for place in range(len(prompts))]
+
+    def _generate_together(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ) -> list[str]:
+        from hftune.data.texts import Ragged
 
         ids_NT, mask_NT = Ragged.of(prompts).padded(self.text_tokenizer.pad_token_id, "left")
         given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
-        config, positions = deepcopy(config), max_positions(model)
-        config.max_new_tokens = config.max_new_tokens or LONGEST_REPLY
-        if positions is not None:
-            config.max_new_tokens = min(config.max_new_tokens, max(1, positions - ids_NT.shape[1]))
         answers_NT = model.generate(**given, generation_config=config, streamer=streamer)[:, ids_NT.shape[1] :]
         return [self._text(answer) for answer in answers_NT.tolist()]
 

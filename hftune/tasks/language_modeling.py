@@ -65,7 +65,7 @@ class LanguageModeling(TextTask):
     texts_run_on = True
     fold_rows = None  # the samples are blocks
     auto_class = "AutoModelForCausalLM"
-    libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.transformer_lm")
+    libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.generation", "hftune.models.transformer_lm")
     metric_directions = {"perplexity": "min"}
     scored_head = True
     sample_fields = ("text", "perplexity")
@@ -182,6 +182,7 @@ class LanguageModeling(TextTask):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
+        from hftune.models.generation import changed
         from hftune.models.pretrained import load_config, load_model
 
         tokens = self.text_tokenizer
@@ -192,7 +193,7 @@ class LanguageModeling(TextTask):
         config = load_config(self.model, {**self.model_config, **fresh}, self.model_commit)
         self._check_config(config)
         model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
-        model.generation_config = GenerationConfig(**ends, pad_token_id=tokens.pad_token_id, **self.generation)
+        model.generation_config = changed(GenerationConfig(**ends, pad_token_id=tokens.pad_token_id), self.generation)
         return model
 
     def _check_config(self, config: Any) -> None:
@@ -275,9 +276,10 @@ class LanguageModeling(TextTask):
 
     def load(self, directory: Path) -> PreTrainedModel:
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
+        from hftune.models.generation import changed, tidy
 
         model = super().load(directory)
-        model.generation_config.update(**self.generation)  # the recipe's settings may have changed since
+        changed(tidy(model.generation_config, self.generation), self.generation)  # the recipe's may have changed since
         return model
 
     def example_inputs(self) -> list[str]:

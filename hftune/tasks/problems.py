@@ -149,8 +149,13 @@ class MultiLabel:
     def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = True) -> list[dict[str, Any]]:
         """Return each text's labels, by name, and the probabilities of all labels."""
         names = [labels[number] for number in range(len(labels))]
-        found = [_by_name(names, row) for row in logits_NK.float().sigmoid().tolist()]
-        return [{"labels": [name for name, value in row.items() if value >= THRESHOLD], "probabilities": row} for row in found]
+        return [
+            {
+                "labels": [name for name, value in zip(names, row, strict=True) if value >= THRESHOLD],  # before it is rounded
+                "probabilities": _by_name(names, row),
+            }
+            for row in logits_NK.float().sigmoid().tolist()
+        ]
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,6 @@ class Seq2Seq(SourceToTarget):
     """Metrics of the generated texts: rouge (in [0, 1]), bleu (sacreBLEU) and chrf (both 0 to 100)."""
 
     auto_class = "AutoModelForSeq2SeqLM"
-    libraries = (*SourceToTarget.libraries, "hftune.models.generation")
     sample_fields = ("source", "target", "generated")
 
     @property
@@ -296,12 +295,6 @@ class Seq2Seq(SourceToTarget):
         if is_first:
             config.update(forced_bos_token_id=code)
         return self._set_generation(config)
-
-    def _set_generation(self, config: GenerationConfig) -> GenerationConfig:
-        """Change generation settings, in place, as the recipe says."""
-        from hftune.models.generation import changed, tidy
-
-        return changed(tidy(config, self.generation), {"max_new_tokens": self.max_target_length, **self.generation})
 
     @property
     def rows_per_sample(self) -> int:

@@ -14,7 +14,7 @@ from hftune.tasks.text import SHOWN, TextTask, count_labels, head_loss, pieces
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from hftune.task import Batch
 
@@ -42,6 +42,7 @@ class SourceToTarget(TextTask):
     """Name of a target in samples and in the rows of an evaluation."""
     source_shown: ClassVar[int] = SHOWN
     """Characters of a source in the rows of an evaluation."""
+    libraries = (*TextTask.libraries, "hftune.models.generation")
     scored_head = True
     text_keys = ("source_column", "target_column")
     length_keys = ("max_source_length", "max_target_length")
@@ -112,6 +113,12 @@ class SourceToTarget(TextTask):
 
     def num_items(self, target: Tensor) -> int:
         return count_labels(target)
+
+    def _set_generation(self, config: GenerationConfig) -> GenerationConfig:
+        """Change generation settings, in place, as the recipe says."""
+        from hftune.models.generation import changed, tidy
+
+        return changed(tidy(config, self.generation), {"max_new_tokens": self.max_target_length, **self.generation})
 
     @property
     def rows_per_sample(self) -> int:

@@ -181,9 +181,8 @@ class TitleGeneration(SourceToTarget):
             model = build_encoder_decoder(self.model, base, **special, **self.model_config)
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
                 raise ConfigError(NO_FLEX_ON_CPU)  # rather than in the first step
-        model.generation_config = GenerationConfig(
-            **ids, decoder_start_token_id=ids["bos_token_id"], max_new_tokens=self.max_target_length, **self.generation
-        )
+        own = GenerationConfig(**ids, decoder_start_token_id=ids["bos_token_id"])
+        model.generation_config = self._set_generation(own)
         return model
 
     def _check_positions(self, config: Any) -> None:
@@ -286,8 +285,7 @@ class TitleGeneration(SourceToTarget):
         self.text_tokenizer = JiebaTokenizer.from_pretrained(directory)
         auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
         model = self._load_saved(auto, directory)
-        # The recipe's settings may have changed since.
-        model.generation_config.update(max_new_tokens=self.max_target_length, **self.generation)
+        model.generation_config = self._set_generation(model.generation_config)  # the recipe's may have changed since
         return model
 
 

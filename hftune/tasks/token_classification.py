@@ -80,6 +80,11 @@ class TokenClassification(TextTask):
     def _data_label_names(self) -> list[str] | None:
         return self._names_in("train")
 
+    @property
+    def _are_labels(self) -> bool:
+        """Whether the class names are the tags themselves, because nothing names the classes."""
+        return not (self.label_names or self._data_label_names)
+
     def _names_in(self, split: str) -> list[str] | None:
         """Return the names that a split has for the numbers of its tags, if it has any."""
         return getattr(getattr(self._rows[split].features[self._tags], "feature", None), "names", None)
@@ -116,10 +121,11 @@ class TokenClassification(TextTask):
             tags, row_of = self._read(split), self.row_of(split)
             rows = [index for index, listed in enumerate(tags) for _ in listed]
             flat = [tag for listed in tags for tag in listed]
-            class_numbers(flat, self.labels, self._data_label_names, split, lambda place: row_of(rows[place]))
+            class_numbers(flat, self.labels, self._data_label_names, split, lambda place: row_of(rows[place]), self._are_labels)
             return True
 
-        cached_value(["tags checked", self._rows[split]._fingerprint, self._columns, self.labels], check)
+        key = [self._rows[split]._fingerprint, self._columns, self.labels, self._are_labels]
+        cached_value(["tags checked", *key], check)
         return super()._tokenized(split)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
@@ -129,7 +135,7 @@ class TokenClassification(TextTask):
         ids, words, cut = word_ids(rows[self._words], self.text_tokenizer, self.max_length)
         labels = []
         for tags, words_of_tokens in zip(rows[self._tags], words, strict=True):
-            numbers = class_numbers(tags, self.labels, self._data_label_names, "", int) if tags else []
+            numbers = class_numbers(tags, self.labels, self._data_label_names, "", int, self._are_labels) if tags else []
             labels.append([NO_LABEL if word is None else numbers[word] for word in first_tokens(words_of_tokens)])
         return {"input_ids": ids, "labels": labels, "cut": cut}
 
@@ -141,7 +147,7 @@ class TokenClassification(TextTask):
         return lambda rows: self.encode({**rows, self._tags: named_tags(rows[self._tags], names)})
 
     def encoded_by(self) -> Any:
-        return [self.max_length, self.labels, self._data_label_names]
+        return [self.max_length, self.labels, self._data_label_names, self._are_labels]
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data.labels import name_notices

@@ -135,6 +135,13 @@ def test_answers_end_where_the_positions_do(based):
         task.predict(model, ["x", "many " * 200])
 
 
+def test_an_answer_is_as_long_beside_a_prompt_that_leaves_less_room(based):
+    task, model = based({})
+    model.generation_config.eos_token_id = None
+    prompts = ["x", "many " * 20, "y"]
+    assert task.predict(model, prompts) == [task.predict(model, [prompt])[0] for prompt in prompts]
+
+
 def test_chats_of_a_file_and_of_the_terminal_are_answered(run, tmp_path, capsys, monkeypatch):
     expected = load_model(run.folder, device="cpu").predict([CHAT])[0]
     separated = [{"role": "system", "content": "plain\u2028"}, CHAT[1]]

@@ -396,8 +396,8 @@ def test_file_that_is_not_utf8_is_refused(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
     assert main([f"recipe={tmp_path}/recipe.yaml"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "hftune: Column 'content' of the train split is not UTF-8: "
-        "'utf-8' codec can't decode byte 0xce in position 0: invalid continuation byte. Convert its file."
+        f"hftune: task.data_files.train={tmp_path}/train.jsonl is not UTF-8 in column 'content': "
+        "Invalid UTF8 sequence at string index 0. Convert its file."
     )
 
 

@@ -11,7 +11,7 @@ from hftune.build import load_datasets
 from hftune.evaluation import plan_evaluation
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig, build_encoder_decoder
 from hftune.models.generation import ROOM, SourceLayer, changed, continued, tidy
-from hftune.tasks import TitleGeneration
+from hftune.tasks import LanguageModeling, TitleGeneration
 from hftune.tasks.text import NO_LABEL
 
 PAD, START, END = 0, 1, 2
@@ -217,3 +217,32 @@ def test_settings_of_a_model_that_have_no_effect_are_unset_and_those_of_the_reci
     assert (config.temperature, config.top_k, config.length_penalty, config.early_stopping) == (0.6, 20, 2.0, True)
     with pytest.raises(ConfigError, match=r"^task.generation={'top_k': 3} cannot be used: `top_k`: `do_sample` is not set"):
         changed(GenerationConfig(), {"top_k": 3})
+
+
+UNUSABLE = [
+    (
+        {"num_beam": 4},
+        r"task\.generation\.num_beam is not a key of transformers' GenerationConfig\. Did you mean 'num_beams'\?",
+    ),
+    ({"temperature": 0.5}, "cannot be used: `temperature`: `do_sample` is not set"),  # transformers would not save it
+    ({"max_length": 7}, r"task\.generation\.max_length=7 has no effect beside max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNUSABLE)
+def test_settings_of_titles_and_texts_that_are_ignored_or_not_saved_are_refused_before_training(sized, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        sized(generation=settings)._set_generation(GenerationConfig(**IDS))
+    line = {"dataset": "tests.unit.test_generation:line", "tokenizer": "words", "block_length": 2}
+    fields = {"model_type": "transformer_lm", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with pytest.raises(ConfigError, match=message):
+        LanguageModeling(model_config=fields, generation=settings, **line).build_model()
+
+
+def line(split):
+    return [{"text": "a few words on one line"}]
+
+
+def test_settings_of_titles_may_be_those_that_the_task_sets_itself(sized):
+    config = sized(generation={"max_new_tokens": 5, "eos_token_id": 3})._set_generation(GenerationConfig(**IDS))
+    assert (config.max_new_tokens, config.eos_token_id) == (5, 3)

@@ -155,7 +155,22 @@ def test_a_number_that_is_no_class_is_refused(tmp_path):
 
 def test_a_number_that_only_the_eval_split_has_is_a_class_if_larger_ones_are(tmp_path):
     assert task("texts", tmp_path, ([0, 2],), ([0, 1, 2],)).labels == ["0", "1", "2"]
-    assert "there are 2 labels, 0 to 1 (0, 1)" in refused(task("texts", tmp_path, ([0, 1],), ([0, 2],)))
+    assert "there are 2 labels (0, 1)" in refused(task("texts", tmp_path, ([0, 1],), ([0, 2],)))
+
+
+@BOTH
+def test_a_number_among_names_is_the_class_that_it_names_and_never_its_place(tmp_path, kind):
+    found = task(kind, tmp_path, (["1", "02", "3", "other"],), ([1, 2, 3],))
+    assert scored_as(found, "eval") == ["1", "02", "3"]  # as a csv file has them, if all of its labels are numbers
+    assert refused(task(kind, tmp_path, (["ham", "spam"],), ([0, 1],))) == (
+        "Row 0 of the eval split has the label 0; there are 2 labels (ham, spam). "
+        "Correct the row, or set task.label_names; null uses the names of the data."
+    )
+
+
+def test_a_month_is_no_number(tmp_path):
+    found = task("texts", tmp_path, (["1.5", "2024_05"],), (["1"],), problem_type="regression")
+    assert refused(found).startswith("Row 1 of the train split has '2024_05' in column 'label', which is not a number.")
 
 
 def test_metrics_count_only_classes_that_occur(tmp_path):
@@ -201,7 +216,7 @@ def test_a_csv_may_have_a_class_and_a_text_that_pandas_takes_for_missing(tmp_pat
     assert list(found._rows["train"]["text"]) == ["good thing", word]
 
 
-@pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0"])
+@pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0", "yes,no, ,no"])
 def test_an_empty_label_of_a_csv_names_its_row(tmp_path, labels):
     rows = "".join(f"text {place},{label}\n" for place, label in enumerate(labels.split(",")))
     assert refused(of_csv(tmp_path, f"text,label\n{rows}")) == (

@@ -6,6 +6,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pandas
 import pytest
@@ -168,6 +169,10 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
             ["--data", "test.csv", "--output", "y.csv"],
             "y.csv.parts has the name of the folder for unfinished predictions, but holds",
         ),
+        (
+            ["--data", "test.csv", "--output", "./test.csv"],
+            "--output test.csv is the table itself, which would be overwritten. Name a different file.",
+        ),
         (["--text", "x", "--map", "text=a"], "--map is for tables: --data FILE."),
     ],
 )
@@ -193,6 +198,35 @@ def test_a_bare_carriage_return_breaks_no_row(tmp_path, kind):
     write_table(path := tmp_path / f"t.{kind}", kind, ["text", "id"], [{"text": "a\rb", "id": 1}, {"text": "c", "id": 2}])
     assert read_table(str(path)).rows["text"] == ["a\rb", "c"]
     assert path.read_bytes().count(b"\n") == 3 and b"\r\n" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_dates_of_a_json_file_stay_as_they_are_written(tmp_path, is_list):
+    first = {"day": "2024-05-01", "text": "a", "at": {"last": ["2024-05-01T10:00:00Z"]}}
+    days = [first, {"day": None, "text": "b\u2028"}]
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(days) if is_list else "\n".join(json.dumps(row, ensure_ascii=False) for row in days))
+    rows = read_table(str(path)).rows
+    assert rows.column_names == ["day", "text", "at"] and list(rows) == [days[0], {**days[1], "at": None}]
+    path.write_text('{"day": "2024-05-01"}')
+    assert list(read_table(str(path)).rows) == [{"day": "2024-05-01"}]
+
+
+def test_numbers_of_64_bits_and_values_of_several_kinds_are_written_as_parquet(run, tmp_path):
+    path, output = tmp_path / "test.jsonl", tmp_path / "out.parquet"
+    path.write_text("\n".join(json.dumps({"text": "So so", "id": value}) for value in (1, "x", None, [2])))
+    assert predict(run, "--data", path, "--output", output) == 0
+    assert list(pandas.read_parquet(output)["id"].fillna("")) == ["1", '"x"', "", "[2]"]
+    rows = datasets.Dataset.from_dict({"id": np.array([2**64 - 1], np.uint64)})
+    write_table(output, "parquet", ["id"], iter(rows), rows.features)
+    assert pandas.read_parquet(output)["id"].tolist() == [2**64 - 1]
+
+
+def test_a_quote_that_swallows_rows_is_refused(tmp_path):
+    path = tmp_path / "test.tsv"
+    path.write_text('id\ttext\n1\tok\n2\t"fine\n3\tba" d\n')
+    with pytest.raises(DataError, match=r"--data .*test\.tsv: a cell of row 1 has the lines of several rows"):
+        read_table(str(path))
 
 
 def test_no_column_takes_the_place_of_another_one(tmp_path):

@@ -111,6 +111,13 @@ def test_metrics_of_several_labels():
     assert problem.metrics(rows)["auroc"] is None  # so that the loop says that training has diverged
 
 
+def test_a_label_is_predicted_where_the_evaluation_says_it_too():
+    logits = torch.tensor([[-1e-6, 0.0, 1e-6]])  # 0.49999976 is rounded to 0.5
+    (row,) = MultiLabel(LABELS).rows(logits, torch.zeros(1, 3))
+    (answer,) = MultiLabel.answers(logits, dict(enumerate(LABELS)))
+    assert answer["labels"] == [name for name, flag in zip(LABELS, row["prediction"], strict=True) if flag] == LABELS[1:]
+
+
 def test_metrics_of_numbers():
     metrics = regression_metrics([1.0, 2.0, 5.0], [1.0, 3.0, 4.0])
     assert metrics["rmse"] == pytest.approx(math.sqrt(2 / 3)) and metrics["mae"] == pytest.approx(2 / 3)

@@ -36,6 +36,13 @@ def test_tags_of_a_split_are_read_by_its_own_names(tmp_path, train):
     assert tags_of(task, "train") == tags_of(task, "eval") == TAGS
 
 
+def test_numbers_are_no_places_among_the_tags_that_were_found(tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"tokens": ["Rome"], "ner_tags": [1]}\n')
+    rows = {"train": parquet(tmp_path / "train.parquet", None), "eval": f"{tmp_path}/eval.jsonl"}
+    with pytest.raises(DataError, match=r"Row 0 of the eval split has the label 1; there are 3 labels \(O, B-LOC, B-PER\)\."):
+        task_of(tmp_path, data_files=rows).datasets()
+
+
 def test_tags_of_a_csv_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "rows.csv").write_text("tokens,ner_tags\nIn Rome,O B-LOC\n")
     files = dict.fromkeys(("train", "eval"), f"{tmp_path}/rows.csv")

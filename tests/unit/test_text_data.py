@@ -173,3 +173,45 @@ def test_texts_of_several_lines_that_are_quoted_well_are_read(tmp_path, suffix):
     path.write_text(f"text{separator}label\n{cell}{separator}1\nbad{separator}0\n")
     rows = text.load_split("", "train", {"train": str(path)}, "train")
     assert len(rows) == 2 and rows[0]["text"].endswith('your "food" was good')
+
+
+def test_compressed_and_very_long_texts_of_several_lines_are_read(tmp_path):
+    content = f'text,label\n"Dear Sir,\nyour food was {"very " * 30_000}good",1\nbad,0\n'
+    (tmp_path / "rows.csv").write_text(content)
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(content.encode()))
+    for name in ("rows.csv", "rows.csv.gz"):
+        assert len(text.load_split("", "train", {"train": str(tmp_path / name)}, "train")) == 2
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b'text,label\na,1\n"b,1\nb" b,0\n'))
+    with pytest.raises(DataError, match="a cell of row 1 has the lines of several rows"):
+        text.load_split("", "train", {"train": str(tmp_path / "rows.csv.gz")}, "train")
+
+
+def test_cells_of_texts_are_read_as_they_are_written_though_a_file_or_a_part_of_it_has_only_numbers(tmp_path):
+    cells = ["007", "1.10", "True", "x"]
+    first = [*cells, *["x"] * 9_996]
+    for name, part in {"a": [*first, "007", "1.10"], "b": ["007", "010"], "c": ["1.10", "2.0"], "d": ["True", "False"]}.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *(f"good,{cell}" for cell in part)]) + "\n")
+    files = [str(tmp_path / f"{name}.csv") for name in "abcd"]
+    rows = text.load_split("", "train", {"train": files}, "train")
+    expected = ["007", "1.10", "007", "010", "1.10", "2.0", "True", "False"]
+    assert rows["label"][:3] == cells[:3] and rows["label"][10_000:] == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "column"), [(b'{"text": "a", "label": "\xe9"}', "label"), (b'{"text": [{"content": "\xe9"}]}', "text")]
+)
+def test_a_json_file_that_is_not_utf8_is_refused_whatever_column_it_is(tmp_path, row, column):
+    (tmp_path / "rows.jsonl").write_bytes(row)
+    with pytest.raises(DataError) as refused:
+        text.load_files("json", "--data rows.jsonl", [str(tmp_path / "rows.jsonl")], "test")
+    assert str(refused.value) == (
+        f"--data rows.jsonl is not UTF-8 in column {column!r}: Invalid UTF8 sequence at string index 0. Convert its file."
+    )
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_text(tmp_path, name):
+    content = {"rows.txt": "one\ntwo\n", "rows.csv": "text\none\ntwo\n", "rows.jsonl": '{"text": "one"}\n{"text": "two"}\n'}
+    (tmp_path / name).write_text(content[name], encoding="utf-8-sig")
+    rows = text.load_split("", "train", {"train": str(tmp_path / name)}, "train")
+    assert list(rows["text"]) == ["one", "two"]
