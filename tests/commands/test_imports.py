@@ -121,7 +121,9 @@ def test_pages_and_comparisons_of_runs_are_made_without_torch(finished, tmp_path
     shutil.copytree(finished, tmp_path / "other")
     folders = [str(finished), str(tmp_path / "other")]
     code = f"from hftune import cli; folders = {folders}\n"
-    packages = imported(f"{code}assert [cli.main(['report', *folders, '--output', folders[1] + '.html']), cli.main(['compare', *folders])] == [0, 0]")
+    packages = imported(
+        f"{code}assert [cli.main(['report', *folders, '--output', folders[1] + '.html']), cli.main(['compare', *folders])] == [0, 0]"
+    )
     assert "numpy" in packages and not packages & set(HEAVY)
 
 
