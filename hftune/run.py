@@ -32,6 +32,7 @@ from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
 from hftune.distributed.rounds import REFUSED, has_trained, wait_for_agent
+from hftune.distributed.signals import follow_launcher
 from hftune.errors import TrainingError, did_you_mean
 from hftune.tracking.console import print_any_character
 
@@ -63,6 +64,7 @@ Unknown keys are rejected, with the nearest valid name."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code. Every process of the job calls it."""
+    follow_launcher()
     print_any_character()
     outlive_readers()
     faulthandler.enable(2)  # a crash in a library's native code shows where each thread was
