@@ -104,12 +104,14 @@ def announce(recipe: Recipe) -> None:
 
 
 class _OptionalOutput(io.FileIO):
-    """A file descriptor that discards what is written after its reader has gone."""
+    """A file descriptor that discards what is written after its reader has gone, and what a full disk has no room for."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # it may have room again
+                return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that was closed
                 raise
             with Path(os.devnull).open("wb") as nowhere:
