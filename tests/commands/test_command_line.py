@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hftune import run
+from hftune import cli, run
 from tests.support.runs import environment
 
 
@@ -51,3 +51,8 @@ def test_training_outlives_the_reader_of_its_output(tmp_path):
 def test_training_goes_on_if_the_disk_of_its_log_is_full():
     with run._OptionalOutput("/dev/full", "w") as log:
         assert log.write(b"step 1\n") == 7
+
+
+def test_a_command_whose_output_is_closed_succeeds(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert cli.main(["configs"]) == 0
