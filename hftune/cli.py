@@ -41,6 +41,7 @@ from hftune.commands import (
     vocab,
 )
 from hftune.config.shipped_files import recipe_names
+from hftune.distributed.signals import follow_launcher
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.tracking.console import print_any_character
 
@@ -118,6 +119,7 @@ CLOSED = 141
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    follow_launcher()
     print_any_character()
     try:
         try:

@@ -32,6 +32,7 @@ from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
 from hftune.distributed.rounds import REFUSED, has_trained, wait_for_agent
+from hftune.distributed.signals import follow_launcher
 from hftune.errors import TrainingError, did_you_mean
 from hftune.tracking.console import print_any_character
 
@@ -63,6 +64,7 @@ Unknown keys are rejected, with the nearest valid name."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code. Every process of the job calls it."""
+    follow_launcher()
     print_any_character()
     outlive_readers()
     faulthandler.enable(2)  # a crash in a library's native code shows where each thread was
@@ -102,12 +104,14 @@ def announce(recipe: Recipe) -> None:
 
 
 class _OptionalOutput(io.FileIO):
-    """A file descriptor that discards what is written after its reader has gone."""
+    """A file descriptor that discards what is written after its reader has gone, and what a full disk has no room for."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # it may have room again
+                return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that was closed
                 raise
             with Path(os.devnull).open("wb") as nowhere:

@@ -143,7 +143,7 @@ def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
             f"If that process no longer exists (its machine was lost, for example), remove {folder / '.lock'}."
         ) from None
     try:
-        owner.write_text(name, encoding="utf-8")
+        write_text(owner, name)  # replaced, as a killed run of another user may have left one
         yield lambda: read_owner(owner) in (None, name)
     finally:
         with suppress(OSError):  # the folder may be gone, which must not hide why the block failed

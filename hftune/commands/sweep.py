@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.distributed.signals import hangup
 from hftune.errors import ConfigError, format_value
 
 if TYPE_CHECKING:
@@ -437,9 +438,7 @@ class Runner:
             self.signal = number
             self._told.clear()
 
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM, *hangup()]
         before = {number: signal.signal(number, forward) for number in numbers}
         try:
             yield

@@ -38,6 +38,7 @@ from hftune.distributed.meeting_places import connect
 from hftune.distributed.membership import Machine, Membership, Phase
 from hftune.distributed.network import hang_up
 from hftune.distributed.rendezvous_backend import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
+from hftune.distributed.signals import STARTED_BY
 
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
@@ -199,7 +200,8 @@ class ElasticRendezvous(RendezvousHandler):
         attendance, (module, words) = self.attendance, words_of_launcher()
         if module == "hftune.run" and words:
             say(f"A job runs at {self.where}. {attendance.me} prepares data and model before it asks to be let in.")
-            with subprocess.Popen([sys.executable, "-m", "hftune.launchers.newcomer", *words]) as process:
+            command = [sys.executable, "-m", "hftune.launchers.newcomer", *words]
+            with subprocess.Popen(command, env={**os.environ, STARTED_BY: str(os.getpid())}) as process:
                 try:
                     while attendance.comes_later and process.poll() is None:
                         self._check_place()

@@ -1,8 +1,11 @@
-"""SIGTERM and Ctrl-C as a request to stop after the current step. Independent of training and files."""
+"""SIGTERM and Ctrl-C as a request to stop after the current step; the death of a launcher is one. Independent of training."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -10,13 +13,17 @@ from typing import Any
 
 SECOND_AFTER_S = 1.0
 """A launcher may forward the Ctrl-C that the terminal has already sent; a repeat this soon is not a second request."""
+STARTED_BY = "HFTUNE_STARTED_BY"
+"""Environment variable: the process id of the hftune that has started this process and waits for it."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: which signal this process gets when its parent ends."""
 
 
 class StopRequest:
-    """Within ``with``: the first SIGTERM or SIGINT sets ``name``; a second SIGINT interrupts at once.
+    """Within ``with``: the first SIGTERM, SIGINT or SIGHUP sets ``name``; a second SIGINT interrupts at once.
 
-    Schedulers (SLURM, Kubernetes, spot instances) send SIGTERM and wait before they kill. Does nothing outside the main
-    thread, where Python handles no signals.
+    Schedulers (SLURM, Kubernetes, spot instances) send SIGTERM and wait before they kill; a terminal that is closed sends
+    SIGHUP. Does nothing outside the main thread, where Python handles no signals.
     """
 
     def __init__(self) -> None:
@@ -27,7 +34,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+            numbers = (signal.SIGTERM, signal.SIGINT, *hangup())
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -43,3 +51,23 @@ class StopRequest:
             self.name, self._since = signal.Signals(number).name, now
         elif number == signal.SIGINT and now - self._since > SECOND_AFTER_S:
             raise KeyboardInterrupt
+
+
+def hangup() -> list[signal.Signals]:
+    """Return SIGHUP, which a terminal sends when it is closed; nothing if this process ignores it, as under nohup."""
+    return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+
+
+def follow_launcher() -> None:
+    """From here on, SIGTERM comes when the launcher of this process ends, however it does: nobody would watch it any more.
+
+    That is hftune itself, which names itself in the environment, or a torchrun agent. Linux only; does nothing elsewhere, and
+    without a launcher. Children do not inherit it.
+    """
+    named = os.environ.pop(STARTED_BY, None)
+    if sys.platform != "linux" or (named is None and "GROUP_RANK" not in os.environ):
+        return
+    launcher = os.getppid() if named is None else int(named)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+    if os.getppid() != launcher:  # it has ended already
+        os.kill(os.getpid(), signal.SIGTERM)

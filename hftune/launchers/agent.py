@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hftune.distributed.failure_report import INTERRUPTED, STOPPED, say_last
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Over
+from hftune.distributed.signals import follow_launcher
 from hftune.launchers.forks import (
     POLL_S,
     SIGNALS,
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         argv: Wanted; a folder for the error files; modules to import before the fork, with commas between; the program; its
             words.
     """
+    follow_launcher()
     wanted, folder, modules, program = Wanted(**json.loads(argv[0])), Path(argv[1]), argv[2].split(","), argv[3]
     signals = Signals()
     if (code := import_modules(modules, folder, signals)) is not None:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hftune.distributed.failure_report import say_last
+from hftune.distributed.signals import follow_launcher
 
 POLL_S = 0.05
 SHUTDOWN_S = 30.0
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
         argv: N; a folder for the error files; modules to import before the fork, with commas between; the program, hftune.run
             or hftune.cli; its words.
     """
+    follow_launcher()
     count, folder, modules, program, words = int(argv[0]), Path(argv[1]), argv[2].split(","), argv[3], list(argv[4:])
     signals = Signals()
     if (code := import_modules(modules, folder, signals)) is not None:

@@ -25,6 +25,7 @@ import psutil
 from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.signals import STARTED_BY, hangup
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.launchers.forks import how_it_ended
 from hftune.tracking.console import is_terminal
@@ -184,15 +185,16 @@ def check_not_launched() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the processes: with the caller's module search path, and unbuffered output."""
+    """Return the environment of the processes: whom they end with, the caller's module search path, and unbuffered output."""
     modules = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    return {**os.environ, "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    own = {STARTED_BY: str(os.getpid()), "PYTHONPATH": modules}
+    return {**os.environ, **own, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     """Run a command and print its output; return its exit code, and whether it was asked to stop.
 
-    Forwards SIGTERM and the first SIGINT if this is the main thread; in other threads Python receives no signals.
+    Forwards SIGTERM, SIGHUP and the first SIGINT if this is the main thread; in other threads Python receives no signals.
 
     Raises:
         KeyboardInterrupt: after a second SIGINT; all processes have been killed.
@@ -211,7 +213,7 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
         process.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, *hangup()) if is_main}
     errors = threading.Thread(target=show, args=(process.stderr or (), "stderr"), name="hftune stderr", daemon=True)
     errors.start()
     try:

@@ -13,11 +13,13 @@ from hftune.build import build
 from hftune.config import Recipe
 from hftune.distributed.consistency import data_digests
 from hftune.distributed.progress import Progress
+from hftune.distributed.signals import follow_launcher
 from hftune.errors import ConfigError, DataError
 
 
 def main(words: Sequence[str]) -> int:
     """Load data and model of a recipe; return an exit code as ``hftune.run`` does."""
+    follow_launcher()
     try:
         recipe = Recipe.from_argv(list(words))
         recipe.validate()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
@@ -267,7 +268,13 @@ def warning(text: str) -> str:
 
 
 def print_any_character() -> None:
-    """Make output that is not UTF-8 print other characters as \\u4e2d: printing a sample must not end a training."""
+    """Make output that is not UTF-8 print other characters as \\u4e2d: printing a sample must not end a training.
+
+    Nor must output that was closed by whoever started this process, as in ``hftune train ... >&-``; it is discarded.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not in a notebook, which shows everything
             stream.reconfigure(errors="backslashreplace")

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hftune import cli, run
 from tests.support.runs import environment
 
 
@@ -43,3 +45,14 @@ def test_training_outlives_the_reader_of_its_output(tmp_path):
         _, err = process.communicate(b"\n")
     assert (process.returncode, (tmp_path / "trained").exists()) == (0, True)
     assert err == b"hftune: the reader of the output has exited; the run continues.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_training_goes_on_if_the_disk_of_its_log_is_full():
+    with run._OptionalOutput("/dev/full", "w") as log:
+        assert log.write(b"step 1\n") == 7
+
+
+def test_a_command_whose_output_is_closed_succeeds(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert cli.main(["configs"]) == 0

@@ -25,3 +25,10 @@ def test_a_folder_that_is_removed_meanwhile_does_not_hide_why_the_run_failed(tmp
     with pytest.raises(ConfigError, match="the reason"), only_writer(folder):
         shutil.rmtree(folder)
         raise ConfigError("the reason")
+
+
+def test_what_a_killed_run_of_another_user_left_is_no_obstacle_in_a_folder_that_both_may_write(tmp_path):
+    (tmp_path / ".owner").write_text("process 1 on elsewhere")
+    before = (tmp_path / ".owner").stat().st_ino
+    with only_writer(tmp_path) as is_ours:
+        assert is_ours() and (tmp_path / ".owner").stat().st_ino != before, "another user's file cannot be written, only replaced"
