@@ -11,6 +11,8 @@ import time
 from types import FrameType
 from typing import Any
 
+import psutil
+
 SECOND_AFTER_S = 1.0
 """A launcher may forward the Ctrl-C that the terminal has already sent; a repeat this soon is not a second request."""
 STARTED_BY = "HFTUNE_STARTED_BY"
@@ -67,7 +69,15 @@ def follow_launcher() -> None:
     named = os.environ.pop(STARTED_BY, None)
     if sys.platform != "linux" or (named is None and "GROUP_RANK" not in os.environ):
         return
-    launcher = os.getppid() if named is None else int(named)
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    if os.getppid() != launcher:  # it has ended already
+    if os.getppid() != parent or (named is not None and _has_ended(int(named))):  # before it could be followed
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process has ended. Not asked of the parent: a wrapper may stand between, in place of the interpreter."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -31,4 +31,6 @@ def test_what_a_killed_run_of_another_user_left_is_no_obstacle_in_a_folder_that_
     (tmp_path / ".owner").write_text("process 1 on elsewhere")
     before = (tmp_path / ".owner").stat().st_ino
     with only_writer(tmp_path) as is_ours:
-        assert is_ours() and (tmp_path / ".owner").stat().st_ino != before, "another user's file cannot be written, only replaced"
+        assert is_ours() and (tmp_path / ".owner").stat().st_ino != before, (
+            "another user's file cannot be written, only replaced"
+        )

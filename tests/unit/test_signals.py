@@ -61,6 +61,18 @@ def test_a_process_gets_sigterm_when_its_launcher_is_killed(launcher):
     assert heard == b"SIGTERM"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_wrapper_between_launcher_and_process_ends_nothing():
+    """As one that a shell script or a test puts in the place of sys.executable."""
+    if (child := os.fork()) == 0:
+        os.environ[STARTED_BY] = str(os.getppid())
+        if (grandchild := os.fork()) == 0:
+            follow_launcher()
+            os._exit(7)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) % 256)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_process_without_a_launcher_follows_nobody(monkeypatch):
     monkeypatch.delenv("GROUP_RANK", raising=False)
     monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("it asked for a signal"))
