@@ -99,7 +99,8 @@ def measured_flops(dtype: torch.dtype) -> float:
     """
     best, size, began = 0.0, SMALLEST_MATRIX, time.perf_counter()
     matrix_NN = torch.ones(size, size, dtype=dtype)
-    while (start := time.perf_counter()) < began + MEASURED_S:
+    while not best or time.perf_counter() < began + MEASURED_S:  # once at least, although this process may have been held up
+        start = time.perf_counter()
         torch.mm(matrix_NN, matrix_NN)
         seconds = time.perf_counter() - start
         best = max(best, 2 * size**3 / seconds)

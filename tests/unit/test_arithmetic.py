@@ -127,6 +127,12 @@ def test_the_rate_of_a_cpu_is_measured_quickly_and_without_random_draws():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_the_rate_is_measured_once_at_least(monkeypatch):
+    """Without time for it, as in a process that was held up meanwhile."""
+    monkeypatch.setattr(devices, "MEASURED_S", 0.0)
+    assert devices.measured_flops(torch.float32) > 1e6
+
+
 def test_float32_on_a_gpu_with_bf16_gets_one_remark_unless_the_recipe_asks_for_tf32(monkeypatch):
     gpu = pretend_gpu(monkeypatch, "NVIDIA H100 80GB HBM3", True)
     assert devices.precision_notices(TrainConfig(), "no", gpu) == [
