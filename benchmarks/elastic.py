@@ -290,7 +290,7 @@ def compare(folder: Path, expected: Path) -> tuple[float, list[str]]:
     """Return the furthest that losses and weights are from the unbroken run's, and what the audit has found."""
     from safetensors.torch import load_file
 
-    from hftune.tracking.ledger import audit
+    from hftune.replay.audit import audit
 
     ours, theirs = (load_file(path / "model_last" / "model.safetensors") for path in (folder, expected))
     weights = [

@@ -27,7 +27,7 @@ from filelock import FileLock
 from record import parse_options, print_table, save
 from safetensors.torch import load_file
 
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 
 SIZES = "{model_type: bert, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 128}"
 RECIPE = (

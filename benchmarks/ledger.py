@@ -25,9 +25,11 @@ from record import parse_options, print_table, save
 from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.models.weights import weights_digest
+from hftune.replay.audit import audit
 from hftune.replay.engine import Replayer, difference
 from hftune.replay.history import History
-from hftune.tracking.ledger import Ledger, audit, plan_facts, read_ledger
+from hftune.replay.ledger import read_ledger
+from hftune.tracking.ledger import Ledger, plan_facts
 
 
 def main() -> None:

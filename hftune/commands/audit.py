@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hftune.tracking.ledger import Audit
+    from hftune.replay.audit import Audit
 
 SHOWN = 8
 """Changed keys, or steps that were left out, to list; of more, their number."""
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what the ledger proves. Exit code 1 if the proof fails."""
-    from hftune.tracking.ledger import audit
+    from hftune.replay.audit import audit
 
     result = audit(options.folder)
     before: Mapping[str, Any] = {}

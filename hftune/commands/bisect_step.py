@@ -126,8 +126,8 @@ def expected(text: str) -> tuple[float, float]:
 
 def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> int:
     """Compare a step with what was expected, and print both."""
+    from hftune.replay import TOLERANCE
     from hftune.replay.engine import difference
-    from hftune.reporting import TOLERANCE
 
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     line, remark = history.ledger.steps.get(options.step, {}), ""

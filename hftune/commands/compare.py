@@ -21,8 +21,8 @@ def run(options: argparse.Namespace) -> int:
     if len(options.folders) < 2:
         raise ConfigError(f"One run is nothing to compare. Name another: hftune compare {options.folders[0]} RUN.")
     from hftune.commands.compare_text import describe
-    from hftune.reporting.compared import compare
-    from hftune.reporting.run_record import read_run, run_names
+    from hftune.replay.compared import compare
+    from hftune.replay.run_record import read_run, run_names
     from hftune.tracking.jsonl import strict_json
 
     runs = [read_run(folder, name) for folder, name in zip(options.folders, run_names(options.folders), strict=True)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from hftune.reporting.compared import Comparison, Pair, RunFacts
-from hftune.reporting.intervals import FEWEST_SEEDS
-from hftune.reporting.paired import TrainingLoss
-from hftune.reporting.seeds import Method, MethodDifference
-from hftune.reporting.sentences import (
+from hftune.replay.compared import Comparison, Pair, RunFacts
+from hftune.replay.intervals import FEWEST_SEEDS
+from hftune.replay.paired import TrainingLoss
+from hftune.replay.seeds import Method, MethodDifference
+from hftune.replay.sentences import (
     count,
     evaluation_sentence,
     kinds_sentences,

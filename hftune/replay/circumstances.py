@@ -8,8 +8,8 @@ import numpy as np
 
 from hftune.data.row_hashes import read_rows, row_hashes
 from hftune.distributed.consistency import fingerprint
-from hftune.reporting.causes import Difference, find_differences
-from hftune.reporting.traces import Segment
+from hftune.replay.causes import Difference, find_differences
+from hftune.replay.traces import Segment
 from hftune.tracking.hardware import hardware
 
 if TYPE_CHECKING:

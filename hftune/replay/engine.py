@@ -41,9 +41,9 @@ from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
+from hftune.replay import TOLERANCE
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
-from hftune.reporting import TOLERANCE
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task

@@ -15,9 +15,10 @@ from typing import Any
 from hftune.checkpoints.atomic_files import sha256_of
 from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
+from hftune.replay.audit import audit
 from hftune.replay.history import History
+from hftune.replay.ledger import LedgerRecord
 from hftune.replay.receipt import Receipt, changed_checkpoints, export_hashes, hashes_of, without_prev
-from hftune.tracking.ledger import LedgerRecord, audit
 
 SHOWN = 5
 """Problems of one kind that are listed; the others are counted."""

@@ -27,8 +27,8 @@ from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
+from hftune.replay.ledger import LedgerRecord, read_ledger
 from hftune.tracking.jsonl import read_lines
-from hftune.tracking.ledger import LedgerRecord, read_ledger
 
 if TYPE_CHECKING:
     from hftune.checkpoints.checkpointer import Checkpoint

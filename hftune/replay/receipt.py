@@ -14,7 +14,7 @@ from typing import Any
 from hftune.atomic import atomic_path
 from hftune.checkpoints.atomic_files import sha256_of
 from hftune.errors import ConfigError
-from hftune.tracking.ledger import LedgerRecord, read_ledger
+from hftune.replay.ledger import LedgerRecord, read_ledger
 
 NAME = "receipt.json"
 STATEMENT = "https://in-toto.io/Statement/v1"

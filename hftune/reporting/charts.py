@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hftune.reporting.curves import Curve, chart_key, place_of, title_of, unit_of
-from hftune.reporting.run_record import RunRecord
+from hftune.replay.metrics_log import Curve
+from hftune.replay.run_record import RunRecord
+from hftune.reporting.curves import chart_key, place_of, title_of, unit_of
 
 GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed", "perf/*": "Machines", "": "Other"}
 """Headings, by the first part of a metric's name."""

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hftune.reporting.compared import Comparison, compare
-from hftune.reporting.confusion import confusion
-from hftune.reporting.curves import is_number, title_of
-from hftune.reporting.differences import Cause
-from hftune.reporting.elements import Figure, Html, cut, duration, element, escape, number, plain, table
-from hftune.reporting.intervals import FEWEST_SEEDS, Interval
-from hftune.reporting.layout import Section, code, layout, section, titled
-from hftune.reporting.run_record import RunRecord, flat
-from hftune.reporting.sections import curves_section, lower_first, notices, state
-from hftune.reporting.sentences import (
+from hftune.replay.compared import Comparison, compare
+from hftune.replay.differences import Cause
+from hftune.replay.intervals import FEWEST_SEEDS, Interval
+from hftune.replay.metrics_log import is_number
+from hftune.replay.run_record import RunRecord, flat
+from hftune.replay.sentences import (
     evaluation_sentence,
     kinds_sentences,
     mean_and_deviation,
@@ -25,6 +21,11 @@ from hftune.reporting.sentences import (
     plus_minus,
     training_sentence,
 )
+from hftune.reporting.confusion import confusion
+from hftune.reporting.curves import title_of
+from hftune.reporting.elements import Figure, Html, cut, duration, element, escape, number, plain, table
+from hftune.reporting.layout import Section, code, layout, section, titled
+from hftune.reporting.sections import curves_section, lower_first, notices, state
 
 
 def several_runs(runs: Sequence[RunRecord], are_selected: bool = False) -> Html:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hftune.reporting.curves import is_number
+from hftune.replay.metrics_log import is_number
+from hftune.replay.run_record import cut, plain
 
-LONGEST_TEXT = 600
-"""Characters of a text that are shown."""
 SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 SHORT_TEXT = 40
 """Characters of a text that has room beside others on a phone."""
@@ -122,16 +120,6 @@ def quantity(value: float, unit: str) -> Figure:
         size, prefix = next(((size, prefix) for size, prefix in SIZES if abs(value) >= size), (1.0, ""))
         return Figure(f"{value / size:.3g} {prefix}B")
     return Figure(escape(f"{100 * value:.3g} %" if unit == "%" else f"{number(value)} {unit}".rstrip()))
-
-
-def plain(value: Any) -> str:
-    """Return any value on one line, as JSON has it."""
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def cut(text: str, length: int = LONGEST_TEXT) -> str:
-    """Return a text, its end left out if it is too long."""
-    return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def facts_list(facts: Mapping[str, Any]) -> Html:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hftune.checkpoints.atomic_files import write_text
+from hftune.replay.run_record import read_run, run_names
 from hftune.reporting.charts import chart_data, make_charts
 from hftune.reporting.comparison import several_runs
 from hftune.reporting.elements import Html, cut, escape
-from hftune.reporting.run_record import read_run, run_names
 from hftune.reporting.sections import one_run
 from hftune.tracking.console import warning
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hftune.replay.metrics_log import is_number
+from hftune.replay.run_record import Images, RunRecord, flat, mapping
 from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
 from hftune.reporting.confusion import confusion
-from hftune.reporting.curves import is_number, place_of, title_of, unit_of
+from hftune.reporting.curves import place_of, title_of, unit_of
 from hftune.reporting.elements import (
     Figure,
     Html,
@@ -25,7 +27,6 @@ from hftune.reporting.elements import (
     table,
 )
 from hftune.reporting.layout import Section, code, copyable, folded, layout, section, titled
-from hftune.reporting.run_record import Images, RunRecord, flat, mapping
 
 OPEN_ROWS = 10
 """Rows with large errors that are shown at once; the others unfold."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.elastic import PORT, Agent, ElasticJob, Resumption
 from tests.support.machines import Machine, NotAllowed, several_machines
 from tests.support.runs import Run, train_on, warm_python

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.machines import NotAllowed, two_machines
 from tests.support.runs import Command, environment, warm_python
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Over
-from hftune.tracking.ledger import audit, last_step
+from hftune.replay.audit import audit
+from hftune.tracking.ledger import last_step
 from tests.support.runs import FSDP, Command
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")

@@ -11,7 +11,7 @@ import pytest
 
 from hftune import ConfigError, DataError, Interrupted, Recipe, TrainingError, launch
 from hftune.cli import main
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import warm_python
 from tests.support.tasks import Faulty
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hftune import Interrupted, Recipe, launch
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.multiprocess.test_launch import Terminal
 from tests.support.runs import Run, train_on, warm_python
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hftune import ConfigError, Recipe, TrainingError, train
-from hftune.tracking.ledger import read_ledger
+from hftune.replay.ledger import read_ledger
 from tests.support.runs import Run, train_on
 
 TASK = "task.type=tests.support.tasks.TooLarge"

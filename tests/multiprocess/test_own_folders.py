@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hftune.checkpoints.checkpointer import steps
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import Group, Run
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "own_folders.py")

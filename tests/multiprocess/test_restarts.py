@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import environment, warm_python
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")

@@ -20,8 +20,10 @@ from hftune import ConfigError, DataError, Recipe, cli, train
 from hftune.checkpoints.checkpointer import newest, open_checkpoint
 from hftune.checkpoints.resume import note_begun
 from hftune.optim import lr_at
+from hftune.replay.audit import audit
+from hftune.replay.ledger import read_ledger
 from hftune.run import main as run_main
-from hftune.tracking.ledger import NOTHING, audit, read_ledger
+from hftune.tracking.ledger import NOTHING
 from tests.support.runs import NO_DROPOUT, SMALL, Command, Group, Run, environment, train_on
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hftune import cli
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import Run, train_on
 from tests.support.slurm_cluster import Cluster, NotAllowed, slurm_cluster
 

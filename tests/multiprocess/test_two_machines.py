@@ -15,8 +15,8 @@ import pytest
 
 from hftune import cli
 from hftune.checkpoints.checkpointer import newest
+from hftune.replay.audit import audit
 from hftune.tracking.jsonl import read_lines
-from hftune.tracking.ledger import audit
 from tests.support.hub import Hub
 from tests.support.hub_contents import bigbird, xlsum
 from tests.support.machines import MAIN, Machine, NotAllowed, two_machines

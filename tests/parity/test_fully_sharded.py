@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import ConfigError, Recipe, train
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import FSDP, SMALL, Command, Run, environment, train_on, warm_python
 from tests.support.tasks import few_reviews
 

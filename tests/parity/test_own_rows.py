@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from hftune import cli
 from hftune.data.demo import reviews
 from hftune.data.demo_text import paragraphs
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import SMALL, train_on
 
 WORLD_SIZES = (1, 2, 4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import Command, Run, train_on
 
 SUPPORT = Path(__file__).parents[1] / "support"

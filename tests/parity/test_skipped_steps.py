@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from hftune.checkpoints.checkpointer import path_of, steps
 from hftune.data.row_hashes import read_rows, root
-from hftune.tracking.ledger import audit, read_ledger
+from hftune.replay.audit import audit
+from hftune.replay.ledger import read_ledger
 from tests.support.runs import SMALL, train_on
 
 JOB = (

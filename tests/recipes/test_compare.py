@@ -6,8 +6,8 @@ import pytest
 
 from hftune import cli
 from hftune.data.demo import reviews
-from hftune.reporting.compared import compare
-from hftune.reporting.run_record import read_run
+from hftune.replay.compared import compare
+from hftune.replay.run_record import read_run
 from tests.support.runs import SMALL, train_on
 
 OWN_OPTIMIZER = "import torch\n\n\nclass Mine(torch.optim.AdamW):\n    def __init__(self, params, lr):\n        super().__init__(params, lr, eps={eps})\n"

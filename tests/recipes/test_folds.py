@@ -7,7 +7,7 @@ import pytest
 
 from hftune import cli
 from hftune.data.demo import reviews
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import SMALL, Command, train_on
 
 SMALL_FOLDS = (*SMALL, "task.dataset=null", "task.max_train_samples=60", "task.max_eval_samples=null", "train.epochs=2")

@@ -9,7 +9,7 @@ from transformers import AutoImageProcessor
 from hftune import Recipe, train
 from hftune.build import load_datasets, plan_batches
 from hftune.data.demo_shapes import shapes
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import Run, train_on
 from tests.support.trainer import losses_of_trainer
 

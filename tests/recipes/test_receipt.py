@@ -17,8 +17,8 @@ from hftune import Recipe, cli
 from hftune.checkpoints.checkpointer import tensor_hashes
 from hftune.commands.verify_receipt import NAME_WIDTH
 from hftune.data.row_hashes import root, row_hashes, write_rows
+from hftune.replay.ledger import read_ledger
 from hftune.replay.receipt import make_receipt, path_of, read_receipt, write_receipt
-from hftune.tracking.ledger import read_ledger
 from tests.support.runs import SMALL, train_on
 
 WORDS = (

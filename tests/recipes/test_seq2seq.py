@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, S
 from hftune import Recipe, cli, load_model
 from hftune.build import load_datasets
 from hftune.commands.evaluate import evaluate
-from hftune.tracking.ledger import audit
+from hftune.replay.audit import audit
 from tests.support.runs import train_on
 from tests.support.trainer import losses_of_trainer, planned_batches
 

@@ -130,7 +130,7 @@ def train_on(
 
 def assert_resumed(folder: Path, jobs: list[str], stops: Collection[str]) -> None:
     """Check that a folder was trained by all of its jobs, each from where the one before was stopped, and ended only if none was."""
-    from hftune.tracking.ledger import audit  # as above
+    from hftune.replay.audit import audit  # as above
 
     starts = [start["after_step"] for start in audit(folder).starts][-len(jobs) :]
     assert len(starts) == len(jobs) and all(starts[1:]), f"{folder} was trained from steps {starts} by {jobs}"

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from hftune import cli
+from hftune.replay.compared import compare
+from hftune.replay.paired import measures_of
+from hftune.replay.run_record import read_run, run_names
 from hftune.reporting.charts import loss_difference
-from hftune.reporting.compared import compare
 from hftune.reporting.page import page
-from hftune.reporting.paired import measures_of
-from hftune.reporting.run_record import read_run, run_names
 
 
 def write_lines(path, rows):

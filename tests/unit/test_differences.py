@@ -5,10 +5,10 @@ import copy
 import numpy as np
 import pytest
 
-from hftune.reporting import TOLERANCE
-from hftune.reporting.differences import part
-from hftune.reporting.sentences import kinds_sentences, parting_sentences
-from hftune.reporting.traces import Trace
+from hftune.replay import TOLERANCE
+from hftune.replay.differences import part
+from hftune.replay.sentences import kinds_sentences, parting_sentences
+from hftune.replay.traces import Trace
 
 NUM_ROWS, BATCH, NUM_STEPS = 40, 4, 30
 START = {

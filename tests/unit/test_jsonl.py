@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from hftune.reporting.curves import read_log
-from hftune.reporting.run_record import read_predictions
+from hftune.replay.metrics_log import read_log
+from hftune.replay.run_record import read_predictions
 from hftune.tracking.jsonl import json_line, line_file, read_lines, strict_json
 
 

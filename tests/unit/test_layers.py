@@ -18,9 +18,10 @@ tasks  strategies
 build  checkpoints  evaluation
 inference
 tracking
+replay
 reporting
 loop  planning
-training  replay
+training
 run
 launchers  doctor
 commands  spark

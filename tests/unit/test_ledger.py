@@ -13,8 +13,10 @@ from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.commands import audit as audit_command
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
+from hftune.replay.audit import audit
+from hftune.replay.ledger import read_ledger
 from hftune.tracking.hardware import hardware, of_all
-from hftune.tracking.ledger import NOTHING, Ledger, audit, plan_facts, read_ledger
+from hftune.tracking.ledger import NOTHING, Ledger, plan_facts
 
 PLAN = BatchPlan(10, 4, seed=1)
 """Three steps an epoch."""

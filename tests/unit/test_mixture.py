@@ -15,8 +15,9 @@ from hftune.commands import audit as audit_command
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.mixture import load_mixture
+from hftune.replay.audit import audit
 from hftune.tasks import Chats, LanguageModeling, SequenceClassification
-from hftune.tracking.ledger import Ledger, audit, plan_facts
+from hftune.tracking.ledger import Ledger, plan_facts
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 

@@ -13,12 +13,13 @@ from PIL import Image
 
 from hftune import cli
 from hftune.checkpoints.output_dir import start_folder
+from hftune.replay.metrics_log import Curve
+from hftune.replay.run_record import read_run, run_names
 from hftune.reporting import page as report
 from hftune.reporting.charts import make_charts
-from hftune.reporting.curves import Curve, title_of, unit_of
+from hftune.reporting.curves import title_of, unit_of
 from hftune.reporting.elements import duration, millions, number
 from hftune.reporting.page import Reporter, page, write_report
-from hftune.reporting.run_record import read_run, run_names
 
 ASSETS = Path(report.__file__).parent / "assets"
 NASTY = (
@@ -388,7 +389,7 @@ def test_smoothing_of_a_thinned_curve_begins_with_means_and_not_with_extremes():
 
 
 def test_only_the_first_rows_of_a_huge_file_are_looked_through(make_run, monkeypatch):
-    monkeypatch.setattr("hftune.reporting.run_record.MAX_ROWS", 30)
+    monkeypatch.setattr("hftune.replay.run_record.MAX_ROWS", 30)
     rows = [{"index": index, "error": float(index)} for index in range(40)]
     found = Page(page([make_run(rows=rows)]))
     assert "Largest errors: 25 of the first 30" in found.text("h3")

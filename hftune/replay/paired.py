@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hftune.reporting.curves import is_number
-from hftune.reporting.intervals import FEWEST_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
-from hftune.reporting.run_record import RunRecord, mapping
-from hftune.reporting.traces import Trace, are_unequal
+from hftune.replay.intervals import FEWEST_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
+from hftune.replay.metrics_log import is_number
+from hftune.replay.run_record import RunRecord, mapping
+from hftune.replay.traces import Trace, are_unequal
 from hftune.tracking.jsonl import lines_of
 
 STRETCHES = 8

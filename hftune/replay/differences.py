@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hftune.reporting import TOLERANCE
-from hftune.reporting.causes import (
+from hftune.replay import TOLERANCE
+from hftune.replay.causes import (
     CONTENT,
     KINDS,
     ONLOOKERS,
@@ -31,9 +31,9 @@ from hftune.reporting.causes import (
     effects_of,
     find_differences,
 )
-from hftune.reporting.curves import is_number
-from hftune.reporting.run_record import flat, mapping
-from hftune.reporting.traces import Segment, Steps, segments
+from hftune.replay.metrics_log import is_number
+from hftune.replay.run_record import flat, mapping
+from hftune.replay.traces import Segment, Steps, segments
 
 JUMP = 10.0
 """A difference that exceeds all earlier ones by less than this factor has grown from them, as rounding does."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hftune.reporting.curves import Log, is_number, read_log
+from hftune.replay.metrics_log import Log, is_number, read_log
 from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import lines_of
 
@@ -22,6 +22,8 @@ MAX_ROWS = 200_000
 """Rows of predictions.jsonl that are looked through for the largest errors: more would hold up the training."""
 FIRST_ROWS, WORST_ROWS = 8, 25
 """Rows that are kept."""
+LONGEST_TEXT = 600
+"""Characters of a text that are shown."""
 
 
 @dataclass
@@ -133,6 +135,16 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return found
+
+
+def plain(value: Any) -> str:
+    """Return any value on one line, as JSON has it."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def cut(text: str, length: int = LONGEST_TEXT) -> str:
+    """Return a text, its end left out if it is too long."""
+    return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def read_predictions(path: Path) -> Predictions:

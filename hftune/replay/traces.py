@@ -12,8 +12,8 @@ import numpy as np
 
 from hftune.data.row_hashes import read_rows, root
 from hftune.errors import ConfigError
-from hftune.reporting.run_record import RunRecord, mapping
-from hftune.tracking.ledger import read_ledger
+from hftune.replay.ledger import read_ledger
+from hftune.replay.run_record import RunRecord, mapping
 
 LOGGED = {"loss": "train/loss_step", "grad_norm": "train/grad_norm", "lr": "train/lr"}
 """Values of a step by their names in metrics.jsonl, which has them every ``train.log_every`` steps."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from hftune.reporting.causes import OWN
-from hftune.reporting.elements import plain
-from hftune.reporting.intervals import FEWEST_SEEDS, Interval, of_independent, of_unpaired
-from hftune.reporting.run_record import RunRecord
+from hftune.replay.causes import OWN
+from hftune.replay.intervals import FEWEST_SEEDS, Interval, of_independent, of_unpaired
+from hftune.replay.run_record import RunRecord, plain
 
 
 @dataclass

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hftune.reporting.causes import changes_on_the_way
-from hftune.reporting.differences import Parting, part
-from hftune.reporting.paired import Evaluation, TrainingLoss, evaluation, training_loss
-from hftune.reporting.run_record import RunRecord
-from hftune.reporting.seeds import Method, MethodDifference, method_differences, methods_of
-from hftune.reporting.traces import Trace, is_whole, read_trace, segments
+from hftune.replay.causes import changes_on_the_way
+from hftune.replay.differences import Parting, part
+from hftune.replay.paired import Evaluation, TrainingLoss, evaluation, training_loss
+from hftune.replay.run_record import RunRecord
+from hftune.replay.seeds import Method, MethodDifference, method_differences, methods_of
+from hftune.replay.traces import Trace, is_whole, read_trace, segments
 
 
 @dataclass

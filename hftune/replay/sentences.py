@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from hftune.reporting import TOLERANCE
-from hftune.reporting.differences import Parting, relative
-from hftune.reporting.intervals import FEWEST_ROWS, FEWEST_STEPS, FEWEST_UNEQUAL, Interval
-from hftune.reporting.paired import Evaluation, Measure, TrainingLoss
-from hftune.reporting.seeds import MethodDifference
+from hftune.replay import TOLERANCE
+from hftune.replay.differences import Parting, relative
+from hftune.replay.intervals import FEWEST_ROWS, FEWEST_STEPS, FEWEST_UNEQUAL, Interval
+from hftune.replay.paired import Evaluation, Measure, TrainingLoss
+from hftune.replay.seeds import MethodDifference
 
 NAMES = {"items": "items", "lr": "learning rate", "loss": "loss", "grad_norm": "gradient norm"}
 """Values of a step by their names in the ledger."""

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from hftune.batch_plan import BatchPlan
-from hftune.reporting.elements import cut, plain
-from hftune.reporting.run_record import flat, mapping
-from hftune.reporting.traces import Segment, are_unequal, is_whole
+from hftune.replay.run_record import cut, flat, mapping, plain
+from hftune.replay.traces import Segment, are_unequal, is_whole
 
 KINDS = ("recipe", "data", "code", "versions", "hardware", "processes")
 """Of differences, in the order in which they are worth a look."""
