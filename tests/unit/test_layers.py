@@ -1,6 +1,8 @@
-"""The plan of the house, as a test: a room imports only rooms below it, and no task knows a rank."""
+"""What may import what: the core knows no wing, files form no circles, and no task knows a rank."""
 
 import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,25 @@ cli
 FLOOR_OF = {name: floor for floor, line in enumerate(FLOORS.split("\n")) for name in line.split()}
 WITHOUT_TRAINING = {"planning", "commands", "doctor", "replay"}
 """They look at a run, and must not be able to change one."""
+WINGS = {"elastic", "replay", "reporting", "planning", "launchers", "commands"}
+"""They start runs, look at them, or let machines come and go. What a training needs is the core, which imports none of them."""
+DOORS = {"__init__", "run", "cli", "doctor", "spark"}
+"""What users call; it leads into core and wings alike."""
+CORE_THAT_STILL_IMPORTS_A_WING = {"loop", "training"}
+"""Shrinks to nothing: report and card become callbacks, which the core finds by their names."""
+CIRCLES_THAT_ARE_LEFT = {
+    frozenset({"data.row_contents", "data.row_hashes"}),
+    frozenset({"distributed.elastic_parameters", "distributed.elastic_rendezvous", "distributed.rendezvous_backend"}),
+    frozenset({"models.adapter_files", "models.adapters", "models.pretrained"}),
+    frozenset({"replay.engine", "replay.leaving_out", "replay.samples"}),
+    frozenset({"commands.sweep", "commands.sweep_optuna"}),
+    frozenset({"commands.bisect_candidates", "commands.bisect_runs"}),
+    frozenset({"commands.predict", "commands.predict_chat"}),
+    frozenset({"commands.replay", "commands.replay_steps"}),
+}
+"""Shrinks to nothing: who resolves one removes its line."""
+LAZY = {"", "config"}
+"""Packages whose ``__init__`` imports a name only when it is asked for, and so is part of no circle."""
 KNOW_NO_RANK = {"task", "augmentation", "tasks", "models", "data", "metrics", "batch_plan", "optim"}
 
 
@@ -68,6 +89,55 @@ def test_every_file_and_package_has_its_floor_and_the_root_is_short():
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_pages_print_the_floors(page):
     assert f"{FLOORS}```" in (ROOT.parent / page).read_text()
+
+
+def test_the_core_imports_no_wing():
+    guilty = {
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for room, path in rooms()
+        if room not in WINGS | DOORS
+        and any(name.startswith("hftune.") and name.split(".")[1] in WINGS for name in imports(path))
+    }
+    assert guilty == CORE_THAT_STILL_IMPORTS_A_WING
+
+
+@cache
+def module_imports():
+    """Return which of the package's modules each one imports, wherever in it, but not for type checkers alone."""
+    paths = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
+    paths = {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
+
+    def found(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hftune":
+                module = node.module.removeprefix("hftune").removeprefix(".")
+                for alias in node.names:
+                    inner = f"{module}.{alias.name}".removeprefix(".")
+                    yield inner if inner in paths else module
+            elif isinstance(node, ast.Import):
+                yield from (alias.name.removeprefix("hftune.") for alias in node.names if alias.name.startswith("hftune."))
+
+    return {name: set() if name in LAZY else {other for other in found(path) if other != name} for name, path in paths.items()}
+
+
+def test_files_form_no_circles():
+    """A file in a circle cannot be read, moved or tested without the others. Put what both need into a third file."""
+    graph, left = {name: set(others) for name, others in module_imports().items()}, set()
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            circle = error.args[1]
+            group = next((known for known in CIRCLES_THAT_ARE_LEFT if known >= {*circle}), None)
+            assert group, f"A new circle of imports: {' <- '.join(circle)}"
+            left.add(group)
+            for name in group:
+                graph[name] -= group
+        else:
+            break
+    assert left == CIRCLES_THAT_ARE_LEFT, "A circle is gone: remove its line from CIRCLES_THAT_ARE_LEFT."
 
 
 def test_no_task_and_no_plan_knows_a_rank():
