@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain, islice
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from transformers import PreTrainedModel
 
 from hftune.batch_plan import BatchPlan
 from hftune.config import ParallelConfig, Recipe, TrainConfig
@@ -28,12 +28,10 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError, format_value
 from hftune.metrics.named import load_metrics
-from hftune.models import scored_head
 from hftune.models.adapter_files import is_quantized
 from hftune.models.adapters import add_adapter, base_digest, check_installed, has_adapter, new_modules
 from hftune.models.dropout import replace_dropout
-from hftune.models.packing import compute_padding
-from hftune.models.pretrained import loading, quantization
+from hftune.models.kinds import compute_padding, is_of_transformers
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import build_optimizer, check_schedule, freeze, optimizer_class
 from hftune.strategies import head_trial
@@ -249,7 +247,7 @@ def without_padding(config: TrainConfig, plan: BatchPlan, pipeline_stages: int =
 
 def width_of(model: nn.Module) -> int | None:
     """Return the width of a transformers model's hidden states; None for other models."""
-    if not isinstance(model, PreTrainedModel):
+    if not is_of_transformers(model):
         return None
     try:
         width = getattr(model.config.get_text_config(), "hidden_size", None)
@@ -319,12 +317,14 @@ def settle_head(
         ConfigError: ``train.head_loss=liger`` cannot be used.
     """
     kernel = recipe.train.head_loss
+    if kernel != "liger" and not may_score_head(recipe, model):
+        return []
+    from hftune.models import scored_head
+
     if kernel == "liger" and (problem := scored_head.liger_problem(model, strategy.device)) is not None:
         raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
     if not may_score_head(recipe, model):
-        if kernel == "liger":
-            raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
-        return []
+        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
     lengths = recipe.task.lengths(dataset)
     longest = max((int(found.max()) for rows in others if (found := recipe.task.lengths(rows)) is not None), default=1)
     longest = longest if lengths is None else max(longest, int(lengths.max()))
@@ -372,7 +372,11 @@ def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
     """Say whether to try to compute the loss together with the head. A pipeline's stages return logits."""
     if recipe.train.head_loss == "whole" or recipe.parallel.pipeline_stages > 1 or not recipe.task.scored_head:
         return False
-    return scored_head.Head.of(model) is not None and not (recipe.train.compile and not repeated_layers(model))
+    if not is_of_transformers(model):
+        return False
+    from hftune.models.scored_head import Head
+
+    return Head.of(model) is not None and not (recipe.train.compile and not repeated_layers(model))
 
 
 def liger_problem(recipe: Recipe) -> str | None:
@@ -392,7 +396,7 @@ def largest_rows(recipe: Recipe, plan: BatchPlan, has_test: bool) -> int:
 
 def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
     """Say whether to try a model without padding."""
-    return recipe.train.packing == "auto" and plan.lengths is not None and isinstance(model, PreTrainedModel)
+    return recipe.train.packing == "auto" and plan.lengths is not None and is_of_transformers(model)
 
 
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
@@ -412,7 +416,7 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
             ``train.freeze`` or ``adapter`` do not fit it.
     """
     torch.manual_seed(recipe.seed)
-    with loading(**load_options(recipe)):
+    with load_options(recipe):
         model = recipe.task.build_model()
     if (path := own_weights(recipe)) is not None and torch.get_default_device().type != "meta":
         said = load_weights(model, path)
@@ -434,18 +438,21 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     return model
 
 
-def load_options(recipe: Recipe) -> dict[str, Any]:
-    """Return how ``from_pretrained`` is to load a model: in float32, unless its weights stay frozen beside adapters."""
+def load_options(recipe: Recipe) -> AbstractContextManager[None]:
+    """Let ``from_pretrained`` load a model in float32, unless its weights stay frozen beside adapters."""
     config, precision = recipe.adapter, recipe.train.mixed_precision
     if config.type is None:
-        return {}
+        return nullcontext()
+    from hftune.models.pretrained import loading, quantization
+
     on_gpu = (
         not on_cpu() and torch.cuda.is_available() and computes_bf16(torch.device("cuda")) and precision in ("bf16", "auto")
     )
     is_bf16 = config.base_dtype == "bf16" or (config.base_dtype == "auto" and on_gpu)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     device = "cpu" if on_cpu() else f"{torch.accelerator.current_accelerator()}:{ProcessInfo.from_environment().local_rank}"
-    return {**({"dtype": dtype} if is_bf16 else {}), **quantization(config.quantize, dtype, config.train_also, device)}
+    options = quantization(config.quantize, dtype, config.train_also, device)
+    return loading(**({"dtype": dtype} if is_bf16 else {}), **options)
 
 
 def check_quantized(recipe: Recipe, model: nn.Module) -> None:

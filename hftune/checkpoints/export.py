@@ -86,7 +86,7 @@ def base_of(task: Task, model: PreTrainedModel) -> tuple[str | None, str | None]
     weights that were drawn at random, such as a pooler that the files lack: loading it again would draw others.
     """
     from hftune.models.adapters import base_tensors
-    from hftune.models.pretrained import drawn_parameters
+    from hftune.models.kinds import drawn_parameters
 
     name = getattr(model, "name_or_path", "")
     if not name or getattr(task, "weights", None) or not base_tensors(model).keys().isdisjoint(drawn_parameters(model)):

@@ -16,15 +16,17 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
 
 from hftune.errors import ConfigError
 from hftune.models.adapters import base_digest, base_tensors, is_packed, raise_precision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 """Files of the folder."""
@@ -156,6 +158,8 @@ def load_adapter(model: PreTrainedModel, directory: Path, is_as_trained: bool = 
 def load_generation_config(model: PreTrainedModel, directory: Path) -> None:
     """Give a model the generation config that was saved beside its adapters, if there is one."""
     if (directory / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
         model.generation_config = GenerationConfig.from_pretrained(directory)
 
 

@@ -11,22 +11,20 @@ import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from hftune.config.sections import AdapterConfig
 from hftune.errors import ConfigError
-from hftune.models.pretrained import drawn_parameters
+from hftune.models.kinds import drawn_parameters, is_linear, is_of_transformers, is_transposed
 from hftune.models.weights import weights_digest
 
-LINEAR = (nn.Linear, Conv1D)
-"""What ``adapter.targets=all-linear`` means. GPT-2 calls its linear layers Conv1D."""
-ADAPTABLE = (*LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""The modules that a LoRA fits."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
@@ -62,7 +60,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         ConfigError: the model is not one of transformers'; ``adapter.targets`` or ``adapter.train_also`` do not fit it; or a
             parameter would stay as it was drawn.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not is_of_transformers(model):
         raise ConfigError(
             f"adapter.type={config.type} needs a model of transformers, and {type(model).__name__} is none. Leave it out: all "
             "weights are trained then."
@@ -82,7 +80,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         use_dora=config.type == "dora",
         use_rslora=config.rslora,
         task_type=next((kind for end, kind in TASK_TYPES.items() if type(model).__name__.endswith(end)), None),
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+        fan_in_fan_out=any(is_transposed(model.get_submodule(name)) for name in targets),
         ensure_weight_tying=not ties.keys().isdisjoint(whole),
     )
     try:
@@ -189,7 +187,7 @@ def new_modules(model: nn.Module) -> list[str]:
 
     The head is all that is beside the body (``base_model``) of a transformers model that does not predict tokens.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not is_of_transformers(model):
         return []
     found: list[str] = []
     if model.base_model is not model and model.get_output_embeddings() is None:
@@ -266,7 +264,7 @@ def target_modules(model: PreTrainedModel, config: AdapterConfig, whole: Sequenc
         found = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, LINEAR) and module is not head and not is_inside(name, whole)
+            if is_linear(module) and module is not head and not is_inside(name, whole)
             if trains(module) or is_packed(module.weight)
             if not isinstance(module, NonDynamicallyQuantizableLinear)  # whose weight nn.MultiheadAttention uses directly
             if name not in ties
@@ -281,7 +279,7 @@ def target_modules(model: PreTrainedModel, config: AdapterConfig, whole: Sequenc
         found = matching(model, pattern, "adapter.targets")
         for name in found:
             module = model.get_submodule(name)
-            if not isinstance(module, ADAPTABLE) or isinstance(module, NonDynamicallyQuantizableLinear):
+            if not is_adaptable(module) or isinstance(module, NonDynamicallyQuantizableLinear):
                 raise ConfigError(
                     f"adapter.targets: {pattern!r} is a {type(module).__name__} of {type(model).__name__}. Adapters fit linear "
                     "layers, convolutions and embeddings: name those in it."
@@ -297,6 +295,11 @@ def target_modules(model: PreTrainedModel, config: AdapterConfig, whole: Sequenc
     return sorted({*targets})
 
 
+def is_adaptable(module: nn.Module) -> bool:
+    """Say whether a LoRA fits a module."""
+    return is_linear(module) or isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
 def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     """Return the names of the modules that are, or end in, a name.
 
@@ -306,7 +309,7 @@ def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     if found := [name for name in names if f".{name}".endswith(f".{pattern}")]:
         return found
-    kinds = dict.fromkeys(name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, ADAPTABLE))
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name, module in model.named_modules() if is_adaptable(module))
     ends = dict.fromkeys([*kinds, *(part for name in names for part in name.split(".") if not part.isdecimal())])
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=3)
     how = f"Near it: {', '.join(near)}." if near else f"It has {', '.join([*kinds][:8])}."

@@ -34,9 +34,10 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, Bi
 
 from hftune.errors import ConfigError, did_you_mean
 from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
-from hftune.models.packing import ATTENTION, without_masks
+from hftune.models.kinds import ATTENTION, drawn_parameters
+from hftune.models.packing import without_masks
 from hftune.models.prefix_attention import Prefix, pack_layers
-from hftune.models.pretrained import drawn_parameters, load_model
+from hftune.models.pretrained import load_model
 
 WARM_STARTS = ("bert", "big_bird")
 SECTION = "task.model_config"

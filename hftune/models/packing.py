@@ -30,9 +30,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hftune.models.dropout import attention_with_dropout
+from hftune.models.kinds import ATTENTION
 
-ATTENTION = "hftune_packed"
-"""Name of the attention function, where transformers keeps its own."""
 MASK = "attention_mask"
 """Input of a model that says which tokens are real. Without it all are."""
 
@@ -291,12 +290,6 @@ def find_packing(inputs: Mapping[str, Tensor]) -> Packing:
     if mask_BT is None:
         mask_BT = torch.ones(next(iter(inputs.values())).shape[:2], dtype=torch.bool)
     return Packing.of(mask_BT)
-
-
-def compute_padding(model: nn.Module) -> None:
-    """Let a model that leaves out padding by itself compute it."""
-    if isinstance(model, PreTrainedModel) and model.config._attn_implementation == ATTENTION:
-        model.set_attn_implementation("sdpa")
 
 
 def stack_of(model: nn.Module) -> list[nn.Module]:

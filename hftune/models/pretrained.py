@@ -117,14 +117,6 @@ def loading(**options: Any) -> Iterator[None]:
         _OPTIONS.reset(token)
 
 
-def drawn_parameters(model: PreTrainedModel) -> Sequence[str]:
-    """Return the names of the parameters that the files of a model lack, and that were therefore drawn at random.
-
-    Empty for a model that was built from a config: all of it is drawn.
-    """
-    return getattr(model, "drawn_parameters", ())
-
-
 def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, commit: str | None = None) -> PreTrainedModel:
     """Load weights in float32 (transformers 5 would keep a checkpoint's bfloat16), or initialize them if ``model`` is None.
 

@@ -36,8 +36,6 @@ LEAST_ON_GPU = 512
 longer than the arithmetic."""
 NO_TARGET = -100
 """As cross_entropy's ``ignore_index``."""
-TARGETS = "targets"
-"""The keyword argument that a model takes after ``install``: (B, T) int64, NO_TARGET where there is nothing to predict."""
 
 
 @dataclass

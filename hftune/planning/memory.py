@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hftune.models.adapters import LINEAR
+from hftune.models.kinds import is_linear
 from hftune.strategies.averages import averaged_names, to_training
 
 NEEDS_VALUES = (
@@ -180,7 +180,7 @@ def packable_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that ``adapter.quantize`` keeps in 4 bits: those of the frozen linear layers but the head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     whole = {head, *(module.original_module for module in model.modules() if hasattr(module, "original_module"))}
-    layers = [module for module in model.modules() if isinstance(module, LINEAR) and module not in whole]
+    layers = [module for module in model.modules() if is_linear(module) and module not in whole]
     return [layer.weight for layer in layers if not layer.weight.requires_grad]
 
 

@@ -40,9 +40,8 @@ from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError
-from hftune.models import scored_head
 from hftune.models.adapters import base_tensors, has_adapter
-from hftune.models.packing import compute_padding
+from hftune.models.kinds import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import (
     NEEDS_VALUES,
@@ -549,6 +548,8 @@ def count_in_process(
     if any(PACKING in batch for _, batch in heaviest):
         install_packing(model)
     if scores_head := may_score_head(recipe, model):
+        from hftune.models import scored_head
+
         scored_head.install(model)
     for item, batch in heaviest:
         compute_it = partial(forward_backward, recipe, model, batch, scores_head)

@@ -70,7 +70,8 @@ def keep_packing_out_of_graphs() -> None:
     """Let compiled layers call the attention that depends on the length of each text: else each micro-batch had a graph."""
     from transformers import AttentionInterface
 
-    from hftune.models.packing import ATTENTION, packed_attention
+    from hftune.models.kinds import ATTENTION
+    from hftune.models.packing import packed_attention
 
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
 

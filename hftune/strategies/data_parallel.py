@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
-from hftune.models.scored_head import TARGETS
+from hftune.models.kinds import TARGETS
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.head_trial import reads_scores
 from hftune.strategies.optimizer_state import most_moments

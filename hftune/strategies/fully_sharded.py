@@ -18,12 +18,12 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.pytorch_utils import Conv1D
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
+from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
 from hftune.optim.muon import Muon
 from hftune.strategies.absent_model import absent_model
@@ -34,9 +34,6 @@ from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Replicated, start_equal
 from hftune.task import Task
-
-LINEAR = (nn.Linear, Conv1D)
-"""Layers whose weights autocast rounds to bfloat16; GPT-2's Conv1D is a linear layer, too."""
 
 
 class FullySharded(DataParallel):
@@ -301,7 +298,7 @@ def float32_parts(block: nn.Module) -> list[nn.Module] | None:
     None if the block has no linear layer, or if one of these modules contains others: they would share its unit.
     """
     owners = [module for module in block.modules() if [*module.parameters(recurse=False)]]
-    parts = [module for module in owners if not isinstance(module, LINEAR)]
+    parts = [module for module in owners if not is_linear(module)]
     if len(parts) == len(owners) or any([*child.parameters()] for part in parts for child in part.children()):
         return None
     return parts

@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from hftune.models.scored_head import TARGETS, Head, install
+from hftune.models.kinds import TARGETS
 from hftune.strategies.packing import evaluating, tolerance_of
 from hftune.task import Task
 
@@ -30,6 +30,8 @@ def reason_against(
     Returns:
         Why training must compute the logits as a whole, a part of a sentence; None if it need not.
     """
+    from hftune.models.scored_head import Head, install
+
     home = next(model.parameters()).device
     try:
         batch = send_to_device(task.collate([dataset[sample]]), device)

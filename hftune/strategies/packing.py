@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hftune.errors import ConfigError, DataError
-from hftune.models.packing import MASK, NotPackable, attention_calls, find_packing, install, stack_of, without_masks
-from hftune.models.scored_head import TARGETS
+from hftune.models.kinds import TARGETS
 from hftune.strategies.statistics import restored_buffers
 from hftune.task import Task
 
@@ -37,6 +36,8 @@ def collate_packed(task: Task, find: Callable[[Mapping[str, Tensor]], Any], exam
 
 def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str, Any]]:
     """Return ``collate_packed`` of a model."""
+    from hftune.models.packing import find_packing
+
     return partial(collate_packed, task, getattr(type(model), "find_packing", find_packing))
 
 
@@ -55,17 +56,25 @@ def inputs_of(task: Task, batch: Mapping[str, Any], scores_head: bool = False) -
 
 def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
     """Call a model, or a stage of one, with or without packing."""
-    with without_masks() if PACKING in inputs else nullcontext():
+    if PACKING not in inputs:
+        return model(*args, **inputs)
+    from hftune.models.packing import without_masks
+
+    with without_masks():
         return model(*args, **inputs)
 
 
 def install_packing(model: nn.Module) -> None:
     """Let a model, or a stage of one, take ``packing``; it has passed ``reason_against``."""
+    from hftune.models.packing import install, stack_of
+
     install(model, stack_of(model))
 
 
 def seems_packable(model: nn.Module) -> bool:
     """Say whether a model can be tried without padding."""
+    from hftune.models.packing import NotPackable, install, stack_of
+
     try:
         install(model, stack_of(model))()
     except NotPackable:
@@ -97,6 +106,8 @@ def reason_against(
     Returns:
         Why training must compute padding, a part of a sentence; None if it need not.
     """
+    from hftune.models.packing import MASK, NotPackable, attention_calls, install, stack_of
+
     try:
         layers = stack_of(model)
         undo = install(model, layers)

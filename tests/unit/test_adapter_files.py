@@ -15,7 +15,8 @@ from hftune.config import AdapterConfig
 from hftune.distributed.preflight import check_launcher
 from hftune.models.adapter_files import answers, is_quantized, merge, plain_model
 from hftune.models.adapters import add_adapter, check_installed, new_modules
-from hftune.models.pretrained import drawn_parameters, load_config, load_model, load_saved, loading, quantization, saved_config
+from hftune.models.kinds import drawn_parameters
+from hftune.models.pretrained import load_config, load_model, load_saved, loading, quantization, saved_config
 from tests.support.runs import FSDP
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

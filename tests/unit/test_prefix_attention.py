@@ -8,7 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import BertConfig
 
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig
-from hftune.models.packing import ATTENTION, attention_calls
+from hftune.models.kinds import ATTENTION
+from hftune.models.packing import attention_calls
 from hftune.models.prefix_attention import Prefix, is_right
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
