@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"port {options.port} must be between 1 and {2**16 - 1}.")
     from torch.distributed import DistError, TCPStore
 
-    from hftune.distributed.rendezvous_backend import allow_open_files, owner_of
+    from hftune.launchers.rendezvous import allow_open_files, owner_of
 
     ends = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in the store's threads, too

@@ -7,92 +7,26 @@ cannot tell the groups apart: each machine counts its own restarts.
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from hftune.distributed.process_info import ProcessInfo
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+    pass
 
 REMINDER_S = 15.0
 JOIN = timedelta(hours=1)
 """For all processes to come: one machine may still be downloading what another one has."""
 CONNECT = timedelta(seconds=10)
 """For the processes of an elastic job to connect, once all have come."""
-
-
-def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the factory of the handler for ``rdzv_backend: hftune``. An entry point; torchrun calls it while being imported.
-
-    It is called whatever the backend. If torchrun starts hftune with a different backend, it prints reminders meanwhile.
-    """
-    is_ours = threading.Event()
-    if any(before in ("-m", "--module") and word.startswith("hftune.") for before, word in pairwise(sys.argv)):
-        if problem := range_problem(sys.argv):
-            print(f"hftune: {problem}", file=sys.stderr, flush=True)
-            sys.exit(2)
-        threading.Thread(target=_remind, args=[is_ours], name="hftune remind", daemon=True).start()
-
-    def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-        from hftune.distributed.rendezvous_backend import create_handler
-
-        is_ours.set()  # this backend names the missing machines itself
-        return create_handler(params)
-
-    return create_handler
-
-
-def range_problem(words: Sequence[str]) -> str | None:
-    """Say what is wrong with the range of machines in torchrun's command line; None if nothing is, or if there is no range."""
-    options = {}
-    for word, following in pairwise((*words, "")):
-        if word in ("-m", "--module"):
-            break
-        name, has_value, value = word.partition("=")
-        if name.startswith("--"):
-            options[name[2:].replace("_", "-")] = value if has_value else following
-    machines, backend = options.get("nnodes", ""), options.get("rdzv-backend", "static")
-    least, is_range, most = machines.partition(":")
-    if not is_range:
-        return None
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        return (
-            f"--nnodes {machines} is no range of machines: write the least number, which is at least 1, and the most, such as "
-            "--nnodes 1:4."
-        )
-    if backend == "hftune" or least == most or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
-        return None
-    return (
-        f"--nnodes {machines} with --rdzv-backend {backend} does not work: it loses the job with the first machine, and "
-        "newcomers and the others may wait for each other without end (torch 2.13). Use --rdzv-backend hftune with "
-        "--rdzv-endpoint FOLDER on a file system that all machines share, or HOST:PORT of a machine that stays."
-    )
-
-
-def _remind(is_ours: threading.Event) -> None:
-    """Print what a launcher waits for until it starts a process: torch's own backends wait for minutes in silence."""
-    began = time.monotonic()
-    while not is_ours.wait(REMINDER_S) and not psutil.Process().children():
-        print(
-            f"hftune: This launcher has started no process for {time.monotonic() - began:.0f} s: it is waiting for the other "
-            "machines. Start them with the same number of machines, address and port. With --rdzv-backend hftune "
-            "(accelerate: --rdzv_backend) it names the missing ones.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def init_method() -> str | None:

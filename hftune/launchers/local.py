@@ -100,7 +100,7 @@ def start_processes(program: str, words: Sequence[str], count: int | Wanted, lib
 def several_processes(program: str, count: int | Wanted, folder: str, libraries: Sequence[str]) -> list[str]:
     """Return the words of Python's command line that start the processes, but for their own words."""
     if isinstance(count, Wanted):
-        return ["-m", "hftune.launchers.agent", json.dumps(asdict(count)), folder, ",".join(libraries), program]
+        return ["-m", "hftune.elastic.agent", json.dumps(asdict(count)), folder, ",".join(libraries), program]
     if sys.platform == "linux":
         return ["-m", "hftune.launchers.forks", str(count), folder, ",".join(libraries), program]
     # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.

@@ -21,14 +21,14 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from hftune import cli
-from hftune.distributed import attendance, elastic_parameters, elastic_rendezvous, rounds
-from hftune.distributed.attendance import Attendance, Times
-from hftune.distributed.elastic_rendezvous import ElasticRendezvous
-from hftune.distributed.meeting_places import FolderPlace, StorePlace
-from hftune.distributed.meeting_places import connect as connect_to
-from hftune.distributed.membership import Machine, Membership, Phase
-from hftune.distributed.rendezvous import range_problem
-from hftune.distributed.rendezvous_backend import create_handler
+from hftune.distributed import rounds
+from hftune.elastic import attendance, parameters, rendezvous
+from hftune.elastic.attendance import Attendance, Times
+from hftune.elastic.handler import create_handler, range_problem
+from hftune.elastic.membership import Machine, Membership, Phase
+from hftune.elastic.places import FolderPlace, StorePlace
+from hftune.elastic.places import connect as connect_to
+from hftune.elastic.rendezvous import ElasticRendezvous
 
 TIMES = {"keep_alive": 0.6, "regroup_every": 0.1, "last_call": 0.1, "join_timeout": 20}
 
@@ -39,7 +39,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name in (rounds.FOLDER, rounds.ROUND, rounds.JOB):
         monkeypatch.setenv(name, "")
-    for module in (attendance, elastic_parameters, elastic_rendezvous):
+    for module in (attendance, parameters, rendezvous):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     begun: list[ElasticRendezvous] = []
@@ -150,7 +150,7 @@ def test_who_does_not_fit_is_refused_and_the_others_go_on(start, capsys):
 
 
 def test_too_few_machines_end_with_who_is_here(start, capsys, monkeypatch):
-    monkeypatch.setattr(elastic_rendezvous, "REMINDER_S", 0.6)
+    monkeypatch.setattr(rendezvous, "REMINDER_S", 0.6)
     with pytest.raises(SystemExit) as caught, ThreadPoolExecutor() as pool:
         pool.submit(start(least=2, most=3, join_timeout=1.0).next_rendezvous).result()
     said = capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_an_agent_does_not_wait_for_the_store_of_a_machine_that_is_lost(start):
         assert not asks.done()
         agent._tell_processes(replace(agent.attendance.membership, phase=Phase.GATHERING, over=rounds.Over("Lost b", False)))
         assert asks.result(timeout=5) is None and agent.sizes() is None
-        elastic_rendezvous.RoundStore(agent).set("torchelastic/role_info/0", json.dumps(own))
+        rendezvous.RoundStore(agent).set("torchelastic/role_info/0", json.dumps(own))
 
 
 def test_who_serves_the_place_serves_it_whatever_becomes_of_its_own_connection():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hftune.distributed.rounds import AgentFolder
+from hftune.elastic import agent as agents
+from hftune.elastic.agent import Agent
 from hftune.errors import ConfigError, Interrupted, TrainingError
-from hftune.launchers import agent as agents
-from hftune.launchers.agent import Agent
 from hftune.launchers.forks import Signals
 from hftune.launchers.local import Wanted, check_range, read_failure
 

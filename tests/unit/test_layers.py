@@ -25,7 +25,8 @@ reporting
 loop  planning
 training
 run
-launchers  doctor
+launchers
+doctor  elastic
 commands  spark
 cli
 """

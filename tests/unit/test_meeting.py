@@ -13,9 +13,10 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from hftune.distributed import network, rendezvous
-from hftune.distributed.rendezvous_backend import Meeting, create_handler
+from hftune.distributed import network
 from hftune.doctor import FAULT, OK, _open_files
+from hftune.elastic import handler
+from hftune.launchers.rendezvous import Meeting, create_meeting
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def test_the_launcher_that_holds_the_store_allows_itself_the_connections_of_all_
 
 
 def test_the_store_of_one_machine_is_not_on_the_network():
-    handler = create_handler(RendezvousParameters("hftune", "", "job", 1, 1))
-    info = handler.next_rendezvous()
+    meeting = create_meeting(RendezvousParameters("hftune", "", "job", 1, 1))
+    info = meeting.next_rendezvous()
     address, port = info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port
     assert (address, info.rank, info.world_size) == ("127.0.0.1", 0, 1)
     listening = {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
@@ -98,10 +99,10 @@ def test_numbers_that_are_no_address_are_refused_at_once(name_server):
 @pytest.fixture
 def launcher(monkeypatch):
     """Make this process a torchrun that was asked to start hftune, and that has no processes yet."""
-    monkeypatch.setattr(rendezvous, "REMINDER_S", 0.05)
-    monkeypatch.setattr(rendezvous.sys, "argv", ["torchrun", "--nnodes", "2", "-m", "hftune.run", "recipe=yelp_demo"])
+    monkeypatch.setattr(handler, "REMINDER_S", 0.05)
+    monkeypatch.setattr(handler.sys, "argv", ["torchrun", "--nnodes", "2", "-m", "hftune.run", "recipe=yelp_demo"])
     children: list[int] = []
-    monkeypatch.setattr(rendezvous.psutil, "Process", lambda: type("Process", (), {"children": lambda self: children})())
+    monkeypatch.setattr(handler.psutil, "Process", lambda: type("Process", (), {"children": lambda self: children})())
     yield children
     children.append(1)
     for thread in threading.enumerate():
@@ -110,7 +111,7 @@ def launcher(monkeypatch):
 
 
 def test_a_launcher_that_waits_with_another_backend_says_so_until_it_starts_a_process(launcher, capfd):
-    rendezvous.get_handler()
+    handler.get_handler()
     time.sleep(0.12)
     said = capfd.readouterr().err.splitlines()
     assert len(said) >= 1 and said[0] == (
@@ -124,8 +125,8 @@ def test_a_launcher_that_waits_with_another_backend_says_so_until_it_starts_a_pr
 
 
 def test_a_launcher_with_hftunes_backend_or_of_another_program_is_not_spoken_for(launcher, capfd, monkeypatch):
-    rendezvous.get_handler()(RendezvousParameters("hftune", "127.0.0.1:0", "job", 1, 1))
-    monkeypatch.setattr(rendezvous.sys, "argv", ["torchrun", "--nnodes", "2", "-m", "their.program"])
-    rendezvous.get_handler()
+    handler.get_handler()(RendezvousParameters("hftune", "127.0.0.1:0", "job", 1, 1))
+    monkeypatch.setattr(handler.sys, "argv", ["torchrun", "--nnodes", "2", "-m", "their.program"])
+    handler.get_handler()
     time.sleep(0.12)
     assert capfd.readouterr().err == ""

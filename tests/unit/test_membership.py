@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hftune.distributed.membership import Machine, Membership, Phase, Silence, View, advance
+from hftune.elastic.membership import Machine, Membership, Phase, Silence, View, advance
 
 KEEP_ALIVE_S = 3.0
 

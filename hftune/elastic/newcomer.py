@@ -1,4 +1,4 @@
-"""``python -m hftune.launchers.newcomer WORDS``: what a machine does before it asks to be let into a job that runs.
+"""``python -m hftune.elastic.newcomer WORDS``: what a machine does before it asks to be let into a job that runs.
 
 The machines that train stop for a newcomer, and wait until its processes are as far as theirs. So everything that a process
 does by itself is done once here, and kept in caches: downloads, and preparing the data. What fails here disturbs nobody.

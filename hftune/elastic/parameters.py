@@ -19,14 +19,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from hftune.config import Recipe
-from hftune.distributed.attendance import BEAT_S, KEEP_ALIVE_S, LAST_CALL_S, REGROUP_EVERY_S, RETURN_S, Attendance, Times
 from hftune.distributed.consistency import fingerprint
-from hftune.distributed.meeting_places import FolderPlace, MeetingPlace, StorePlace, connect
-from hftune.distributed.membership import Machine
 from hftune.distributed.network import is_own_address, outward_interfaces, resolve, route_to
-from hftune.distributed.rendezvous_backend import PORT, Meeting, join_timeout_s, leave, say
 from hftune.distributed.rounds import AGENT_S
+from hftune.elastic.attendance import BEAT_S, KEEP_ALIVE_S, LAST_CALL_S, REGROUP_EVERY_S, RETURN_S, Attendance, Times
+from hftune.elastic.membership import Machine
+from hftune.elastic.places import FolderPlace, MeetingPlace, StorePlace, connect
 from hftune.errors import ConfigError
+from hftune.launchers.rendezvous import PORT, Meeting, join_timeout_s, leave, say
 
 MOST_SILENCE_S = AGENT_S / 2
 """The greatest keep_alive."""

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -53,16 +53,12 @@ class Machine:
         return f"{self.host} ({self.address} on {self.interface})"
 
 
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Read the launcher's parameters.
+def create_meeting(params: RendezvousParameters) -> Meeting:
+    """Read the parameters of a launcher with a fixed number of machines.
 
     Raises:
         SystemExit: there is no address, or it is invalid.
     """
-    if params.min_nodes != params.max_nodes or "min_machines" in params.config:
-        from hftune.distributed.elastic_rendezvous import create_elastic_handler
-
-        return create_elastic_handler(params)
     if not params.endpoint and params.max_nodes == 1:
         params.endpoint = "127.0.0.1:0"  # accelerate passes no address for one machine
     if not params.endpoint:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hftune.distributed.consistency import differences, remedies
-from hftune.distributed.meeting_places import MeetingPlace
-from hftune.distributed.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.distributed.network import interfaces
+from hftune.elastic.membership import Machine, Membership, Phase, Silence, View, advance
+from hftune.elastic.places import MeetingPlace
 
 BEAT_S = 0.5
 KEEP_ALIVE_S = 3.0

@@ -1,4 +1,4 @@
-"""``python -m hftune.launchers.agent WANTED FOLDER MODULES PROGRAM WORD ...``: processes that are replaced if they die.
+"""``python -m hftune.elastic.agent WANTED FOLDER MODULES PROGRAM WORD ...``: processes that are replaced if they die.
 
 All on this machine. It does as forks.py, whose parts it uses, but in rounds (see distributed/rounds.py): if a process is
 killed, its round is over, and the next one begins with a fresh fork in its place. Every round has a store of its own, served by

@@ -31,14 +31,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from hftune.distributed import rounds
-from hftune.distributed.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
-from hftune.distributed.elastic_parameters import attend, refuse, words_of_launcher
 from hftune.distributed.failure_report import STOPPED
-from hftune.distributed.meeting_places import connect
-from hftune.distributed.membership import Machine, Membership, Phase
 from hftune.distributed.network import hang_up
-from hftune.distributed.rendezvous_backend import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
 from hftune.distributed.signals import STARTED_BY
+from hftune.elastic.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
+from hftune.elastic.membership import Machine, Membership, Phase
+from hftune.elastic.parameters import attend, refuse, words_of_launcher
+from hftune.elastic.places import connect
+from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
 
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
@@ -200,7 +200,7 @@ class ElasticRendezvous(RendezvousHandler):
         attendance, (module, words) = self.attendance, words_of_launcher()
         if module == "hftune.run" and words:
             say(f"A job runs at {self.where}. {attendance.me} prepares data and model before it asks to be let in.")
-            command = [sys.executable, "-m", "hftune.launchers.newcomer", *words]
+            command = [sys.executable, "-m", "hftune.elastic.newcomer", *words]
             with subprocess.Popen(command, env={**os.environ, STARTED_BY: str(os.getpid())}) as process:
                 try:
                     while attendance.comes_later and process.poll() is None:
