@@ -28,8 +28,8 @@ from contest import take_turns
 from record import parse_options, print_table, save
 from transformers import BertTokenizerLegacy
 
-from hftune.data import text
 from hftune.data.jieba_tokenizer import JiebaTokenizer
+from hftune.data.tokenized import to_ids
 from hftune.data.vocabulary import train_vocabulary
 
 EVERY = 10
@@ -113,19 +113,22 @@ def generate(count: int) -> list[str]:
     return texts
 
 
+def tokenize(rows: dict[str, list], tokenizer: Any) -> dict[str, list]:
+    return {"input_ids": to_ids(rows["text"], tokenizer, LONGEST)[0]}
+
+
 def in_one(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Tokenise in this process, in batches of a thousand as a map does."""
-    batches = ({"text": texts[start : start + 1000]} for start in range(0, len(texts), 1000))
-    return [ids for batch in batches for ids in text.tokenize(batch, tokenizer, "text", LONGEST)["input_ids"]]
+    return [ids for start in range(0, len(texts), 1000) for ids in to_ids(texts[start : start + 1000], tokenizer, LONGEST)[0]]
 
 
 def in_two(tokenizer: Any, rows: datasets.Dataset) -> datasets.Dataset:
     """Tokenise on two processes, into a fresh file, under a name of its own as hftune.data.cache does."""
     with tempfile.TemporaryDirectory() as folder:
         return rows.map(
-            text.tokenize,
+            tokenize,
             batched=True,
-            fn_kwargs={"tokenizer": tokenizer, "column": "text", "max_length": LONGEST},
+            fn_kwargs={"tokenizer": tokenizer},
             num_proc=2,
             remove_columns=["text"],
             cache_file_name=str(Path(folder) / "ids.arrow"),

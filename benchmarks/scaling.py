@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hftune.batch_plan import BatchPlan
 from hftune.build import PARTS, Parts, build_model, load_datasets, plan_batches, settle_packing, without_padding
 from hftune.config import Recipe
-from hftune.data.texts import Texts
+from hftune.data.tokenized import Texts
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.planning.plan import survey

@@ -50,7 +50,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hftune.build import load_datasets, plan_batches, width_of, without_padding
 from hftune.config import Recipe
-from hftune.data.texts import Texts
+from hftune.data.tokenized import Texts
 from hftune.distributed.accelerator import start_accelerator
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import find_packing, without_masks

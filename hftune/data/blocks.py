@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hftune.data.cache import cached_arrays, mapped
 from hftune.data.splits import subsample_indices
-from hftune.data.text import tokenizer_key
-from hftune.data.texts import flat_arrays
+from hftune.data.tokenized import flat_arrays, tokenizer_key
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
 

@@ -25,9 +25,9 @@ from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
 from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
 from hftune.data.labels import names_of, read_labels
+from hftune.data.rows import check_column, load_split, row_numbers, take
 from hftune.data.splits import Part
-from hftune.data.text import check_column, load_split, row_numbers, take
-from hftune.data.texts import Ragged
+from hftune.data.tokenized import Ragged
 from hftune.errors import DataError
 
 INSTEAD = (

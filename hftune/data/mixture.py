@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hftune.data.files import mixture_name
-from hftune.data.text import load_split, row_numbers
+from hftune.data.rows import load_split, row_numbers
 from hftune.errors import DataError, did_you_mean
 
 

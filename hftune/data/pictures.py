@@ -23,8 +23,8 @@ from PIL import ExifTags, Image
 from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
 from hftune.data.images import check_depth, open_image, read_image, states_of_files
+from hftune.data.rows import check_column, load_split, row_numbers, take
 from hftune.data.splits import Part
-from hftune.data.text import check_column, load_split, row_numbers, take
 from hftune.errors import DataError
 
 INSTEAD = (

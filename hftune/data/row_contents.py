@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from hftune.data.digest import ARRAY_BYTES, ROWS, SMALL, add_sample, as_array, attributes, file_content
 from hftune.data.row_hashes import BYTES
-from hftune.data.texts import Ragged
+from hftune.data.tokenized import Ragged
 
 NULL = bytes(BYTES)
 """The digest of a missing value."""

@@ -93,7 +93,7 @@ def _from_file(name: str, path: Path) -> Table:
     if kind in ("csv", "tsv"):
         rows = _read_csv(name, path, "\t" if kind == "tsv" else ",")
     else:
-        from hftune.data.text import load_files
+        from hftune.data.rows import load_files
 
         try:
             rows = load_files(kind, f"--data {name}", [str(path)], "test")
@@ -133,7 +133,7 @@ def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
     import datasets
     import pandas
 
-    from hftune.data.text import READER_OPTIONS, check_lost_rows, refusing_lost_cells
+    from hftune.data.rows import READER_OPTIONS, check_lost_rows, refusing_lost_cells
 
     try:
         with refusing_lost_cells():
@@ -163,7 +163,7 @@ def _as_numbers(texts: pandas.Series) -> pandas.Series:
 
 def _from_hub(name: str, config: str | None) -> Table:
     from hftune.data.hub import commit_of
-    from hftune.data.text import load_split
+    from hftune.data.rows import load_split
 
     dataset, _, split = name.partition(":")
     instead = "Without the Hub, name a file: --data FILE."

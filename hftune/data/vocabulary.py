@@ -14,7 +14,7 @@ from hftune.atomic import atomic_path
 from hftune.data.cache import cache_dir, explained
 from hftune.data.files import check_corpus, format_of
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
-from hftune.data.text import load_files
+from hftune.data.rows import load_files
 from hftune.errors import ConfigError, DataError
 
 

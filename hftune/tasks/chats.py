@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
 
     from hftune.data.chats import ChatFormat
-    from hftune.data.texts import Texts
+    from hftune.data.tokenized import Texts
     from hftune.task import Batch, Direction
 
 MESSAGES = ("messages", "conversations", "conversation", "chat")
@@ -89,7 +89,7 @@ class Chats(TextTask):
     fold_rows = None  # a chat may be several samples
     scored_head = True
     settled_fields = ("date",)
-    libraries = (*TextTask.libraries, "hftune.data.chats", "hftune.data.texts", "hftune.models.generation")
+    libraries = (*TextTask.libraries, "hftune.data.chats", "hftune.data.tokenized", "hftune.models.generation")
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores
@@ -223,8 +223,7 @@ class Chats(TextTask):
 
     def _tokenized(self, split: str) -> Texts:
         from hftune.data.cache import idle_cores, mapped
-        from hftune.data.text import tokenizer_key
-        from hftune.data.texts import cached_texts, flat_arrays
+        from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
 
         rows, tokenizer = self._rows[split], self.text_tokenizer
         settings = {"train_on": self.train_on, "max_length": self.max_length, "too_long": self.too_long}
@@ -437,7 +436,7 @@ class Chats(TextTask):
         config: GenerationConfig,
         streamer: BaseStreamer | None,
     ) -> list[str]:
-        from hftune.data.texts import Ragged
+        from hftune.data.tokenized import Ragged
 
         ids_NT, mask_NT = Ragged.of(prompts).padded(self.text_tokenizer.pad_token_id, "left")
         given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}

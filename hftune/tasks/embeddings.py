@@ -120,7 +120,7 @@ class Embeddings(TextTask, BatchLossTask):
         return 2 + len(self.negative_columns)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        from hftune.data.text import to_ids
+        from hftune.data.tokenized import to_ids
 
         encoded: dict[str, list] = {"cut": [False] * len(rows[self._text_columns[0]])}
         for index, column in enumerate(self._text_columns):
@@ -144,7 +144,7 @@ class Embeddings(TextTask, BatchLossTask):
         import numpy as np
 
         from hftune.data.columns import is_number
-        from hftune.data.text import check_column
+        from hftune.data.rows import check_column
 
         rows, column = self._rows[split], str(self.score_column)
         check_column(rows, "task.score_column", column, split)
@@ -165,7 +165,7 @@ class Embeddings(TextTask, BatchLossTask):
     def sizes(self, dataset: Any) -> np.ndarray:
         import numpy as np
 
-        from hftune.data.texts import lengths_of
+        from hftune.data.tokenized import lengths_of
 
         return np.stack([lengths_of(dataset, ids_of(index)) for index in range(self._num_texts)], axis=1)
 
@@ -182,7 +182,7 @@ class Embeddings(TextTask, BatchLossTask):
         import numpy as np
         import torch
 
-        from hftune.data.texts import Ragged, ragged, values
+        from hftune.data.tokenized import Ragged, ragged, values
 
         columns = [ragged(examples, ids_of(index)).rows() for index in range(self._num_texts)]
         all_texts = [text for texts in zip(*columns, strict=True) for text in texts]
@@ -328,8 +328,8 @@ class Embeddings(TextTask, BatchLossTask):
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the embedding of each text as it is, without a prefix: a list of D numbers, of length 1."""
-        from hftune.data.text import check_inputs, to_ids
-        from hftune.data.texts import Ragged
+        from hftune.data.rows import check_inputs
+        from hftune.data.tokenized import Ragged, to_ids
         from hftune.models.pooling import pooled
 
         check_inputs(inputs)

@@ -288,7 +288,7 @@ class LanguageModeling(TextTask):
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return each text's continuation (``generated``), and its own ``perplexity``, None for a text of a single token."""
-        from hftune.data.text import check_inputs
+        from hftune.data.rows import check_inputs
 
         check_inputs(inputs)
         return [self._continue(model, text) for text in inputs]

@@ -189,7 +189,7 @@ class Seq2Seq(SourceToTarget):
         return super().source_ids([f"{self.prefix or ''}{text}" for text in texts])
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        from hftune.data.text import to_ids
+        from hftune.data.tokenized import to_ids
 
         def as_targets(texts: list[str], **settings: Any) -> Any:
             return self.text_tokenizer(text_target=texts, **settings)
@@ -343,7 +343,7 @@ class Seq2Seq(SourceToTarget):
             input_ids and attention_mask (N, S), decoder_input_ids and labels (N, T): int64. index (N,): row of the split;
             split (N,): its number in SPLITS.
         """
-        from hftune.data.texts import ragged, values
+        from hftune.data.tokenized import ragged, values
 
         ids_NS, mask_NS = ragged(examples, "source").padded(self.text_tokenizer.pad_token_id)
         labels_NT = ragged(examples, "target").padded(NO_LABEL)[0]

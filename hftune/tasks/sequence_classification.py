@@ -241,7 +241,7 @@ class SequenceClassification(TextTask):
 
     def _tokens(self, texts: Sequence[Sequence[str]], config: PreTrainedConfig | None) -> dict[str, list]:
         """Tokenize texts, or pairs of texts for a model with this config."""
-        from hftune.data.text import pair_ids, to_ids
+        from hftune.data.tokenized import pair_ids, to_ids
 
         tokenizer = self.text_tokenizer
         first, *others = texts
@@ -283,7 +283,7 @@ class SequenceClassification(TextTask):
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
         """Return the number of texts of each class, or with each label."""
-        from hftune.data.texts import column_of
+        from hftune.data.tokenized import column_of
 
         labels = column_of(dataset, "label")
         if self.labels is None:
@@ -407,7 +407,7 @@ class SequenceClassification(TextTask):
 
     def _checked(self, inputs: Sequence[Any]) -> list[list[str]]:
         """Return the texts of all inputs, or the first and the second texts."""
-        from hftune.data.text import check_inputs
+        from hftune.data.rows import check_inputs
 
         if self.text_columns is None:
             check_inputs(inputs)

@@ -67,7 +67,7 @@ class SourceToTarget(TextTask):
 
     def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
         """Return the tokens of each source as the model reads them, and whether they were truncated."""
-        from hftune.data.text import to_ids
+        from hftune.data.tokenized import to_ids
 
         return to_ids(texts, self.text_tokenizer, self.max_source_length)
 
@@ -81,7 +81,7 @@ class SourceToTarget(TextTask):
 
     def _cut_notices(self, datasets: Mapping[str, Any], targets: str) -> list[str]:
         """Return notices of truncated texts. ``targets``: what the targets are called, such as Titles."""
-        from hftune.data.text import cut_notices
+        from hftune.data.tokenized import cut_notices
 
         limit = f"task.max_source_length={self.max_source_length}"
         messages = cut_notices(datasets, "source_cut", f"Sources longer than {limit} tokens")
@@ -96,7 +96,7 @@ class SourceToTarget(TextTask):
         """Return the tokens of source and target, (N, 2), which ``collate`` pads independently."""
         import numpy as np
 
-        from hftune.data.texts import lengths_of
+        from hftune.data.tokenized import lengths_of
 
         return np.stack([lengths_of(dataset, "source"), lengths_of(dataset, self.target_name)], axis=1)
 
@@ -152,7 +152,7 @@ class SourceToTarget(TextTask):
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return a row for each text, whose ``generated`` is its target."""
-        from hftune.data.text import check_inputs
+        from hftune.data.rows import check_inputs
 
         check_inputs(inputs)
         sources, _ = self.source_ids(inputs)

@@ -96,7 +96,7 @@ class TextTask(Task):
     """Columns of one number per token, besides input_ids, each with the value of padding."""
     texts_run_on: ClassVar[bool] = False
     """Whether the rows are pieces of a running text, of which consecutive ones are held out, not random ones."""
-    libraries: ClassVar[Sequence[str]] = ("hftune.data.text", "hftune.data.notices", "hftune.models.pretrained")
+    libraries: ClassVar[Sequence[str]] = ("hftune.data.rows", "hftune.data.notices", "hftune.models.pretrained")
 
     def validate(self) -> list[str]:
         from hftune.data.files import model_folder_problems
@@ -113,7 +113,7 @@ class TextTask(Task):
     def dataset_commit(self) -> str | None:
         """Commit of the data set that is loaded from the Hub; None for files, folders and functions."""
         from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
+        from hftune.data.rows import INSTEAD
 
         return None if self.datasets_ else dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, INSTEAD)
 
@@ -121,7 +121,7 @@ class TextTask(Task):
     def _mixed_commits(self) -> list[str | None]:
         """Commit of each of ``datasets_`` that is loaded from the Hub; None for the others."""
         from hftune.data.files import dataset_commit
-        from hftune.data.text import INSTEAD
+        from hftune.data.rows import INSTEAD
 
         return [
             dataset_commit(str(entry.get("dataset", "")), entry.get("data_files"), entry.get("dataset_revision"), INSTEAD)
@@ -174,8 +174,8 @@ class TextTask(Task):
 
     def _load_rows(self, columns: Mapping[str, str], texts: Sequence[str], may_be_empty: bool = False) -> dict[str, Dataset]:
         """Load the rows of each split; arguments as for ``load_splits``."""
+        from hftune.data.rows import load_splits
         from hftune.data.splits import Part
-        from hftune.data.text import load_splits
 
         parts = {split: Part.of(self, split, self._counts, self.texts_run_on) for split in self._source_splits}
         return load_splits(
@@ -213,20 +213,20 @@ class TextTask(Task):
     @property
     def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
         """Row in the data of each sample of the eval split, if that is a fold."""
-        from hftune.data.text import row_numbers
+        from hftune.data.rows import row_numbers
 
         rows = self._rows["eval"] if self.eval_fold else None
         return None if rows is None else row_numbers(rows, range(len(rows)))
 
     @property
     def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
-        from hftune.data.text import digest_of_all
+        from hftune.data.rows import digest_of_all
 
         return digest_of_all(self._rows["eval"]) if self.eval_fold else None
 
     def row_of(self, split: str) -> Callable[[int], Any]:
         """Return a function that translates an index of a split to the row of the data, for messages."""
-        from hftune.data.text import row_numbers
+        from hftune.data.rows import row_numbers
 
         def name(index: int) -> Any:
             (row,) = row_numbers(self._rows[split], [index])
@@ -275,7 +275,7 @@ class TextTask(Task):
     @cached_property
     def _rows(self) -> dict[str, Dataset]:
         """The rows of each split, whose columns have been checked."""
-        from hftune.data.text import check_column, check_texts
+        from hftune.data.rows import check_column, check_texts
 
         for name, rows in zip(self._mixed.names, self._mixed.sources, strict=True) if self._mixed else ():
             for column in self._text_columns:  # so that messages name the data set and its row
@@ -333,8 +333,7 @@ class TextTask(Task):
 
     def _tokenized(self, split: str) -> Any:
         from hftune.data.cache import mapped
-        from hftune.data.text import tokenizer_key
-        from hftune.data.texts import cached_texts, flat_arrays
+        from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
 
         rows, tokenizer = self._rows[split], self.text_tokenizer
 
@@ -376,7 +375,7 @@ class TextTask(Task):
                 raise ConfigError(f"task.{key}={length} exceeds the model's {positions} positions. Lower it.")
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
-        from hftune.data.texts import lengths_of
+        from hftune.data.tokenized import lengths_of
 
         return lengths_of(dataset, "input_ids")
 
@@ -385,7 +384,7 @@ class TextTask(Task):
 
         ``label``, a value or an array per sample, becomes labels (N,) or (N, K).
         """
-        from hftune.data.texts import ragged, values
+        from hftune.data.tokenized import ragged, values
 
         names = examples[0].keys()
         ids_NT, mask_NT = ragged(examples, "input_ids").padded(self.text_tokenizer.pad_token_id)
@@ -395,7 +394,7 @@ class TextTask(Task):
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data.columns import chosen
-        from hftune.data.text import cut_notices
+        from hftune.data.tokenized import cut_notices
 
         all_columns = self._rows["train"].column_names
         messages = []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hftune.data.jieba_tokenizer import JiebaTokenizer
-    from hftune.data.texts import Texts
+    from hftune.data.tokenized import Texts
     from hftune.task import Batch
 
 
@@ -81,7 +81,7 @@ class TitleGeneration(SourceToTarget):
         ]
 
     def columns(self, rows: Dataset) -> dict[str, str]:
-        from hftune.data.text import find_column
+        from hftune.data.rows import find_column
 
         source = self.source_column or find_column(rows, "task.source_column", SOURCES)
         return {"source_column": source, "target_column": self.target_column}
@@ -111,9 +111,8 @@ class TitleGeneration(SourceToTarget):
     def _tokenized(self, split: str) -> Texts:
         import numpy as np
 
-        from hftune.data import text
         from hftune.data.cache import idle_cores, mapped
-        from hftune.data.texts import cached_texts, flat_arrays
+        from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
 
         rows, tokenizer = self._rows[split], self.text_tokenizer
 
@@ -122,7 +121,7 @@ class TitleGeneration(SourceToTarget):
             encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), **settings)
             return {**flat_arrays(encoded), "index": np.arange(len(rows))}
 
-        return cached_texts([rows._fingerprint, text.tokenizer_key(tokenizer), self._encoded_by], make)
+        return cached_texts([rows._fingerprint, tokenizer_key(tokenizer), self._encoded_by], make)
 
     @property
     def _encoded_by(self) -> dict[str, Any]:
@@ -229,7 +228,7 @@ class TitleGeneration(SourceToTarget):
             source and source_mask (N, S), title (N, T): int64. labels (N, T): the token after each token of the title, NO_LABEL
             after the last. index (N,): row of the data.
         """
-        from hftune.data.texts import ragged, values
+        from hftune.data.tokenized import ragged, values
 
         pad, side = self.text_tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
         source_NS, source_mask_NS = ragged(examples, "source").padded(pad, side)
@@ -314,7 +313,7 @@ def encode(
     max_target_length: int,
 ) -> dict[str, list]:
     """Tokenize: source [CLS] ... [SEP], title [CLS] ... [SEP]; in generation, [CLS] starts the title and [SEP] ends it."""
-    from hftune.data.text import to_ids
+    from hftune.data.tokenized import to_ids
 
     sources, source_cut = to_ids(batch[source_column], tokenizer, max_source_length)
     titles, title_cut = to_ids(batch[target_column], tokenizer, max_target_length)

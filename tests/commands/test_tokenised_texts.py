@@ -19,15 +19,15 @@ PREPARE = """
 import json, multiprocessing, sys
 import numpy as np
 import hftune.models.pretrained  # all that is heavy, before there are two
-from hftune.data import text
+from hftune.data import tokenized
 from hftune.data.cache import one_at_a_time
 from hftune.tasks import SequenceClassification
 
-calls, to_ids = [], text.to_ids
+calls, to_ids = [], tokenized.to_ids
 def counting(*args, **kwargs):
     calls.append(1)
     return to_ids(*args, **kwargs)
-text.to_ids = counting
+tokenized.to_ids = counting
 
 def prepare(results, together, dataset, data_files):
     task = SequenceClassification(model=None, vocab_size=200, max_train_samples=300, dataset=dataset, data_files=data_files)

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hftune import Interrupted, Recipe, loop, run, train
-from hftune.data import text
+from hftune.data import rows as data_rows
 from hftune.distributed import consistency, devices
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
@@ -46,7 +46,7 @@ IMPORTED = (
     *("hftune.strategies.pipeline", "hftune.models.transformer_lm", "transformers.models.bert.modeling_bert"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     *("hftune.data.jieba_tokenizer", "hftune.data.labels", "hftune.data.notices", "encodings.utf_8_sig"),
-    *("evaluate", "hftune.metrics.classification", "hftune.data.files", "hftune.data.text", "transformers.pipelines"),
+    *("evaluate", "hftune.metrics.classification", "hftune.data.files", "hftune.data.rows", "transformers.pipelines"),
     *(
         "transformers.models.auto.processing_auto",
         *("transformers.models.bert.tokenization_bert", "transformers.models.bert.tokenization_bert_legacy"),
@@ -107,7 +107,7 @@ def main() -> None:
     hasten()
     if "TESTS_DEMOS" in os.environ and "TESTS_WARM_PYTHON" not in os.environ:  # all processes of xdist are forks of this one
         for name, part in product(DEMOS, ("train", "eval")):
-            text._from_function(f"hftune.data.{name}", part)
+            data_rows._from_function(f"hftune.data.{name}", part)
     gc.freeze()  # a collection in a child would copy what all share
     print(start_server(Path(sys.argv[1])) if sys.argv[1:] else sys.executable, flush=True)
     for line in sys.stdin:
@@ -128,13 +128,13 @@ def hasten() -> None:
     generating a demo's data, of which most runs use a few rows, and what libraries that were imported here do at the end of a
     process: taking operators back, writing a table into a log that nobody keeps, removing the temporary folders of this one.
     """
-    original = text._from_function
+    original = data_rows._from_function
     once = cache(original)
 
     def from_function(name: str, split: str) -> Any:
         return (once if name.startswith("hftune.data.demo") else original)(name, split)
 
-    text._from_function = from_function
+    data_rows._from_function = from_function
     devices.MEASURED_S = 0.001
     atexit.unregister(dump_compile_times)
     if "wandb" in sys.modules:

@@ -13,10 +13,12 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from hftune import ConfigError, DataError
-from hftune.data import cache, pictures, text
+from hftune.data import cache, pictures
+from hftune.data import rows as data_rows
 from hftune.data.cache import Stream, cached_arrays, cached_value, mapped, one_at_a_time
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS
 from hftune.data.pictures import load_pictures
+from hftune.data.rows import check_texts
 from hftune.data.vocabulary import save_tokenizer
 
 VOCABULARY = [*SPECIAL_TOKENS, "我们", "讨论"]
@@ -205,12 +207,12 @@ def test_waiting_for_another_process_is_said_once(monkeypatch, is_done):
 def test_texts_are_checked_once_and_bad_ones_every_time(monkeypatch):
     good = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     bad = datasets.Dataset.from_list([{"text": "a"}, {"text": " "}])
-    text.check_texts(good, "text", "train")
+    check_texts(good, "text", "train")
     for _ in range(2):
         with pytest.raises(DataError, match="empty text in column 'text' at row 1"):
-            text.check_texts(bad, "text", "train")
-    monkeypatch.setattr(text, "_read_all", None)
-    text.check_texts(good, "text", "train")
+            check_texts(bad, "text", "train")
+    monkeypatch.setattr(data_rows, "_read_all", None)
+    check_texts(good, "text", "train")
 
 
 def test_pictures_are_checked_again_only_if_a_file_has_changed(monkeypatch, tmp_path):

@@ -1220,7 +1220,7 @@ def test_a_function_that_returns_rows_is_found_next_to_its_recipe(write, elsewhe
     write("rows_beside.py", "def rows(part):\n    return [{'text': part, 'label': 0}]\n")
     text = PLAIN.replace("hftune.data.demo:reviews", "rows_beside:rows")
     recipe = Recipe.load(write("mine.yaml", text))
-    from hftune.data.text import load_split
+    from hftune.data.rows import load_split
 
     assert load_split(recipe.task.dataset, "train", None, "train")["text"] == ["train"]
 

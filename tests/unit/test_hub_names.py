@@ -8,7 +8,7 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.checkpoints.output_dir import check_commits
 from hftune.data.files import file_format
 from hftune.data.hub import FULL_NAMES, name_problems
-from hftune.data.text import load_split
+from hftune.data.rows import load_split
 from hftune.tasks import SequenceClassification, TitleGeneration
 
 

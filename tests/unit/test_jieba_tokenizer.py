@@ -17,8 +17,9 @@ from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, BertTokenizer
 
 from hftune import ConfigError
-from hftune.data import jieba_tokenizer, text
+from hftune.data import jieba_tokenizer
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment
+from hftune.data.tokenized import tokenizer_key
 from hftune.data.vocabulary import train_vocabulary
 from tests.support.lowin import assert_same_ids, prepare_jieba, write
 
@@ -200,10 +201,10 @@ def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
         assert type(loaded) is JiebaTokenizer
         assert loaded(texts) == tokenizer(texts)
         assert loaded.model_max_length == 4096
-        assert text.tokenizer_key(loaded) == text.tokenizer_key(tokenizer)
+        assert tokenizer_key(loaded) == tokenizer_key(tokenizer)
     (tmp_path / "saved").rename(tmp_path / "moved")
     moved = AutoTokenizer.from_pretrained(tmp_path / "moved")
-    assert text.tokenizer_key(moved) == text.tokenizer_key(tokenizer)
+    assert tokenizer_key(moved) == tokenizer_key(tokenizer)
     moved.save_pretrained(tmp_path / "again")
     saved, again = ((tmp_path / name / "tokenizer_config.json").read_text() for name in ("moved", "again"))
     assert saved == again
@@ -273,17 +274,17 @@ def test_folder_without_a_vocabulary_is_refused(tmp_path):
 
 
 def test_use_changes_neither_its_pickle_nor_its_hash(tokenizer):
-    before = pickle.dumps(tokenizer), Hasher.hash(tokenizer), text.tokenizer_key(tokenizer)
+    before = pickle.dumps(tokenizer), Hasher.hash(tokenizer), tokenizer_key(tokenizer)
     ids = tokenizer(sentences(50), truncation=True, max_length=20, padding=True)
     assert tokenizer.cache
-    assert (pickle.dumps(tokenizer), Hasher.hash(tokenizer), text.tokenizer_key(tokenizer)) == before
+    assert (pickle.dumps(tokenizer), Hasher.hash(tokenizer), tokenizer_key(tokenizer)) == before
     assert pickle.loads(before[0])(sentences(50), truncation=True, max_length=20, padding=True) == ids
 
 
 def test_two_processes_of_a_map_give_the_same_ids(tokenizer):
     rows = datasets.Dataset.from_dict({"text": sentences(100)})
-    arguments = {"tokenizer": tokenizer, "column": "text", "max_length": 64}
-    mapped = rows.map(text.tokenize, batched=True, batch_size=10, fn_kwargs=arguments, num_proc=2)
+    settings = {"truncation": True, "max_length": 64}
+    mapped = rows.map(lambda batch: dict(tokenizer(batch["text"], **settings)), batched=True, batch_size=10, num_proc=2)
     assert mapped["input_ids"][:] == tokenizer(sentences(100), truncation=True, max_length=64)["input_ids"]
 
 

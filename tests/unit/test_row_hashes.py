@@ -13,7 +13,7 @@ from hftune.data.blocks import Blocks, JoinedBlocks
 from hftune.data.images import Images, SeveralSizes
 from hftune.data.pictures import load_pictures
 from hftune.data.row_hashes import NAME, cached_hashes, read_rows, root, row_hashes, write_rows
-from hftune.data.texts import Texts
+from hftune.data.tokenized import Texts
 from hftune.errors import ConfigError, DataError
 
 ROWS = 2500

@@ -12,8 +12,8 @@ from hftune.commands import folds_result
 from hftune.commands.evaluate_output import with_evaluation
 from hftune.config import Recipe
 from hftune.data import notices
+from hftune.data.rows import row_numbers, take
 from hftune.data.splits import Part, split_fold, split_off
-from hftune.data.text import row_numbers, take
 from hftune.tasks import ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification, TitleGeneration
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

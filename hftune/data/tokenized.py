@@ -1,13 +1,15 @@
-"""Tokenized texts as flat arrays in memory-mapped files, and their padding. Independent of tasks and tokenizers.
+"""Tokenized texts: made by a tokenizer, kept as flat arrays in memory-mapped files, and padded. Independent of tasks.
 
 Shape suffixes: N texts, T tokens of the longest one.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import datasets
@@ -241,3 +243,57 @@ def _narrow(name: str, chunks: Sequence[pa.ListArray]) -> type:
     bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in chunks]
     numbers = [number for bound in bounds for number in bound.values() if number is not None]
     return np.int32 if all(-(2**31) <= number < 2**31 for number in numbers) else np.int64
+
+
+def tokenizer_key(tokenizer: Any) -> list:
+    """Return all that a tokenizer's output depends on, without the truncation settings that its last call left behind."""
+    from hftune.data.jieba_tokenizer import JiebaTokenizer, segmenter
+
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
+    backend.update(truncation=None, padding=None, truncation_side=tokenizer.truncation_side)
+    backend.update(eos_token=tokenizer.special_tokens_map.get("eos_token"))  # appended to rows by hftune.data.blocks
+    libraries = ["datasets", "tokenizers", "transformers"]
+    if isinstance(tokenizer, JiebaTokenizer):
+        libraries.append(segmenter())
+    return [
+        type(tokenizer).__name__,
+        sorted(tokenizer.get_vocab().items()),
+        json.dumps(backend, sort_keys=True, default=repr),  # repr: two AddedTokens of the same text may differ in their flags
+        [(library, version(library)) for library in libraries],
+    ]
+
+
+def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
+    """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
+    settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    ids = tokenizer(list(texts), truncation=True, max_length=max_length, **settings)["input_ids"]
+    cut = [len(row) == max_length for row in ids]
+    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # truncated, or of exactly this length
+        uncut = iter(tokenizer(full, **settings)["input_ids"])
+        cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
+    return ids, cut
+
+
+def pair_ids(
+    texts: Sequence[str], others: Sequence[str], tokenizer: Any, max_length: int, token_types: bool
+) -> dict[str, list]:
+    """Tokenize pairs of texts together, the longer one truncated first.
+
+    Returns:
+        input_ids; cut (whether tokens are missing); and, if asked for, token_type_ids, which tell the two texts apart.
+    """
+    settings = {"return_attention_mask": False, "return_token_type_ids": token_types, "verbose": False}
+    encoded = tokenizer(list(texts), list(others), truncation=True, max_length=max_length, **settings)
+    cut = [len(row) == max_length for row in encoded["input_ids"]]
+    if full := [index for index, is_full in enumerate(cut) if is_full]:
+        uncut = tokenizer([texts[index] for index in full], [others[index] for index in full], **settings)["input_ids"]
+        for index, ids in zip(full, uncut, strict=True):
+            cut[index] = len(ids) > max_length
+    return {**encoded, "cut": cut}
+
+
+def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:
+    """Return a notice of the share of truncated rows, by the flags in ``column``; nothing if there are none."""
+    shares = {split: np.mean(column_of(rows, column)) for split, rows in datasets.items()}
+    cut = " and ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
+    return [f"{what} are truncated at the end: {cut}."] if cut else []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftune.data.digest import content_digest
-from hftune.data.texts import Ragged, Texts, column_of, flat_arrays, lengths_of, ragged, values
+from hftune.data.tokenized import Ragged, Texts, column_of, flat_arrays, lengths_of, ragged, values
 from hftune.errors import DataError
 from hftune.tasks import SequenceClassification, TitleGeneration
 

@@ -1,14 +1,12 @@
-"""Text data sets: loaded from the Hub, files or a Python function, checked, tokenized and padded. Independent of tasks."""
+"""The rows of a data set: loaded from the Hub, files or a Python function, and checked. Independent of tasks and tokenizers."""
 
 from __future__ import annotations
 
 import csv
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, NOT_UTF8, SURPLUS, fil
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
-from hftune.data.texts import column_of
 from hftune.errors import DataError, did_you_mean
 
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
@@ -431,63 +428,3 @@ def digest_of_all(rows: datasets.Dataset) -> str:
 def _list(numbers: Sequence[int], most: int = 3) -> str:
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return ", ".join(map(str, numbers[:most])) + more
-
-
-def tokenizer_key(tokenizer: Any) -> list:
-    """Return all that a tokenizer's output depends on, without the truncation settings that its last call left behind."""
-    from hftune.data.jieba_tokenizer import JiebaTokenizer, segmenter
-
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
-    backend.update(truncation=None, padding=None, truncation_side=tokenizer.truncation_side)
-    backend.update(eos_token=tokenizer.special_tokens_map.get("eos_token"))  # appended to rows by hftune.data.blocks
-    libraries = ["datasets", "tokenizers", "transformers"]
-    if isinstance(tokenizer, JiebaTokenizer):
-        libraries.append(segmenter())
-    return [
-        type(tokenizer).__name__,
-        sorted(tokenizer.get_vocab().items()),
-        json.dumps(backend, sort_keys=True, default=repr),  # repr: two AddedTokens of the same text may differ in their flags
-        [(library, version(library)) for library in libraries],
-    ]
-
-
-def tokenize(batch: dict[str, list], tokenizer: Any, column: str, max_length: int) -> dict[str, list]:
-    """Tokenize texts; ``cut`` tells whether a text was truncated."""
-    ids, cut = to_ids(batch[column], tokenizer, max_length)
-    return {"input_ids": ids, "cut": cut}
-
-
-def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
-    """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
-    settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    ids = tokenizer(list(texts), truncation=True, max_length=max_length, **settings)["input_ids"]
-    cut = [len(row) == max_length for row in ids]
-    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # truncated, or of exactly this length
-        uncut = iter(tokenizer(full, **settings)["input_ids"])
-        cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
-    return ids, cut
-
-
-def pair_ids(
-    texts: Sequence[str], others: Sequence[str], tokenizer: Any, max_length: int, token_types: bool
-) -> dict[str, list]:
-    """Tokenize pairs of texts together, the longer one truncated first.
-
-    Returns:
-        input_ids; cut (whether tokens are missing); and, if asked for, token_type_ids, which tell the two texts apart.
-    """
-    settings = {"return_attention_mask": False, "return_token_type_ids": token_types, "verbose": False}
-    encoded = tokenizer(list(texts), list(others), truncation=True, max_length=max_length, **settings)
-    cut = [len(row) == max_length for row in encoded["input_ids"]]
-    if full := [index for index, is_full in enumerate(cut) if is_full]:
-        uncut = tokenizer([texts[index] for index in full], [others[index] for index in full], **settings)["input_ids"]
-        for index, ids in zip(full, uncut, strict=True):
-            cut[index] = len(ids) > max_length
-    return {**encoded, "cut": cut}
-
-
-def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:
-    """Return a notice of the share of truncated rows, by the flags in ``column``; nothing if there are none."""
-    shares = {split: np.mean(column_of(rows, column)) for split, rows in datasets.items()}
-    cut = " and ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
-    return [f"{what} are truncated at the end: {cut}."] if cut else []
