@@ -26,9 +26,10 @@ from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.models.weights import weights_digest
 from hftune.replay.audit import audit
-from hftune.replay.engine import Replayer, difference
+from hftune.replay.engine import Replayer
 from hftune.replay.history import History
 from hftune.replay.ledger import read_ledger
+from hftune.replay.tolerance import difference
 from hftune.tracking.ledger import Ledger, plan_facts
 
 
@@ -41,7 +42,7 @@ def main() -> None:
         size = (Path(name) / "ledger.jsonl").stat().st_size
         reading, record = timed(lambda: read_ledger(name))
         auditing, found = timed(lambda: audit(name))
-        if record.problems() or found.problems or found.steps != options.steps:
+        if record.problems or found.problems or found.steps != options.steps:
             raise RuntimeError(f"The ledger is not as it was written: {found.problems[:3]}")
     weights = {"weight": torch.zeros(options.megabytes, 2**18)}
     hashing, _ = timed(lambda: weights_digest(weights))

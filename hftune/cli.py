@@ -79,7 +79,7 @@ COMMANDS = {
     "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
     "compare": (
         compare,
-        "say at which step runs part and why, and what their losses and metrics differ by beyond chance",
+        "say at which step runs diverge and why, and what their losses and metrics differ by beyond chance",
     ),
     "configs": (configs, "list, print or copy configurations for accelerate launch"),
     "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),

@@ -15,9 +15,9 @@ from typing import Any
 from hftune.commands.bisect_runs import check_first, curve_of, line_of
 from hftune.errors import ConfigError
 from hftune.launchers.local import environment
-from hftune.replay import TOLERANCE
 from hftune.replay.bisection import Judge, Scale, first_bad
 from hftune.replay.history import History
+from hftune.replay.tolerance import TOLERANCE
 
 DEFAULT_STEPS = 15
 

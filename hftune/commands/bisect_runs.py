@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
 from hftune.errors import ConfigError, TrainingError, format_value
-from hftune.replay import TOLERANCE
 from hftune.replay.bisection import Found, Judge, Scale, Try, smallest_bad, steps_to_compute
 from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
+from hftune.replay.tolerance import TOLERANCE
 from hftune.tracking.console import note, one_line, short
 
 if TYPE_CHECKING:

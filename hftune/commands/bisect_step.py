@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expect", metavar="LOSS", help="loss of that step, equal if it is rounded to as many digits (default: the ledger's)"
     )
-    parser.add_argument("--tolerance", type=float, help="relative difference that counts as equal (default: 1e-6)")
+    parser.add_argument("--tolerance", type=float, help="relative difference that counts as equal (default: 2e-6)")
     parser.add_argument(
         "--steps", type=int, default=1, metavar="K", help="compute at least the K steps up to it (default %(default)s)"
     )
@@ -126,8 +126,7 @@ def expected(text: str) -> tuple[float, float]:
 
 def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> int:
     """Compare a step with what was expected, and print both."""
-    from hftune.replay import TOLERANCE
-    from hftune.replay.engine import difference
+    from hftune.replay.tolerance import TOLERANCE, difference
 
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     line, remark = history.ledger.steps.get(options.step, {}), ""

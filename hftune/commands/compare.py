@@ -1,4 +1,4 @@
-"""``hftune compare``: say where runs part, why, and whether one is better than the other or it was luck."""
+"""``hftune compare``: say where runs diverge, why, and whether one is better than the other or it was luck."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def run(options: argparse.Namespace) -> int:
     """Print the comparison."""
     check_folders(options.folders)
     if len(options.folders) < 2:
-        raise ConfigError(f"One run is nothing to compare. Name another: hftune compare {options.folders[0]} RUN.")
-    from hftune.commands.compare_text import describe
-    from hftune.replay.compared import compare
+        raise ConfigError(f"compare needs two or more runs: hftune compare {options.folders[0]} RUN.")
+    from hftune.replay.comparison import compare
+    from hftune.replay.comparison_text import describe
     from hftune.replay.run_record import read_run, run_names
     from hftune.tracking.jsonl import strict_json
 
-    runs = [read_run(folder, name) for folder, name in zip(options.folders, run_names(options.folders), strict=True)]
-    comparison = compare(runs)
+    comparison = compare([read_run(*pair) for pair in zip(options.folders, run_names(options.folders), strict=True)])
     print(strict_json(comparison.to_dict(), indent=2, ensure_ascii=False) if options.json else describe(comparison))
     return 0

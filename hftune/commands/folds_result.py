@@ -14,10 +14,10 @@ from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.output_dir import OUT_OF_FOLD, TrainResult
 from hftune.config import Recipe
 from hftune.errors import ConfigError
-from hftune.tracking.console import is_number, short
+from hftune.tracking.console import aligned, is_number, short
 from hftune.tracking.facts import differing
 from hftune.tracking.jsonl import read_lines, strict_json
-from hftune.tracking.summary import best_and_last, column_widths
+from hftune.tracking.summary import best_and_last
 
 FOLDS = "folds.json"
 AGAIN = "the folds are not of the same data. Train all of them again with resume=never, or set a different output_dir."
@@ -94,5 +94,5 @@ def score_table(metrics: Sequence[Mapping[str, float]], mean: Mapping[str, float
     """Format a row for each fold, for the mean and for the standard deviation, and a column for each metric."""
     rows = {**{f"fold {number}": own for number, own in enumerate(metrics)}, "mean": mean, "deviation": deviation}
     cells = [["", *mean], *([name, *(short(own[metric]) for metric in mean)] for name, own in rows.items())]
-    lines = ["  " + "  ".join(map(str.ljust, row, column_widths(cells))).rstrip() for row in cells]
+    lines = aligned(cells)
     return "\n".join([*lines[:-2], "", *lines[-2:]])

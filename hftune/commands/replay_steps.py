@@ -10,9 +10,10 @@ from typing import Any
 
 from hftune.checkpoints.atomic_files import write_lines, write_text
 from hftune.commands.replay import Job
-from hftune.replay.circumstances import circumstances
-from hftune.replay.engine import Difference, ReplayedStep, Replayer, difference
+from hftune.replay.engine import ReplayedStep, Replayer
+from hftune.replay.environment import environment_differences
 from hftune.replay.samples import holds_whole_model
+from hftune.replay.tolerance import StepDifference, difference
 from hftune.replay.view import Findings, Inspection
 from hftune.tracking.console import duration, hide_progress_bars, hide_reports, note, printed_width, short
 from hftune.tracking.jsonl import strict_json
@@ -41,7 +42,7 @@ class Outcome:
     def lines(self) -> Mapping[int, Mapping[str, Any]]:
         return self.job.history.ledger.steps
 
-    def compared(self) -> list[tuple[ReplayedStep, Difference]]:
+    def compared(self) -> list[tuple[ReplayedStep, StepDifference]]:
         """Return the steps that should be as they were: those before a change."""
         end = self.job.change.from_step if self.job.change else self.job.last + 1
         steps = (step for step in self.steps if step.step < end and step.step in self.lines)
@@ -80,7 +81,7 @@ def replay(job: Job) -> bool:
         outcome.notices, outcome.seconds = [*job.change.remarks(), *replayer.notices], time.monotonic() - began
         if replayer.strategy.is_main:
             outcome.findings = None if inspection is None else inspection.findings(replayer)
-            outcome.differences = [(found.kind, found.text) for found in circumstances(replayer)]
+            outcome.differences = [(found.kind, found.text) for found in environment_differences(replayer)]
             write(outcome)
             report(outcome)
     return outcome.is_equal

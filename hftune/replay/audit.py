@@ -52,7 +52,7 @@ def audit(folder: str | Path) -> Audit:
         ConfigError: there is no ledger, or it cannot be read.
     """
     record = read_ledger(folder)
-    found = Audit(starts=record.starts, lines=len(record.lines), end=record.end, problems=[*record.problems()])
+    found = Audit(starts=record.starts, lines=len(record.lines), end=record.end, problems=[*record.problems])
     found.repeated = sum("epoch" in line for line in record.lines) - len(record.taken)
     plans = {json.dumps(start["plan"], sort_keys=True) for start in found.starts}
     if len(plans) != 1:

@@ -69,7 +69,7 @@ def changed_keys(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[KeyCha
 
 
 def _differing(prefix: str, good: Mapping[str, Any], bad: Mapping[str, Any]) -> Iterator[KeyChange]:
-    from hftune.replay.causes import ROUNDING, effects_of  # numpy, which commands that only start processes need not
+    from hftune.replay.effects import ROUNDING, effects_of  # numpy, which commands that only start processes need not
 
     for name in dict.fromkeys([*good, *bad]):
         key, one, other = f"{prefix}{name}", good.get(name, MISSING), bad.get(name, MISSING)

@@ -1,361 +1,222 @@
-"""Where two runs part, and why: the first step that differs by more than rounding, and what of the differences explains it.
+"""What two runs were computed from: ``diff`` lists each difference, what it can change, and from which step on.
 
-The kind of the first difference tells the cause. Other samples in a step come from the seed or the batch size, another learning
-rate from its schedule, another first loss from model, dropout, data or libraries, and a loss that parts a step later from the
-update before it. A difference is likely only if it can have that effect, and in that step: another ``train.eps`` cannot change
-the first loss, nor a row any step before the first that uses it.
+Knows nothing of whether a difference explains anything. Shape suffix: N rows.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from hftune.replay import TOLERANCE
-from hftune.replay.causes import (
-    CONTENT,
-    KINDS,
-    ONLOOKERS,
-    RATE,
-    ROUNDING,
-    SETTLED,
-    UNKNOWN,
-    UPDATE,
-    Difference,
-    Effect,
-    effects_of,
-    find_differences,
+from hftune.batch_plan import BatchPlan
+from hftune.replay.effects import ANYTHING, DATA, MODEL, NOTHING, ROUNDING, UNKNOWN, Effect, effects_of
+from hftune.replay.ledger import LedgerRecord, stretches
+from hftune.replay.run_record import cut, flat, plain
+
+KINDS = ("recipe", "data", "code", "versions", "hardware", "processes")
+"""The kinds of differences, in the order in which they are worth a look."""
+MAX_NAMED = 5
+"""How many rows, files or packages are named; the others are counted."""
+MAX_VALUE_LENGTH = 60
+PARTS = (
+    ("code", "code", ANYTHING),
+    ("versions", "packages", ANYTHING),
+    ("versions", "commits", MODEL | DATA),
+    ("versions", "base", MODEL),
+    ("hardware", "hardware", ROUNDING),
 )
-from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import flat, mapping
-from hftune.replay.traces import Segment, Steps, segments
+"""Kind, name in the start line, and effects of what may differ beside recipe and data."""
+DOES_NOT_TRAIN = tuple(
+    f"hftune/{name}" for name in ("cli", "commands/", "doctor", "launchers/", "planning/", "replay/", "reporting/")
+)
+"""Code that starts runs or looks at them, and computes no step."""
+OWN_KEYS = ("recipe", "output_dir", "resume")
+"""Keys of which each run has its own value, as it has of those of ``track``."""
+RESOLVED_KEYS = {
+    "micro_batch_size": "train.micro_batch_size",
+    "micro_batch_tokens": "train.micro_batch_tokens",
+    "packed": "train.packing",
+    "precision": "train.mixed_precision",
+}
+"""Values of a start line that training found for keys that left them open."""
 
-JUMP = 10.0
-"""A difference that exceeds all earlier ones by less than this factor has grown from them, as rounding does."""
-ARITHMETIC = ("world_size", "strategy", "hardware", "code", "packages", "recipe")
-"""Where these are the same, as far as they decide the last bits, equal steps are equal to the bit."""
-VERDICTS = ("likely", "possible", "rounding only", "no sign")
-
-
-@dataclass(frozen=True)
-class Sign:
-    """Something that differs first in one step and that no earlier difference explains."""
-
-    effect: Effect
-    step: int
-    size: float | None = None
-    """Relative difference of the values; None where they have none."""
+Rows = tuple[np.ndarray, np.ndarray]
+"""Hashes of the training rows of two runs, (N, 16) uint8 each."""
 
 
 @dataclass(frozen=True)
-class Cause:
-    """A difference between two runs, and whether it explains where they part."""
+class Difference:
+    """Something that two runs were computed from, and that is not the same."""
 
     kind: str
+    """One of KINDS."""
+    name: str
+    """The key of the recipe; of other kinds what it is, such as "hardware"."""
     text: str
-    verdict: str
-    """One of VERDICTS."""
+    """Names it, with both values."""
+    effects: frozenset[Effect]
+    from_step: int = 1
+    """The first step that it can change."""
+    shows_at_once: bool = False
+    """Whether it shows in ``from_step`` or not at all: an epoch uses a row in one step, and in no other."""
+    values: tuple[Any, Any] | None = None
+    """Of a key."""
+    verdict: str = ""
+    """Whether it explains where the runs diverge, see ``divergence.VERDICTS``; empty before that is judged."""
     reason: str = ""
     """Why it has no sign."""
-    key: str | None = None
-    """Of a recipe."""
-    values: tuple[Any, Any] | None = None
+
+    @property
+    def is_specific(self) -> bool:
+        """Whether its effects are known; code and libraries may do anything."""
+        return not self.effects >= UNKNOWN
 
     @property
     def is_likely(self) -> bool:
         return self.verdict == "likely"
 
 
-@dataclass
-class Parting:
-    """Where and why two runs part."""
-
-    step: int | None = None
-    """The first that differs by more than rounding; None if there is none."""
-    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """What differs in this step, by its name in the ledger."""
-    causes: list[Cause] = field(default_factory=list)
-    """All differences, the likeliest first."""
-    signs: list[Sign] = field(default_factory=list)
-    num_steps: int = 0
-    """Steps that were compared."""
-    num_losses: int = 0
-    """Those of which both runs have the loss; of the others, only the samples are known."""
-    last_equal: int | None = None
-    """The last of these before ``step``. It may be many before, if losses are known only where they were logged."""
-    last_before: int | None = None
-    """The last step before ``step`` in which what differs there was recorded."""
-    rounding_step: int | None = None
-    """The first step with another last bit, if it is before ``step``."""
-    rounding: float = 0.0
-    """Largest relative difference before ``step``."""
-    tolerance: float = 0.0
-    """What rounding may make of a step here; 0 where runs are equal to the bit."""
-    has_drifted: bool = False
-    """Whether the runs part by rounding that has grown, not by a jump."""
-    same: list[str] = field(default_factory=list)
-    """Kinds of which everything is the same."""
-    unknown: list[str] = field(default_factory=list)
-    """Kinds that a run does not record."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
-
-def part(a: Steps, b: Steps, rows: tuple[np.ndarray | None, np.ndarray | None] | None = None) -> Parting:
-    """Find the first step at which two runs part, and why.
+def diff(a: LedgerRecord, b: LedgerRecord, rows: Rows | None = None) -> list[Difference]:
+    """Return the differences of two runs in the order of KINDS; one that begins with a resume counts from the step after it.
 
     Args:
-        rows: hashes of the training rows of each; by default those that the runs bring along.
+        rows: the training rows, if they are known. Otherwise only their digests are compared.
     """
-    if rows is None:
-        rows = getattr(a, "rows", None), getattr(b, "rows", None)
-    pieces = list(segments(a, b))
-    firsts = find_firsts(a, b, pieces)
-    parting = parting_of(firsts, a, b)
-    differences, is_same = find_differences(pieces, rows)
-    parting.causes = judge(differences, parting, firsts)
-    parting.same = [kind for kind in KINDS if is_same.get(kind)]
-    parting.unknown = [kind for kind in KINDS if kind not in is_same]
-    return parting
+    found: dict[tuple[str, str], Difference] = {}
+    pieces = [*stretches(a, b)]
+    for steps, starts in pieces:
+        for difference in differences_between(*starts, steps[0], has_rows=rows is not None):
+            found.setdefault((difference.kind, difference.name), difference)
+    if rows is not None and pieces:
+        plan = pieces[0].starts[0].get("plan", {})
+        if (difference := row_difference(*rows, plan, pieces[0].steps[0], pieces[-1].steps[-1])) is not None:
+            found["data", "rows"] = difference
+    return sorted(found.values(), key=lambda difference: KINDS.index(difference.kind))
 
 
-@dataclass
-class Firsts:
-    """The first step of each kind of difference."""
+def differences_between(a: Mapping[str, Any], b: Mapping[str, Any], step: int, has_rows: bool = False) -> Iterator[Difference]:
+    """Yield the differences of two start lines that are in force from a step on.
 
-    order: list[int] = field(default_factory=list)
-    """All common steps."""
-    heads: list[int] = field(default_factory=list)
-    """First steps of the segments, in which something may have changed."""
-    found: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    """Step and size of the first difference above the tolerance of samples, items, lr, loss, grad_norm, and skipped."""
-    roundings: list[tuple[int, float]] = field(default_factory=list)
-    """Steps and sizes of all smaller differences of loss or norm before the first above the tolerance."""
-    tolerance: float = 0.0
-    """Greatest of the steps before anything differed."""
-    updates: list[int] = field(default_factory=list)
-    """Steps that move the weights: those with a learning rate that is not 0."""
-    has_other_weights: bool = False
-    """Whether the runs began with different weights."""
-    recorded: list[int] = field(default_factory=list)
-    """Steps of which both runs have the loss, or which both left out."""
-
-    def step_of(self, name: str) -> float:
-        """Return the first step with another value, infinite if there is none."""
-        return self.found[name][0] if name in self.found else math.inf
-
-    def before(self, step: int) -> int:
-        """Return the step with a loss before one; 0 if there is none."""
-        return step_before(self.recorded, step) or 0
-
-
-def step_before(steps: Sequence[int], step: float) -> int | None:
-    """Return the last of ascending steps that is before ``step``; None if there is none."""
-    index = bisect_left(steps, step)
-    return steps[index - 1] if index else None
+    Args:
+        has_rows: whether the training rows are compared one by one, elsewhere.
+    """
+    yield from _recipe_differences(a, b, step, has_rows)
+    splits = [start.get("data", {}) for start in (a, b)]
+    for split in dict.fromkeys([*splits[0], *splits[1]]):
+        about = [one.get(split, {}) for one in splits]
+        counts = [one.get("rows") for one in about]
+        is_same = all(about[0].get(name) == about[1].get(name) for name in ("rows", "root", "digest"))
+        if is_same or (split == "train" and has_rows):
+            continue
+        text = f"{split}: other rows" if counts[0] == counts[1] else f"{split}: {counts[0]} | {counts[1]} rows"
+        yield Difference("data", split, text, DATA if split == "train" else NOTHING, step)
+    for kind, name, effects in PARTS:
+        sides = [start.get(name) for start in (a, b)]
+        parts = dict(_unequal(*(flat(side) if isinstance(side, Mapping) else {name: side} for side in sides)))
+        idle = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(DOES_NOT_TRAIN)}
+        if parts:
+            yield Difference(kind, name, _listed(parts, has_values=kind != "code"), effects, step)
+        if idle:
+            text = f"{_listed(idle, has_values=False)} (which do{'es' if len(idle) == 1 else ''} not train)"
+            yield Difference(kind, "code that does not train", text, NOTHING, step)
+    of_processes = {"processes": "world_size", "strategy": "strategy"}
+    parts = dict(_unequal(*({name: start.get(key) for name, key in of_processes.items()} for start in (a, b))))
+    if parts:
+        yield Difference("processes", "processes", _listed(parts), ROUNDING, step)
 
 
-def find_firsts(a: Steps, b: Steps, pieces: Sequence[Segment]) -> Firsts:
-    """Go through the common steps of two runs."""
-    firsts = Firsts()
-    if pieces:
-        weights = [start.get("weights") for start in pieces[0].starts]
-        firsts.has_other_weights = None not in weights and weights[0] != weights[1]
-    for piece in pieces:
-        is_exact = arithmetic(piece.starts[0]) == arithmetic(piece.starts[1]) is not None
-        firsts.heads.append(piece.steps[0])
-        for step in piece.steps:
-            if firsts.order and step > firsts.order[-1] + 1:
-                firsts.updates.append(firsts.order[-1] + 1)  # not recorded, and hence perhaps one
-            firsts.order.append(step)
-            _compare_step(firsts, step, a.steps[step], b.steps[step], 0.0 if is_exact else TOLERANCE)
-    return firsts
+def _recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any], step: int, has_rows: bool) -> Iterator[Difference]:
+    changed = dict(_unequal(*(flat(start.get("recipe")) for start in (a, b))))
+    for name, key in RESOLVED_KEYS.items():
+        if a.get(name) != b.get(name):
+            changed.setdefault(key, (a.get(name), b.get(name)))
+    for key, values in changed.items():
+        if key in OWN_KEYS or key.startswith("track."):
+            continue
+        effects, remark = effects_of(key), ""
+        if effects == DATA and has_rows:
+            effects, remark = NOTHING, " (the rows themselves are compared)"
+        yield Difference("recipe", key, f"{key}: {_both(values)}{remark}", effects, step, values=values)
 
 
-def arithmetic(start: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what decides the last bits of a step; None if a part of it is not known."""
-    if any(start.get(name) is None for name in ARITHMETIC):
+def row_difference(a: np.ndarray, b: np.ndarray, plan: Mapping[str, Any], first_step: int, last_step: int) -> Difference | None:
+    """Compare training rows by their hashes, (N, 16) uint8; None if they are the same.
+
+    Args:
+        plan: of the start line, by which the step is found that uses a changed row first.
+        first_step, last_step: the steps that both runs have.
+    """
+    a_N, b_N = (np.ascontiguousarray(rows).view("S16").ravel() for rows in (a, b))
+    if len(a_N) != len(b_N):
+        texts = [f"train: {len(a_N):,} | {len(b_N):,} rows"]
+        for name, own, other in (("A", a_N, b_N), ("B", b_N, a_N)):
+            if len(found := np.flatnonzero(~np.isin(own, other))):
+                texts.append(f"{len(found):,} only in {name} ({_numbers(found)})")
+        return Difference("data", "rows", ", ".join(texts), DATA, first_step)
+    changed = np.flatnonzero(a_N != b_N)
+    if not len(changed):
         return None
-    code = {file: digest for file, digest in mapping(start["code"]).items() if not file.startswith(ONLOOKERS)}
-    keys = {key: value for key, value in flat(start["recipe"]).items() if ROUNDING <= effects_of(key) < UNKNOWN}
-    layout = {name: start.get(name) for name in SETTLED}
-    return {**{name: start[name] for name in ARITHMETIC if name != "recipe"}, "code": code, "keys": keys, "layout": layout}
+    if np.array_equal(np.sort(a_N), np.sort(b_N)):
+        text = f"train: the same rows in another order, from row {changed[0]:,} on"
+        return Difference("data", "rows", text, DATA, first_step)
+    is_one = len(changed) == 1
+    text = f"train: {'row' if is_one else f'{len(changed):,} rows:'} {_numbers(changed)} differ{'s' if is_one else ''}"
+    step = first_use(changed, plan, last_step)
+    if step is None:
+        return Difference("data", "rows", f"{text}; not used in these steps", NOTHING, first_step)
+    text = f"{text}; {'it is' if is_one else 'the first of them is'} first used in step {step:,}"
+    return Difference("data", "rows", text, DATA, step, shows_at_once=True)
 
 
-def _compare_step(firsts: Firsts, step: int, a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float) -> None:
-    if not firsts.found:
-        firsts.tolerance = max(firsts.tolerance, tolerance)
-    if a.get("skipped") or b.get("skipped"):
-        if a.get("skipped") != b.get("skipped"):
-            firsts.found.setdefault("skipped", (step, None))
-        else:
-            firsts.recorded.append(step)
-        return
-    common = a.keys() & b.keys()
-    if "loss" in common:
-        firsts.recorded.append(step)
-    if any(name in common and a[name] != b[name] for name in ("digest", "num_samples")):
-        firsts.found.setdefault("samples", (step, None))
-    for name in ("items", "lr"):
-        if name in common and a[name] != b[name]:
-            firsts.found.setdefault(name, (step, relative(a[name], b[name])))
-    for name in ("loss", "grad_norm"):
-        size = relative(a[name], b[name]) if name in common else 0.0
-        if size > tolerance:
-            firsts.found.setdefault(name, (step, size))
-        elif size and not firsts.found.keys() & {"loss", "grad_norm"}:
-            firsts.roundings.append((step, size))
-    if a.get("lr") != 0 or b.get("lr") != 0:
-        firsts.updates.append(step)
+def first_use(rows: np.ndarray, plan: Mapping[str, Any], last_step: int) -> int | None:
+    """Return the first step that uses one of these rows, up to ``last_step``; None if there is none."""
+    batches = BatchPlan(**plan)
+    for epoch in range(-(-last_step // batches.num_steps)):
+        places = np.flatnonzero(np.isin(batches.epoch(epoch).order_N, rows))
+        if len(places):
+            step = epoch * batches.num_steps + int(places[0]) // batches.batch_size + 1
+            return step if step <= last_step else None
+    return None
 
 
-def relative(a: Any, b: Any) -> float:
-    """Return the relative difference of two values; infinite if only one of them is a finite number."""
-    values = [value if is_number(value) and math.isfinite(value) else None for value in (a, b)]
-    if values[0] == values[1]:
-        return 0.0
-    if None in values:
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
-
-
-def parting_of(firsts: Firsts, a: Steps, b: Steps) -> Parting:
-    """Return where the runs part: at the first sign that is more than rounding."""
-    signs = sorted(signs_of(firsts), key=lambda sign: sign.step)
-    within = [sign for sign in signs if sign.effect is Effect.ROUNDING and sign.size <= firsts.tolerance]
-    step = next((max(sign.step, firsts.order[0]) for sign in signs if sign not in within), None)
-    found = Parting(step, signs=signs, num_steps=len(firsts.order), num_losses=len(firsts.recorded), tolerance=firsts.tolerance)
-    found.last_equal = step_before(firsts.recorded, math.inf if step is None else step)
-    if within:
-        found.rounding_step, found.rounding = within[0].step, max(size for _, size in firsts.roundings)
-    if step is not None:
-        found.values = unequal_values(a.steps[step], b.steps[step])
-        is_of_loss = not found.values.keys() & {"skipped", "num_samples", "digest"}
-        found.last_before = step_before(firsts.recorded if is_of_loss else firsts.order, step)
-        found.has_drifted = any(sign.effect is Effect.ROUNDING and sign.step == step for sign in signs if sign not in within)
+def changes_on_resume(record: LedgerRecord) -> list[tuple[int, list[Difference]]]:
+    """Return what a run changed when it was resumed: the first step that has the change, and each difference."""
+    pieces = [*stretches(record, record)]
+    found = []
+    for before, now in pairwise(pieces):
+        if changes := [*differences_between(before.starts[0], now.starts[0], now.steps[0])]:
+            found.append((now.steps[0], changes))
     return found
 
 
-def unequal_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs of a step, of what both runs have recorded."""
-    if a.get("skipped") != b.get("skipped"):
-        return {"skipped": (a.get("skipped"), b.get("skipped"))}  # one run has nothing else of it
-    names = [name for name in ("num_samples", "digest", "items", "lr", "loss", "grad_norm") if name in a and name in b]
-    return {name: (a[name], b[name]) for name in names if a[name] != b[name]}
+def _numbers(rows: np.ndarray) -> str:
+    """Name the first few of some rows."""
+    named = ", ".join(f"{row:,}" for row in rows[:MAX_NAMED].tolist())
+    return named if len(rows) <= MAX_NAMED else f"{named}, ..."
 
 
-def signs_of(firsts: Firsts) -> Iterator[Sign]:
-    """Yield the differences that no earlier one explains: other samples or another learning rate change all later losses."""
-    for name, effect in (("samples", Effect.SAMPLES), ("skipped", Effect.SKIPPED), ("lr", Effect.LR)):
-        if name in firsts.found:
-            yield Sign(effect, *firsts.found[name])
-    if firsts.roundings:
-        yield Sign(Effect.ROUNDING, *firsts.roundings[0])
-    samples, skipped, lr, items, loss, norm = map(firsts.step_of, ("samples", "skipped", "lr", "items", "loss", "grad_norm"))
-    if firsts.has_other_weights and loss == firsts.order[0]:
-        yield Sign(Effect.WEIGHTS, 0)
-        return
-    explained = min(samples, skipped + 1, lr + 1)  # from this step on
-    if items < explained:
-        yield Sign(Effect.ITEMS, *firsts.found["items"])
-        return
-    first, name = min((loss, "loss"), (norm, "grad_norm"))
-    if first < explained:
-        step, size = firsts.found[name]
-        largest = max((size for _, size in firsts.roundings), default=0.0)
-        if step == firsts.order[0]:
-            yield Sign(Effect.FORWARD if name == "loss" else Effect.BACKWARD, step, size)
-        else:
-            has_grown = step not in firsts.heads and size < JUMP * largest
-            yield Sign(Effect.ROUNDING if has_grown else Effect.UPDATE, step, size)
+def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key in dict.fromkeys([*a, *b]):
+        if a.get(key) != b.get(key):
+            yield key, (a.get(key), b.get(key))
 
 
-def judge(differences: Sequence[Difference], parting: Parting, firsts: Firsts) -> list[Cause]:
-    """Return the differences as causes, the likeliest first.
-
-    Of those that can explain the same sign, one that must show in just this step goes before one that merely could, and both
-    before code and libraries, of which nobody knows what they change.
-    """
-    real = [sign for sign in parting.signs if sign.effect is not Effect.ROUNDING or parting.has_drifted] or parting.signs
-    strengths = [[strength(difference, sign, firsts) for sign in real] for difference in differences]
-    best = [max(of_sign) for of_sign in zip(*strengths, strict=True)]
-    likely = [any(own == most > 0 for own, most in zip(row, best, strict=True)) for row in strengths]
-    found = []
-    for difference, own, is_likely in zip(differences, strengths, likely, strict=True):
-        reason = ""
-        if is_likely:
-            verdict = "likely"
-        elif any(own) or may_be_hidden(difference, parting, firsts, any(likely)):
-            verdict = "possible"
-        elif difference.effects == ROUNDING and firsts.roundings:
-            verdict = "rounding only"
-        else:
-            verdict, reason = "no sign", why_not(difference, parting, firsts)
-        cause = Cause(difference.kind, difference.text, verdict, reason, difference.key, difference.values)
-        found.append((VERDICTS.index(verdict), -max(own, default=0), cause))
-    return [cause for _, _, cause in sorted(found, key=lambda entry: entry[:2])]
+def _listed(parts: Mapping[str, tuple[Any, Any]], has_values: bool = True) -> str:
+    """Name what differs, with both values or without."""
+    named = [f"{name} {_both(values)}" if has_values else name for name, values in parts.items()]
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    return ", ".join(named[:MAX_NAMED]) + more
 
 
-def strength(difference: Difference, sign: Sign, firsts: Firsts) -> int:
-    """Return how well a difference explains a sign: 3 in just this step, 2 by its kind, 1 as code may, 0 not at all.
-
-    Micro-batches and their like may only round, as without dropout, so that they go before nothing.
-    """
-    if difference.from_step > max(sign.step, firsts.order[0]):
-        return 0
-    effects = {sign.effect} | ({Effect.FORWARD, Effect.BACKWARD} if sign.effect is Effect.UPDATE else set())
-    possible = effects & difference.effects
-    if not possible:
-        return 0
-    if not difference.is_specific:
-        return 1
-    if sign.effect in (Effect.SAMPLES, Effect.LR, Effect.SKIPPED, Effect.WEIGHTS) and not difference.is_exact:
-        return 3
-    steps = [shows_in(difference, effect, firsts) for effect in possible]
-    if any(firsts.before(sign.step) < step <= sign.step for step in steps):
-        return 3 if sign.effect is Effect.ROUNDING or Effect.ROUNDING not in difference.effects else 1
-    # Without equal bits an update may show later than it acts, and clipping acts once a gradient is large enough.
-    is_late = Effect.UPDATE in possible and (firsts.tolerance > 0 or difference.key == "train.clip_norm")
-    is_vague = sign.effect in (Effect.ITEMS, Effect.ROUNDING) and not difference.is_exact
-    return 2 if is_vague or (is_late and min(steps) < sign.step) else 0
-
-
-def shows_in(difference: Difference, effect: Effect, firsts: Firsts) -> float:
-    """Return the step in which an effect shows first: of an update, the one after it; infinite if there is none."""
-    if effect is not Effect.UPDATE or difference.is_exact:
-        return difference.from_step
-    return next((step + 1 for step in firsts.updates if step >= difference.from_step), math.inf)
-
-
-def may_be_hidden(difference: Difference, parting: Parting, firsts: Firsts, is_explained: bool) -> bool:
-    """Return whether a difference may be at work without a sign, since losses already differed when it would show."""
-    if parting.step is None or not difference.effects or difference.from_step > parting.step:
-        return False
-    if difference.effects == ROUNDING:  # as tf32 on a GPU
-        return not is_explained
-    differs_from = min(firsts.step_of("loss"), firsts.step_of("grad_norm"))
-    hidden = difference.effects & (CONTENT | UPDATE | {Effect.WEIGHTS})
-    return any(differs_from <= shows_in(difference, effect, firsts) <= firsts.order[-1] for effect in hidden)
-
-
-def why_not(difference: Difference, parting: Parting, firsts: Firsts) -> str:
-    """Say why a difference has no sign; empty if the runs do not part, or its text has said it."""
-    if difference.key is not None and not difference.effects and "(" not in difference.text:
-        return "it does not change the training"
-    if parting.step is None or not difference.effects:
-        return ""
-    if difference.from_step > parting.step:
-        return "after the runs have parted"
-    if difference.effects == RATE:
-        return "the learning rates are the same"
-    if difference.effects == ROUNDING:
-        return "it only makes rounding"
-    steps = [shows_in(difference, effect, firsts) for effect in difference.effects - RATE - ROUNDING]
-    return f"it would have shown in step {min(steps):,.0f}" if steps and min(steps) < math.inf else ""
+def _both(values: tuple[Any, Any]) -> str:
+    """Format two values; of paths in one folder, only what differs."""
+    texts = ["none" if value is None else value if isinstance(value, str) and value else plain(value) for value in values]
+    if all(isinstance(value, str) for value in values):
+        parts = [text.split("/") for text in texts]
+        shared = next((index for index, (a, b) in enumerate(zip(*parts, strict=False)) if a != b), 0)
+        texts = ["/".join(words[shared:]) for words in parts]
+    return " | ".join(cut(text, MAX_VALUE_LENGTH) for text in texts)

@@ -5,7 +5,6 @@ What is written here is how to get to a step; how a step is computed is in the s
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +40,6 @@ from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
-from hftune.replay import TOLERANCE
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
 from hftune.strategies.base import StepBatch, StepReport, Strategy
@@ -69,42 +67,6 @@ class ReplayedStep:
     samples: np.ndarray
     """Numbers of the rows in the training data, in the order of the step's micro-batches."""
     seconds: float
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How a replayed step compares with what the ledger says of it."""
-
-    loss: float
-    """Relative, as is that of the gradient norms."""
-    grad_norm: float
-    same_samples: bool
-
-    @property
-    def is_bit_equal(self) -> bool:
-        """Whether loss and gradient norm are the same numbers."""
-        return self.same_samples and self.loss == 0 and self.grad_norm == 0
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether nothing differs but rounding."""
-        return self.same_samples and max(self.loss, self.grad_norm) <= TOLERANCE
-
-
-def difference(replayed: ReplayedStep, line: Mapping[str, Any]) -> Difference:
-    """Compare a step with its line in the ledger."""
-    loss, norm = (relative(getattr(replayed, name), line.get(name)) for name in ("loss", "grad_norm"))
-    return Difference(loss, norm, replayed.digest == line.get("digest"))
-
-
-def relative(now: float, then: float | None) -> float:
-    """Return the difference of two numbers relative to the second, which is None if it was not finite: an overflow in fp16."""
-    then = math.nan if then is None else then
-    if now == then or not (math.isfinite(now) or math.isfinite(then)):
-        return 0.0
-    if not (math.isfinite(now) and math.isfinite(then)):
-        return math.inf
-    return abs(now - then) / max(abs(then), 1e-30)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def check_files(receipt: Receipt, history: History) -> Iterator[Check]:
 
 def check_chain(receipt: Receipt, record: LedgerRecord) -> Check:
     """Check that the ledger's lines follow each other, and end as the receipt says."""
-    problems = first(sentence.rstrip(".") for sentence in record.problems())
+    problems = first(sentence.rstrip(".") for sentence in record.problems)
     if record.end != receipt.end:
         problems.append(
             f"its {len(record.lines):,} lines end in {record.end[:12]}, the receipt's {receipt.num_lines:,} lines in "
@@ -97,7 +97,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def check_plan(history: History) -> Check:
     """Check that each step used the samples of its plan, at the learning rate of its recipe."""
-    proof, chain = audit(history.folder), history.ledger.problems()
+    proof, chain = audit(history.folder), history.ledger.problems
     problems = [*(sentence.rstrip(".") for sentence in proof.problems if sentence not in chain), *wrong_rates(history)]
     left_out = f", {len(proof.skipped):,} left out" if proof.skipped else ""
     return Check("plan", f"{proof.steps:,} steps{left_out}, with the samples and learning rates of the recipe", first(problems))
@@ -109,7 +109,7 @@ def wrong_rates(history: History) -> Iterator[str]:
 
     recipes: dict[int, Recipe] = {}
     for step, line in history.ledger.steps.items():
-        start = history.ledger.start_of(step)
+        start = history.ledger.starts_of[step]
         if id(start) not in recipes:
             recipe = recipes[id(start)] = history.recipe_at(step, to_run=False)
             for key, own in (("seed", recipe.seed), ("batch_size", recipe.train.batch_size)):

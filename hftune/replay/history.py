@@ -112,7 +112,7 @@ class History:
 
     def start_of(self, step: int) -> dict[str, Any]:
         """Return the line that training wrote when it last started before a step; of steps to come, the last one."""
-        return self.ledger.start_of(min(step, self.last))
+        return self.ledger.starts_of[min(step, self.last)]
 
     def is_next(self, step: int) -> bool:
         """Say whether a step is the one at which the run stopped, perhaps because its loss was not finite."""

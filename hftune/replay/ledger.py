@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftune.errors import ConfigError
 from hftune.tracking.ledger import FORMAT, NAME, NOTHING, Line, hash_of, parse_line, whole_lines
@@ -15,34 +17,27 @@ from hftune.tracking.ledger import FORMAT, NAME, NOTHING, Line, hash_of, parse_l
 class LedgerRecord:
     """A ledger as it was read. Steps that were taken again after a resume are superseded: only their last lines count."""
 
-    lines: list[Line]
+    lines: list[Line] = field(default_factory=list)
     """All that can be read, in order, superseded ones included."""
-    starts: list[Line]
+    starts: list[Line] = field(default_factory=list)
     """Where training started and resumed, in order."""
-    taken: list[Line]
+    taken: list[Line] = field(default_factory=list)
     """The lines of steps that count, in the order of the file: ascending, unless somebody has changed it."""
-    steps: dict[int, Line]
+    steps: dict[int, Line] = field(default_factory=dict)
     """The same by step; those that were left out have ``skipped``."""
-    checkpoints: dict[int, Line]
+    starts_of: dict[int, Line] = field(default_factory=dict)
+    """The start under which each step was computed as it counts."""
+    checkpoints: dict[int, Line] = field(default_factory=dict)
     """By step: the hashes of the checkpoints that belong to the steps that count."""
-    end: str
+    end: str = NOTHING
     """SHA-256 of the last line, which stands for all lines."""
-    starts_of: dict[int, Line]
-    """See ``start_of``."""
-    found: list[str]
-    """See ``problems``."""
+    problems: list[str] = field(default_factory=list)
+    """What shows that lines were changed, removed or added, as sentences. Empty if the chain is whole."""
 
-    def start_of(self, step: int) -> Line:
-        """Return the line of the start under which this step was computed as it counts.
-
-        Raises:
-            KeyError: there is no such step.
-        """
-        return self.starts_of[step]
-
-    def problems(self) -> list[str]:
-        """Return what shows that lines were changed, removed or added, as sentences. Empty if the chain is whole."""
-        return self.found
+    @property
+    def last(self) -> int:
+        """The last step that counts; 0 if there is none."""
+        return max(self.steps, default=0)
 
 
 def read_ledger(folder: str | Path) -> LedgerRecord:
@@ -56,48 +51,41 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
         raise ConfigError(f"{folder} holds no ledger.jsonl: name the output folder of a run.")
     texts = whole_lines(path)
     parsed = [parse_line(text) for text in texts]
-    lines = [line for line in parsed if line is not None]
-    starts = [line for line in lines if "after_step" in line]
-    if not starts:
+    record = LedgerRecord([line for line in parsed if line is not None], end=hash_of(texts[-1]) if texts else NOTHING)
+    record.starts = [line for line in record.lines if "after_step" in line]
+    if not record.starts:
         raise ConfigError(f"{path} does not say how a training started: no run has written it.")
-    if odd := {start.get("format") for start in starts} - {FORMAT}:
+    if odd := {start.get("format") for start in record.starts} - {FORMAT}:
         raise ConfigError(f"{path} has format {odd.pop()}, and this hftune reads format {FORMAT}: a different one wrote it.")
-    taken, checkpoints, exchanged = _counting(lines)
-    return LedgerRecord(
-        lines=lines,
-        starts=starts,
-        taken=[line for line, _ in taken],
-        steps={line["step"]: line for line, _ in taken},
-        checkpoints=checkpoints,
-        end=hash_of(texts[-1]),
-        starts_of={line["step"]: start for line, start in taken},
-        found=[*_breaks(texts, parsed), *exchanged],
-    )
+    record.problems = [*_broken_links(texts, parsed), *_count_lines(record)]
+    return record
 
 
-def _counting(lines: Sequence[Line]) -> tuple[list[tuple[Line, Line]], dict[int, Line], list[str]]:
-    """Return the lines of steps that count, each with its start; the checkpoints that belong to them, by step; and problems."""
-    start: Line = {}
-    taken: list[tuple[Line, Line]] = []
-    checkpoints: dict[int, Line] = {}
+def _count_lines(record: LedgerRecord) -> list[str]:
+    """Find the lines that count, and return a sentence for each resume from a checkpoint that was exchanged."""
     problems = []
-    for line in lines:
+    start: Line = {}
+    counting: list[tuple[Line, Line]] = []
+    for line in record.lines:
         if "after_step" in line:
             start, after = line, line["after_step"]
-            taken = [pair for pair in taken if pair[0]["step"] <= after]
-            checkpoints = {step: hashes for step, hashes in checkpoints.items() if step <= after}
+            counting = [pair for pair in counting if pair[0]["step"] <= after]
+            record.checkpoints = {step: hashes for step, hashes in record.checkpoints.items() if step <= after}
             if hashes := start.get("checkpoint"):
-                written = checkpoints.setdefault(after, hashes)  # its own line is missing if a kill came before it
+                written = record.checkpoints.setdefault(after, hashes)  # its own line is missing if a kill came before it
                 if any(written[group] != hashes[group] for group in hashes.keys() & written.keys() - {"step"}):
                     problems.append(f"Training resumed after step {after} from another checkpoint than was written there.")
         elif "step" in line:
-            taken.append((line, start))
+            counting.append((line, start))
         else:
-            checkpoints[line["checkpoint"]] = line
-    return taken, checkpoints, problems
+            record.checkpoints[line["checkpoint"]] = line
+    record.taken = [line for line, _ in counting]
+    record.steps = {line["step"]: line for line, _ in counting}
+    record.starts_of = {line["step"]: start for line, start in counting}
+    return problems
 
 
-def _breaks(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
+def _broken_links(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
     """Yield a sentence for each line that cannot be read, or does not hold the hash of the one before it."""
     before, places = NOTHING, {}
     for number, (text, line) in enumerate(zip(texts, lines, strict=True), start=1):
@@ -112,3 +100,20 @@ def _breaks(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -
                 yield f"Line {number} does not follow: line {number - 1} was changed, or a line between them was removed."
         before = hash_of(text)
         places[before] = number
+
+
+class Stretch(NamedTuple):
+    """Successive steps of two runs, each of which computed them under one start."""
+
+    steps: Sequence[int]
+    starts: tuple[Line, Line]
+
+
+def stretches(a: LedgerRecord, b: LedgerRecord) -> Iterator[Stretch]:
+    """Cut the steps that both runs have at the resumes of either, ascending."""
+    common = sorted(a.steps.keys() & b.steps.keys())
+    resumes = {start["after_step"] for run in (a, b) for start in run.starts}
+    cuts = sorted({bisect_right(common, step) for step in resumes} - {0, len(common)})
+    for begin, end in pairwise([0, *cuts, len(common)]):
+        if begin < end:
+            yield Stretch(common[begin:end], (a.starts_of[common[begin]], b.starts_of[common[begin]]))

@@ -10,28 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from hftune.replay.intervals import FEWEST_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
+from hftune.replay.intervals import MIN_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
+from hftune.replay.ledger import LedgerRecord
 from hftune.replay.metrics_log import is_number
 from hftune.replay.run_record import RunRecord, mapping
-from hftune.replay.traces import Trace, are_unequal
 from hftune.tracking.jsonl import lines_of
 
-STRETCHES = 8
-"""Into which the training losses are cut to be read beside each other."""
+MAX_STRETCHES = 8
+"""Into how many stretches the training losses are cut to be read beside each other."""
 IDENTITY = (
-    "index",
-    "label",
-    "text",
-    "text_pair",
-    "source",
-    "target",
-    "title",
-    "anchor",
-    "positive",
-    "tagged",
-    "score",
-    "prompt",
-    "answer",
+    *("index", "label", "text", "text_pair", "source", "target", "title", "anchor", "positive", "tagged"),
+    *("score", "prompt", "answer"),
 )
 """Fields of predictions.jsonl that say which sample a row is of."""
 NOT_MEASURES = {
@@ -47,29 +36,29 @@ class TrainingLoss:
     """The losses of the steps that two runs have in common."""
 
     first_step: int
-    """Of those that the interval is of: after the first 20 % of all, and not before the runs part."""
+    """The first that counts for the mean: after 20 % of all, and not before the runs diverge."""
     last_step: int
     mean: float
     """Of the differences, B less A."""
     interval: Interval | None
-    """None of too few steps, see ``of_steps``."""
+    """None with too few steps, see ``of_steps``."""
     is_paired: bool
     """Whether both runs took the same samples in every step, as with the same seed, batch size and data."""
-    num_without: int = 0
-    """Steps that are left out since a loss is not finite."""
+    num_not_finite: int = 0
+    """Steps that do not count since a loss is not finite."""
     stretches: list[tuple[int, int, float, float]] = field(default_factory=list)
     """First and last step, and the mean loss of A and of B."""
 
 
 @dataclass(frozen=True)
-class Measure:
+class PairedMetric:
     """A metric of the last evaluation, from the rows of both runs."""
 
     name: str
     a: float
     b: float
     interval: Interval | None
-    """Of the paired difference, B less A; None of fewer than 10 rows."""
+    """Of the paired difference, B less A; None with fewer than 10 rows."""
     won: int | None = None
     """Rows that only B has right, of classes."""
     lost: int | None = None
@@ -78,18 +67,17 @@ class Measure:
     """Of McNemar's exact test."""
 
     @property
-    def is_shown(self) -> bool:
-        """Whether it shows a difference."""
+    def is_significant(self) -> bool:
         if self.p_value is not None:
             return self.p_value < 0.05
-        return self.interval is not None and self.interval.is_shown
+        return self.interval is not None and self.interval.is_significant
 
 
 @dataclass
-class Evaluation:
+class PairedEvaluation:
     """The last evaluations of two runs, row by row."""
 
-    measures: list[Measure] = field(default_factory=list)
+    metrics: list[PairedMetric] = field(default_factory=list)
     num_rows: int = 0
     steps: tuple[int | None, int | None] = (None, None)
     """After which each was made."""
@@ -97,25 +85,24 @@ class Evaluation:
     """Why the rows cannot be paired."""
 
 
-def training_loss(a: Trace, b: Trace) -> TrainingLoss | None:
+def training_loss(a: LedgerRecord, b: LedgerRecord) -> TrainingLoss | None:
     """Compare the losses of the common steps; None if there are none."""
-    common = [step for step in sorted(a.steps.keys() & b.steps.keys()) if all("loss" in run.steps[step] for run in (a, b))]
-    steps = [step for step in common if is_finite(a.steps[step]["loss"]) and is_finite(b.steps[step]["loss"])]
-    if not steps:
+    pairs = [(a.steps[step], b.steps[step]) for step in sorted(a.steps.keys() & b.steps.keys())]
+    computed = [pair for pair in pairs if all("loss" in line for line in pair)]
+    finite = [pair for pair in computed if all(is_finite(line["loss"]) for line in pair)]
+    if not finite:
         return None
-    losses = np.array([[run.steps[step]["loss"] for step in steps] for run in (a, b)])
+    steps, losses = [one["step"] for one, _ in finite], np.array([[line["loss"] for line in pair] for pair in finite]).T
     differences = losses[1] - losses[0]
     start = first_of_interval(differences) or 0
-    pieces = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
+    pieces = np.array_split(np.arange(len(steps)), min(MAX_STRETCHES, len(steps)))
     return TrainingLoss(
         first_step=steps[start],
         last_step=steps[-1],
         mean=float(differences[start:].mean()),
         interval=of_steps(differences),
-        is_paired=all(
-            "digest" in a.steps[step] and a.steps[step]["digest"] == b.steps[step].get("digest") for step in steps[start:]
-        ),
-        num_without=len(common) - len(steps),
+        is_paired=all(one["digest"] == other["digest"] for one, other in finite[start:]),
+        num_not_finite=len(computed) - len(finite),
         stretches=[(steps[piece[0]], steps[piece[-1]], *map(float, losses[:, piece].mean(1))) for piece in pieces],
     )
 
@@ -124,17 +111,17 @@ def is_finite(value: Any) -> bool:
     return is_number(value) and math.isfinite(value)
 
 
-def evaluation(a: RunRecord, b: RunRecord) -> Evaluation:
+def evaluation(a: RunRecord, b: RunRecord) -> PairedEvaluation:
     """Pair the rows of the last evaluations."""
-    found = Evaluation(steps=(last_evaluation(a), last_evaluation(b)))
+    found = PairedEvaluation(steps=(_last_evaluation(a), _last_evaluation(b)))
     digests = [mapping(mapping(run.facts.get("data")).get("eval")).get("digest") for run in (a, b)]
-    if are_unequal(*digests):
+    if None not in digests and digests[0] != digests[1]:
         found.reason = "the evaluation data differ"
         return found
     values: dict[str, list[tuple[float, float]]] = {}
     for row_a, row_b in zip_longest(*(lines_of(run.folder / "predictions.jsonl") for run in (a, b))):
         if row_a is None or row_b is None:
-            found.reason = "one evaluation has more rows than the other" if found.num_rows else missing_rows(a, b)
+            found.reason = "one evaluation has more rows than the other" if found.num_rows else _missing_rows(a, b)
             return found
         if any(row_a[name] != row_b[name] for name in IDENTITY if name in row_a and name in row_b):
             found.reason = f"row {found.num_rows} of predictions.jsonl is of another sample"
@@ -144,14 +131,12 @@ def evaluation(a: RunRecord, b: RunRecord) -> Evaluation:
         for name in one.keys() & other.keys():
             values.setdefault(name, []).append((one[name], other[name]))
     if not found.num_rows:
-        found.reason = missing_rows(a, b)
-    complete = {name: np.array(pairs) for name, pairs in values.items() if len(pairs) == found.num_rows}
-    found.measures = [measure(name, complete[name]) for name in sorted(complete)]
+        found.reason = _missing_rows(a, b)
+    found.metrics = [_metric(name, np.array(pairs)) for name, pairs in sorted(values.items()) if len(pairs) == found.num_rows]
     return found
 
 
-def missing_rows(a: RunRecord, b: RunRecord) -> str:
-    """Say which run has no predictions."""
+def _missing_rows(a: RunRecord, b: RunRecord) -> str:
     without = [run.name for run in (a, b) if not (run.folder / "predictions.jsonl").is_file()]
     return f"{' and '.join(without)} {'have' if len(without) > 1 else 'has'} no predictions.jsonl" if without else "no rows"
 
@@ -171,16 +156,14 @@ def measures_of(row: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def measure(name: str, values_N2: np.ndarray) -> Measure:
-    """Compare a metric of paired rows."""
+def _metric(name: str, values_N2: np.ndarray) -> PairedMetric:
     a, b = values_N2.mean(0).tolist()
-    interval = of_independent(values_N2[:, 1] - values_N2[:, 0], FEWEST_ROWS)
+    interval = of_independent(values_N2[:, 1] - values_N2[:, 0], MIN_ROWS)
     if name != "accuracy":
-        return Measure(name, a, b, interval)
+        return PairedMetric(name, a, b, interval)
     won, lost = (int((values_N2[:, column] > values_N2[:, 1 - column]).sum()) for column in (1, 0))
-    return Measure(name, a, b, interval, won, lost, mcnemar(won, lost))
+    return PairedMetric(name, a, b, interval, won, lost, mcnemar(won, lost))
 
 
-def last_evaluation(run: RunRecord) -> int | None:
-    """Return the step of the last evaluation."""
+def _last_evaluation(run: RunRecord) -> int | None:
     return max((step for key, curve in run.log.curves.items() if key.startswith("eval/") for step in curve.steps), default=None)

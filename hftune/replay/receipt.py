@@ -87,7 +87,7 @@ def make_receipt(folder: Path) -> Receipt:
     record = read_ledger(folder)
     if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} has no result.json: the run has not finished. Let it finish, or resume it, first.")
-    if problems := record.problems():
+    if problems := record.problems:
         raise ConfigError(f"The ledger of {folder} was changed after the run. {' '.join(problems)}")
     receipt = Receipt(
         exports=export_hashes(folder),

@@ -26,12 +26,13 @@ from hftune.data.row_hashes import read_rows, row_hashes
 from hftune.distributed.consistency import fingerprint
 from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
-from hftune.replay.engine import ReplayedStep, Replayer, difference
+from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.file_checks import Check, exported, first
 from hftune.replay.history import History
 from hftune.replay.receipt import Hashes, Receipt, intact_checkpoints, path_of
 from hftune.replay.segments import Segment, segments_between
 from hftune.replay.speed_limit import SpeedLimit
+from hftune.replay.tolerance import difference
 from hftune.tracking.console import hide_progress_bars, one_line
 from hftune.tracking.hardware import hardware
 
@@ -281,7 +282,7 @@ class Verification:
             "packages": own["packages"],
         }
         # A run that was resumed may have computed parts of a segment elsewhere.
-        starts = {id(start): start for start in map(ledger.start_of, range(segment.start + 1, segment.end + 1))}
+        starts = {id(start): start for start in map(ledger.starts_of.__getitem__, range(segment.start + 1, segment.end + 1))}
         equal = all(start.get(key) == value for start in starts.values() for key, value in here.items())
         return equal and strategy.device.type == "cpu"
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hftune.replay.compared import Comparison, compare
-from hftune.replay.differences import Cause
-from hftune.replay.intervals import FEWEST_SEEDS, Interval
+from hftune.replay.comparison import Comparison, compare
+from hftune.replay.differences import Difference
+from hftune.replay.intervals import MIN_SEEDS, Interval
 from hftune.replay.metrics_log import is_number
 from hftune.replay.run_record import RunRecord, flat
 from hftune.replay.sentences import (
+    divergence_sentences,
+    divergence_step,
     evaluation_sentence,
     kinds_sentences,
     mean_and_deviation,
-    measure_reading,
     method_reading,
-    parting_sentences,
-    parting_step,
+    metric_reading,
     plus_minus,
     training_sentence,
 )
@@ -46,7 +46,7 @@ def several_runs(runs: Sequence[RunRecord], are_selected: bool = False) -> Html:
     compared = compare(runs)
     sections = [
         comparison_section(runs),
-        partings_section(compared),
+        divergences_section(compared),
         chance_section(compared),
         None if are_selected else seeds_section(compared),
         curves_section(runs),
@@ -90,30 +90,30 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
     return section("Results", table(head, rows, class_="rows all"))
 
 
-def partings_section(compared: Comparison) -> Section | None:
-    """Return where the runs part from the first, and why."""
+def divergences_section(compared: Comparison) -> Section | None:
+    """Return where the runs diverge from the first, and why."""
     if len(compared.pairs) > 1:
-        head = ["run", "parts in step", "verdict", "kind", "difference"]
+        head = ["run", "diverges in step", "verdict", "kind", "difference"]
         rows = [
-            [pair.b, Figure(escape(parting_step(pair.parting))), *(verdict(cause) if cause else [None, None, None])]
+            [pair.b, Figure(escape(divergence_step(pair.divergence))), *(verdict(cause) if cause else [None, None, None])]
             for pair in compared.pairs
-            for cause in [cause for cause in pair.parting.causes if cause.is_likely] or [None]
+            for cause in [cause for cause in pair.divergence.causes if cause.is_likely] or [None]
         ]
         note = f"Each run beside {compared.pairs[0].a}, with the likely causes. hftune compare shows two runs in full."
-        return section("Where the runs part", table(head, rows, class_="rows"), remarks(compared), note=note)
+        return section("Where the runs diverge", table(head, rows, class_="rows"), remarks(compared), note=note)
     (pair,) = compared.pairs
-    causes = [verdict(cause) for cause in pair.parting.causes]
+    causes = [verdict(cause) for cause in pair.divergence.causes]
     return section(
-        "Where the runs part",
-        element("p", parting_sentences(pair.parting)),
+        "Where the runs diverge",
+        element("p", divergence_sentences(pair.divergence)),
         table(["verdict", "kind", "difference"], causes, class_="rows") if causes else None,
-        *(element("p", sentence, class_="note") for sentence in kinds_sentences(pair.parting)),
+        *(element("p", sentence, class_="note") for sentence in kinds_sentences(pair.divergence)),
         remarks(compared),
         note=f"A is {pair.a}, B is {pair.b}.",
     )
 
 
-def verdict(cause: Cause) -> list[Any]:
+def verdict(cause: Difference) -> list[Any]:
     """Return the cells of a cause."""
     mark = element("span", cause.verdict, class_="mark" if cause.is_likely else None)
     reason = [" ", element("span", f"({cause.reason})", class_="none")] if cause.reason else []
@@ -141,11 +141,13 @@ def chance_section(compared: Comparison) -> Section | None:
         return None
     (pair,) = compared.pairs
     rows = [
-        [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), measure_reading(one)]
-        for one in pair.evaluation.measures
+        [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), metric_reading(one)]
+        for one in pair.evaluation.metrics
     ]
     loss = (
-        [element("p", with_sign(training_sentence(pair.training)))] if pair.training and pair.parting.step is not None else []
+        [element("p", with_sign(training_sentence(pair.training)))]
+        if pair.training and pair.divergence.step is not None
+        else []
     )
     rows_of = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows") if rows else None
     if not loss and rows_of is None:
@@ -172,7 +174,7 @@ def seeds_section(compared: Comparison) -> Section | None:
         "Over the seeds",
         table(["recipe", "seeds", *(title_of(f"eval/{name}") for name in names)], rows, class_="rows"),
         titled(f"Less {compared.methods[0].name}", table(head, differences, class_="rows")) if differences else None,
-        note=f"Mean, and deviation in brackets. An interval takes {FEWEST_SEEDS} seeds of each.",
+        note=f"Mean, and deviation in brackets. An interval takes {MIN_SEEDS} seeds of each.",
     )
 
 

@@ -380,6 +380,13 @@ def table(rows: Mapping[str, Any], total_width: int | None = None) -> str:
     return "\n".join(f"  {name:<{width}}  {wrapped(value)}" for name, value in rows.items())
 
 
+def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
+    """Return a line for each row, with its cells in columns two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = str.rjust if right else str.ljust
+    return ["  " + "  ".join(map(pad, row, widths)).rstrip() for row in rows]
+
+
 def printed_width() -> int | None:
     """Return the width of the terminal that stdout is; None if it is none."""
     return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hftune import __version__
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
-from hftune.tracking.console import duration, is_number, note, one_line, printed_width, short, table
+from hftune.tracking.console import aligned, duration, is_number, note, one_line, printed_width, short, table
 from hftune.tracking.facts import Facts
 
 MOST_LABELS = 10
@@ -86,12 +86,7 @@ def metric_table(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
     for name in names:
         values = (metrics.get(name) for metrics in evaluations.values())
         cells.append([name, *(short(value) if is_number(value) else "" for value in values)])
-    return "\n".join("  " + "  ".join(map(str.ljust, row, column_widths(cells))).rstrip() for row in cells)
-
-
-def column_widths(cells: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column."""
-    return [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(aligned(cells))
 
 
 def best_and_last(lines: Iterable[Mapping[str, Any]], best_step: int, last_step: int) -> dict[str, dict[str, Any]]:

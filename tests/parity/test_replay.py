@@ -11,11 +11,11 @@ import torch
 
 from hftune import ConfigError, cli
 from hftune.models import scored_head
-from hftune.replay import TOLERANCE
 from hftune.replay.earlier_weights import batch_loss
-from hftune.replay.engine import Replayer, difference
+from hftune.replay.engine import Replayer
 from hftune.replay.history import Change, History
 from hftune.replay.samples import look_inside
+from hftune.replay.tolerance import TOLERANCE, difference
 from tests.support.runs import FSDP, SMALL, Command, train_on
 
 STEPS = (

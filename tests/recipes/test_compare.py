@@ -6,7 +6,7 @@ import pytest
 
 from hftune import cli
 from hftune.data.demo import reviews
-from hftune.replay.compared import compare
+from hftune.replay.comparison import compare
 from hftune.replay.run_record import read_run
 from tests.support.runs import SMALL, train_on
 
@@ -20,7 +20,7 @@ PLANTED = {
     "eps": (3, "recipe", "train.eps: 1e-08 | 1e-06"),
     "processes": (None, "processes", "processes 1 | 2"),
 }
-"""What is planted: the step at which it parts the run, and what is named."""
+"""What is planted: the step at which the run diverges, and what is named."""
 
 
 def write(path, rows):
@@ -73,16 +73,16 @@ def pair(runs, a, b):
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_cause_is_named_first(runs, name):
     step, kind, text = PLANTED[name]
-    parting = pair(runs, "micro_batches" if name == "processes" else "base", name).parting
-    first, *others = parting.causes
+    divergence = pair(runs, "micro_batches" if name == "processes" else "base", name).divergence
+    first, *others = divergence.causes
     assert (first.kind, first.verdict) == (kind, "likely") and first.text.startswith(text)
     assert not any(cause.is_likely for cause in others)
-    assert parting.step == (step if name != "row" else int(first.text.rpartition(" ")[2]))
+    assert divergence.step == (step if name != "row" else int(first.text.rpartition(" ")[2]))
 
 
 def test_changed_code_file_is_named_first(runs):
-    parting = pair(runs, "own", "code").parting
-    assert (parting.step, parting.causes[0].kind, parting.causes[0].text, parting.causes[0].verdict) == (
+    divergence = pair(runs, "own", "code").divergence
+    assert (divergence.step, divergence.causes[0].kind, divergence.causes[0].text, divergence.causes[0].verdict) == (
         3,
         "code",
         "mine.py",
@@ -92,10 +92,10 @@ def test_changed_code_file_is_named_first(runs):
 
 def test_equal_runs_are_equal_to_the_bit_and_processes_differ_by_rounding_alone(runs):
     found = pair(runs, "base", "same")
-    assert found.parting.step is None and found.parting.causes == [] and found.parting.num_steps == 8
+    assert found.divergence.step is None and found.divergence.causes == [] and found.divergence.num_steps == 8
     assert found.training.mean == 0 and found.training.is_paired
-    assert all(one.a == one.b and one.interval.half_width == 0 for one in found.evaluation.measures)
-    rounded = pair(runs, "micro_batches", "processes").parting
+    assert all(one.a == one.b and one.interval.half_width == 0 for one in found.evaluation.metrics)
+    rounded = pair(runs, "micro_batches", "processes").divergence
     assert rounded.step is None and 0 < rounded.rounding < 1e-6
 
 
@@ -110,11 +110,11 @@ def test_command_prints_it_and_its_json_parses(runs, capsys):
     assert f"git bisect run hftune bisect-step {runs['own'].folder} --step 3" in capsys.readouterr().out
     assert cli.main(["compare", *(str(runs[name].folder) for name in ("base", "lr", "seed")), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [pair["parting"]["causes"][0]["key"] for pair in found["pairs"]] == ["train.lr", "seed"]
+    assert [pair["divergence"]["causes"][0]["name"] for pair in found["pairs"]] == ["train.lr", "seed"]
 
 
 def test_keys_that_changed_on_a_resume_are_told(runs, capsys):
     assert cli.main(["compare", str(runs["base"].folder), str(runs["resumed"].folder)]) == 0
     said = capsys.readouterr().out
     assert "from step 6 on, after a resume: train.lr: 0.001 -> 0.0005" in said
-    assert "Equal to the bit up to step 5. They part in step 6: learning rate" in said
+    assert "Equal to the bit up to step 5. They diverge in step 6: learning rate" in said

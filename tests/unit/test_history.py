@@ -256,7 +256,8 @@ def test_two_replays_of_one_step_have_folders_of_their_own(tmp_path):
 
 
 def test_gradient_norm_that_overflowed_in_fp16_is_null_in_the_ledger_and_equals_one_that_does_here():
-    from hftune.replay.engine import ReplayedStep, difference
+    from hftune.replay.engine import ReplayedStep
+    from hftune.replay.tolerance import difference
 
     line = {**RESULTS, "step": 3, "grad_norm": None}
     step = ReplayedStep(3, 0, 2, 1.0, math.inf, 0.1, 8.0, 8, "x", np.arange(8), 0.1)

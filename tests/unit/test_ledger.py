@@ -50,7 +50,7 @@ def texts(folder):
 
 def rewritten(folder, lines):
     (folder / "ledger.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    return read_ledger(folder).problems()
+    return read_ledger(folder).problems
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def test_each_line_holds_the_hash_of_the_one_before_and_numbers_are_exact(whole)
         assert json.loads(text)["prev"] == before
         before = sha256(text).hexdigest()
     record = read_ledger(whole)
-    assert (record.problems(), record.end) == ([], before)
+    assert (record.problems, record.end) == ([], before)
     assert record.steps[4]["loss"] == 0.1 + 4 / 7 and record.steps[3]["grad_norm"] == 1 / 3
-    assert record.checkpoints[3]["model"] == "a" * 64 and record.start_of(6) is record.starts[0]
+    assert record.checkpoints[3]["model"] == "a" * 64 and record.starts_of[6] is record.starts[0]
 
 
 def test_lines_are_those_of_json_with_null_for_what_it_does_not_have(tmp_path):
@@ -93,12 +93,12 @@ def test_a_resume_adds_lines_and_says_which_ones_count(whole):
     ledger.close()
     assert (whole / "ledger.jsonl").read_bytes().startswith(before)
     record = read_ledger(whole)
-    assert record.problems() == [] and [*record.steps] == [1, 2, 3, 4, 5] and [*record.checkpoints] == [3, 4]
+    assert record.problems == [] and [*record.steps] == [1, 2, 3, 4, 5] and [*record.checkpoints] == [3, 4]
     assert [start["after_step"] for start in record.starts] == [0, 3]
     assert (record.steps[3]["loss"], record.steps[4]["loss"]) == (0.1 + 3 / 7, 0.3 + 4 / 7)
-    assert record.start_of(3) is record.starts[0] and record.start_of(4) is record.starts[1]
+    assert record.starts_of[3] is record.starts[0] and record.starts_of[4] is record.starts[1]
     with pytest.raises(KeyError):
-        record.start_of(6)
+        record.starts_of[6]
     found = audit(whole)
     assert (found.problems, found.steps, found.repeated, found.lines, found.end) == ([], 5, 3, 12, record.end)
 
@@ -107,7 +107,7 @@ def test_a_resume_adds_lines_and_says_which_ones_count(whole):
 def test_what_a_power_failure_left_of_a_line_is_cut_off(whole, torn):
     before = (whole / "ledger.jsonl").read_bytes()
     (whole / "ledger.jsonl").write_bytes(before + torn)
-    assert read_ledger(whole).problems() == [] and read_ledger(whole).end == sha256(texts(whole)[7]).hexdigest()
+    assert read_ledger(whole).problems == [] and read_ledger(whole).end == sha256(texts(whole)[7]).hexdigest()
     take(begin(whole, 6), 7)
     assert (whole / "ledger.jsonl").read_bytes().startswith(before + b'{"format": 2, "after_step": 6, ')
     assert audit(whole).problems == [] and audit(whole).steps == 7
@@ -117,7 +117,7 @@ def test_a_whole_line_is_never_cut_off_whatever_it_says(whole):
     before = (whole / "ledger.jsonl").read_bytes() + b'{"of": "a newer version"}\n'
     (whole / "ledger.jsonl").write_bytes(before)
     begin(whole, 6)
-    assert (whole / "ledger.jsonl").read_bytes().startswith(before) and read_ledger(whole).problems() == [
+    assert (whole / "ledger.jsonl").read_bytes().startswith(before) and read_ledger(whole).problems == [
         "Line 9 cannot be read."
     ]
 
@@ -126,7 +126,7 @@ def test_checkpoint_whose_line_a_kill_prevented_is_known_from_the_start_that_res
     hashes = {"step": 6, "model": "d" * 64, "optimizer": "e" * 64}
     take(begin(whole, 6, checkpoint=hashes), 7)
     record = read_ledger(whole)
-    assert record.problems() == [] and record.checkpoints[6]["model"] == "d" * 64
+    assert record.problems == [] and record.checkpoints[6]["model"] == "d" * 64
 
 
 def test_checkpoint_that_was_exchanged_before_a_resume_is_found(whole):

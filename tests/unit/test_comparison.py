@@ -1,47 +1,54 @@
-"""Comparisons from folders: metrics and rows in pairs, seeds, what old folders lack, and what hftune compare prints and refuses."""
+"""Comparisons from folders: metrics and rows in pairs, seeds, what is missing, and what hftune compare prints and refuses."""
 
 import json
 
 import numpy as np
 import pytest
+import yaml
 
 from hftune import cli
-from hftune.replay.compared import compare
+from hftune.replay.comparison import compare
 from hftune.replay.paired import measures_of
 from hftune.replay.run_record import read_run, run_names
 from hftune.reporting.charts import loss_difference
 from hftune.reporting.page import page
+from hftune.tracking.ledger import Ledger
+
+FACTS = {"world_size": 1, "strategy": "DataParallel", "plan": {"num_samples": 40, "batch_size": 4, "seed": 1}}
 
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_ledger(folder, losses, *changes, **facts):
+    """A ledger with a start, another one before each of the first steps that has changes, and the losses of the steps."""
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    ledger = Ledger(folder / "ledger.jsonl")
+    for step, changed in enumerate([{}, *changes]):
+        ledger.begin(step, {**FACTS, "recipe": recipe, **facts, **changed})
+        for number, loss in enumerate(losses[step : None if step == len(changes) else step + 1], start=step + 1):
+            place = divmod(number - 1, 10)
+            ledger.note(number, *place, num_samples=4, digest=f"{number}", loss=loss, grad_norm=1.0, lr=1e-3, items=4.0)
+    ledger.close()
+
+
 @pytest.fixture
 def make_run(tmp_path):
-    """Return a function that writes the folder of a run as an early hftune left it: without a ledger."""
+    """Return a function that writes the folder of a run."""
 
     def make(name, recipe="", losses=None, rows=(), accuracy=None, **facts):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "recipe.yaml").write_text(f"recipe: demo\n{recipe}")
         losses = [1.0 / step for step in range(1, 11)] if losses is None else losses
-        lines = [
-            {
-                "step": step,
-                "epoch": step / 4,
-                "train/loss": loss,
-                "train/loss_step": loss,
-                "train/lr": 1e-3,
-                "train/grad_norm": 1.0,
-            }
-            for step, loss in enumerate(losses, start=1)
-        ]
+        lines = [{"step": step, "epoch": step / 4, "train/loss": loss} for step, loss in enumerate(losses, start=1)]
         if accuracy is not None:
             lines.append({"step": len(losses), "epoch": 1.0, "eval/loss": 1 - accuracy, "eval/accuracy": accuracy})
         write_lines(folder / "metrics.jsonl", lines)
         write_lines(folder / "predictions.jsonl", rows)
-        (folder / "run.json").write_text(json.dumps(facts))
+        if losses:
+            write_ledger(folder, losses, **facts)
         return folder
 
     return make
@@ -49,6 +56,11 @@ def make_run(tmp_path):
 
 def compared(*folders):
     return compare([read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)])
+
+
+def said_of(capsys, *folders):
+    assert cli.main(["compare", *map(str, folders)]) == 0
+    return capsys.readouterr().out
 
 
 def refused(capsys, *folders):
@@ -69,29 +81,30 @@ def predictions(right, num_rows=40):
     ]
 
 
-def test_folders_without_ledgers_are_compared_by_their_logs_and_it_is_said(make_run, capsys):
-    versions = {"torch": "2.13.0"}
-    a = make_run("a", "train: {lr: 0.001}\n", versions=versions, processes=1)
-    b = make_run("b", "train: {lr: 0.002}\n", [1.0, 0.5, 0.4, *[0.1] * 7], versions={"torch": "2.14.0"}, processes=1)
-    assert cli.main(["compare", str(a), str(b)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "note: a has no ledger: samples, code and hardware are not compared; losses are the 10 that metrics.jsonl has, up to step 10."
-        in said
-    )
-    assert (
-        "Equal to the bit up to step 2. They part in step 3: loss 0.33333 | 0.4 (1.7e-1; rounding would be below 2e-6)." in said
-    )
+def test_two_runs_are_described(make_run, capsys):
+    a = make_run("a", "train: {lr: 0.001}\n", packages={"torch": "2.13.0"})
+    b = make_run("b", "train: {lr: 0.002}\n", [1.0, 0.5, 0.4, *[0.1] * 7], packages={"torch": "2.14.0"})
+    said = said_of(capsys, a, b)
+    assert "Equal to the bit up to step 2. They diverge in step 3: loss 0.33333 | 0.4 (1.7e-1; rounding would be" in said
     assert "likely   versions  torch 2.13.0 | 2.14.0" in said
     assert "no sign  recipe    train.lr: 0.001 | 0.002 (the learning rates are the same)" in said
-    assert "Not recorded: data, code, hardware." in said and "bisect" not in said
+    assert "The same in both: data, code, hardware, processes." in said
+    assert f"git bisect run hftune bisect-step {a} --step 3" in said
+
+
+def test_folder_without_a_ledger_is_compared_in_its_evaluations_and_it_is_said(make_run, capsys):
+    a, b = (make_run(name, rows=predictions({1})) for name in "ab")
+    (a / "ledger.jsonl").unlink()
+    said = said_of(capsys, a, b)
+    assert f"note: The steps of a are not compared: {a} holds no ledger.jsonl" in said
+    assert "The runs have no step in common." in said and "40 rows in pairs" in said and "bisect" not in said
 
 
 def test_rows_are_paired_by_sample(make_run):
     (pair,) = compared(make_run("a", rows=predictions({*range(20)})), make_run("b", rows=predictions({*range(5, 34)}))).pairs
-    accuracy, loss = pair.evaluation.measures
+    accuracy, loss = pair.evaluation.metrics
     assert (accuracy.name, accuracy.a, accuracy.b, accuracy.won, accuracy.lost) == ("accuracy", 0.5, 0.725, 14, 5)
-    assert accuracy.p_value == pytest.approx(0.0636, abs=1e-4) and not accuracy.is_shown
+    assert accuracy.p_value == pytest.approx(0.0636, abs=1e-4) and not accuracy.is_significant
     assert loss.interval.mean == pytest.approx(0.01 * 9 / 40) and pair.evaluation.num_rows == 40
 
 
@@ -105,14 +118,14 @@ def test_rows_are_paired_by_sample(make_run):
 )
 def test_rows_of_other_samples_are_not_paired(make_run, rows, reason):
     (pair,) = compared(make_run("a", rows=predictions({1}) if rows else ()), make_run("b", rows=rows)).pairs
-    assert (pair.evaluation.measures, pair.evaluation.reason) == ([], reason)
+    assert (pair.evaluation.metrics, pair.evaluation.reason) == ([], reason)
 
 
 def test_training_loss_gets_an_interval_from_60_steps_on(make_run, capsys):
     noise = np.random.default_rng(0).normal(0, 0.1, (2, 200))
-    a, b = make_run("a", losses=[*map(float, 2 + noise[0])]), make_run("b", losses=[*map(float, 1.8 + noise[1])])
-    assert cli.main(["compare", str(a), str(b)]) == 0
-    said = capsys.readouterr().out
+    said = said_of(
+        capsys, make_run("a", losses=[*map(float, 2 + noise[0])]), make_run("b", losses=[*map(float, 1.8 + noise[1])])
+    )
     assert "Training loss, B less A, steps 41 to 200: -0.2" in said and "8 batch means, of these two runs alone" in said
     assert "): B is lower." in said and "  steps 1 to 25" in said
 
@@ -164,15 +177,16 @@ def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
         and accuracy.mean == pytest.approx(0.04)
         and accuracy.interval.half_width == pytest.approx(0.0248, abs=1e-4)
     )
-    assert cli.main(["compare", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
+    said = said_of(capsys, *folders)
     assert "B: train.lr=0.2  accuracy  +0.040 +- 0.025  paired by seed: higher" in said
     (unpaired,) = [
         one
         for one in compared(*folders[:5], make_run("x", "seed: 9\ntrain: {lr: 0.2}\n", accuracy=0.83)).method_differences
         if one.metric == "accuracy"
     ]
-    assert not unpaired.is_paired and not unpaired.interval.is_shown  # without pairs the same differences drown in the seeds'
+    assert (
+        not unpaired.is_paired and not unpaired.interval.is_significant
+    )  # without pairs the same differences drown in the seeds'
     assert "Over the seeds" in page(folders)
 
 
@@ -183,12 +197,9 @@ def test_best_of_more_runs_have_no_means_over_their_seeds(make_run):
 
 def test_change_of_hardware_on_the_way_leaves_a_seed_in_its_method(make_run):
     folders = [make_run(f"s{seed}", f"seed: {seed}\ntrain: {{lr: 1.0}}\n", accuracy=0.5) for seed in (1, 2, 3)]
-    start = {"format": 2, "world_size": 1, "plan": {}, "prev": "0" * 64}
-    for folder, now in zip(folders, ({"hardware": {"cpu": "b"}}, {"recipe": {"train": {"lr": 2.0}}}, {}), strict=True):
-        known = {"hardware": {"cpu": "a"}, "recipe": {"train": {"lr": 1.0}}}
-        starts = [{"after_step": 0, **start, **known}, {"after_step": 1, **start, **known, **now}]
-        lines = [{"step": step, "epoch": 0, "step_in_epoch": step - 1} for step in (1, 2)]
-        write_lines(folder / "ledger.jsonl", [starts[0], lines[0], starts[1], lines[1]])
+    for folder, change in zip(folders, ({"hardware": {"cpu": "b"}}, {"recipe": {"train": {"lr": 2.0}}}, {}), strict=True):
+        (folder / "ledger.jsonl").unlink()
+        write_ledger(folder, [1.0, 0.5], change)
     found = compared(*folders)
     assert [len(run.changes) for run in found.runs] == [1, 1, 0]
     assert [method.runs for method in found.methods] == [["s1", "s3"], ["s2"]]
@@ -197,31 +208,28 @@ def test_change_of_hardware_on_the_way_leaves_a_seed_in_its_method(make_run):
 def test_run_without_a_common_step_does_not_count_as_equal(make_run, capsys):
     folders = [make_run("a"), make_run("b"), make_run("none", losses=[])]
     (folders[1] / "result.json").write_text('{"steps": 10}')
-    assert cli.main(["compare", *map(str, folders)]) == 0
-    first, second, *_ = (lines := capsys.readouterr().out.splitlines())
+    first, second, *_ = (lines := said_of(capsys, *folders).splitlines())
     assert first.endswith("not finished") and not second.endswith("not finished")
     assert [line.split("  ")[2] for line in lines if line.startswith(("  2  ", "  3  "))][2:4] == ["never", "no common step"]
 
 
-def test_losses_that_are_not_finite_are_left_out_and_it_is_said(make_run, capsys):
+def test_losses_that_are_not_finite_do_not_count_and_it_is_said(make_run, capsys):
     a, b = make_run("a", losses=[1.0] * 100), make_run("b", losses=[1.5] * 90 + [float("nan")] * 10)
-    assert cli.main(["compare", str(a), str(b)]) == 0
-    assert "steps 19 to 90 without the 10 whose loss is not finite: +0.5" in capsys.readouterr().out
+    assert "steps 19 to 90 without the 10 whose loss is not finite: +0.5" in said_of(capsys, a, b)
 
 
 def test_two_seeds_are_not_enough(make_run, capsys):
     folders = [
         make_run(f"{lr}-{seed}", f"seed: {seed}\ntrain: {{lr: {lr}}}\n", accuracy=0.5) for lr in (0.1, 0.2) for seed in (1, 2)
     ]
-    assert cli.main(["compare", *map(str, folders)]) == 0
-    assert "An interval over the seeds takes 3 of each: A has 2, B has 2." in capsys.readouterr().out
+    assert "An interval over the seeds takes 3 of each: A has 2, B has 2." in said_of(capsys, *folders)
     again = make_run("again", "seed: 1\ntrain: {lr: 0.1}\n", accuracy=0.5)
     assert compared(folders[0], again).methods == [] and compared(*folders, again).methods[0].seeds == [1, 2]
 
 
 def test_bad_arguments_are_refused(make_run, tmp_path, capsys):
     run = make_run("a")
-    assert refused(capsys, run) == f"One run is nothing to compare. Name another: hftune compare {run} RUN."
+    assert refused(capsys, run) == f"compare needs two or more runs: hftune compare {run} RUN."
     assert refused(capsys, run, run) == "The same run is named twice. Name each once."
     assert (
         refused(capsys, run, tmp_path / "none")
@@ -230,27 +238,8 @@ def test_bad_arguments_are_refused(make_run, tmp_path, capsys):
     assert refused(capsys, run, tmp_path) == f"{tmp_path} holds no run: neither metrics.jsonl nor recipe.yaml is in it."
 
 
-def test_page_survives_a_ledger_that_is_none(make_run):
-    a, b = make_run("a"), make_run("b", "seed: 2\n")
-    start = {
-        "format": 2,
-        "after_step": 0,
-        "world_size": "x",
-        "plan": {"x": 1},
-        "recipe": 3,
-        "code": [],
-        "data": "y",
-        "prev": "0" * 64,
-    }
-    lines = [{"step": step, "epoch": 0, "step_in_epoch": 0, "loss": "high", "lr": {}, "digest": None} for step in (1, 2)]
-    write_lines(a / "ledger.jsonl", [start, *lines])
-    assert "Where the runs part" in page([a, b])
-    (b / "ledger.jsonl").write_text("{}\n[]\nx")
-    assert "has a ledger that cannot be read" in page([a, b])
-
-
 def test_json_has_no_number_that_json_lacks(make_run, capsys):
     a, b = make_run("a"), make_run("b", losses=[1.0, float("nan"), *[0.5] * 8])
     assert cli.main(["compare", str(a), str(b), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    assert found["pairs"][0]["parting"]["step"] == 2 and [run["name"] for run in found["runs"]] == ["a", "b"]
+    assert found["pairs"][0]["divergence"]["step"] == 2 and [run["name"] for run in found["runs"]] == ["a", "b"]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hftune.data.row_hashes import read_rows, row_hashes
 from hftune.distributed.consistency import fingerprint
-from hftune.replay.causes import Difference, find_differences
-from hftune.replay.traces import Segment
+from hftune.replay.differences import KINDS, Difference, Rows, differences_between, row_difference
 from hftune.tracking.hardware import hardware
 
 if TYPE_CHECKING:
     from hftune.replay.engine import Replayer
 
 
-def circumstances(replayer: Replayer) -> list[Difference]:
+def environment_differences(replayer: Replayer) -> list[Difference]:
     """Return the differences between the run, at the present step, and this replay of it. Main process only.
 
     Their texts have both values: "torch 2.12.0 | 2.13.0".
@@ -37,14 +34,18 @@ def circumstances(replayer: Replayer) -> list[Difference]:
             for split, about in start.get("data", {}).items()
         },
     }
-    step = max(replayer.step, 1)
-    return find_differences([Segment([step], (start, {**start, **now}))], rows_of(replayer))[0]
+    step, rows = max(replayer.step, 1), _rows(replayer)
+    found = [*differences_between(start, {**start, **now}, step, has_rows=rows is not None)]
+    if rows is not None and (difference := row_difference(*rows, start["plan"], step, step)) is not None:
+        found.append(difference)
+    return sorted(found, key=lambda difference: KINDS.index(difference.kind))
 
 
-def rows_of(replayer: Replayer) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the hashes of the run's training rows, and of those here; of none if they are the same, or not known."""
+def _rows(replayer: Replayer) -> Rows | None:
+    """Return the hashes of the run's training rows, and of those here; None if they are the same, or not known."""
     then = replayer.start.get("data", {}).get("train", {}).get("digest")
     if then in (None, replayer.digests["train data"]):
-        return None, None
+        return None
     known = read_rows(replayer.history.folder)
-    return (None, None) if known is None else (known, row_hashes(replayer.datasets["train"]))
+    here = None if known is None else row_hashes(replayer.datasets["train"])
+    return None if known is None or here is None else (known, here)
