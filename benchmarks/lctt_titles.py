@@ -37,7 +37,8 @@ from statistics import fmean
 
 from record import parse_options, print_table, save
 
-from hftune.metrics.rouge import CharTokenizer, RougeChar, WordTokenizer
+from hftune.metrics.rouge import CharTokenizer, WordTokenizer
+from hftune.metrics.rouge import rouge as hftune_rouge
 
 Row = dict[str, str]
 
@@ -261,7 +262,7 @@ def write_titles(output: Path, texts: list[str]) -> tuple[list[str], int]:
 
 def rouge(titles: list[str], rows: list[Row]) -> list[float]:
     """Return ROUGE-1, ROUGE-2 and ROUGE-L on characters against the true titles."""
-    scores = RougeChar().compute(predictions=titles, references=[row["title"] for row in rows])
+    scores = hftune_rouge(titles, [row["title"] for row in rows], "zh")
     return [scores[name] for name in SCORES]
 
 

@@ -247,7 +247,8 @@ def _narrow(name: str, chunks: Sequence[pa.ListArray]) -> type:
 
 def tokenizer_key(tokenizer: Any) -> list:
     """Return all that a tokenizer's output depends on, without the truncation settings that its last call left behind."""
-    from hftune.data.jieba_tokenizer import JiebaTokenizer, segmenter
+    from hftune.data.jieba_tokenizer import JiebaTokenizer
+    from hftune.data.jieba_words import segmenter
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
     backend.update(truncation=None, padding=None, truncation_side=tokenizer.truncation_side)

@@ -13,7 +13,8 @@ from transformers.models.bert.tokenization_bert_legacy import BasicTokenizer
 from hftune.atomic import atomic_path
 from hftune.data.cache import cache_dir, explained
 from hftune.data.files import check_corpus, format_of
-from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower, segment
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, lower
+from hftune.data.jieba_words import segment
 from hftune.data.rows import load_files
 from hftune.errors import ConfigError, DataError
 

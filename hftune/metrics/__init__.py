@@ -1,1 +1,1 @@
-"""The tasks' metrics, as ``evaluate.Metric`` subclasses that need no network, and those that recipes name."""
+"""The tasks' metrics as plain functions, what is known of each by its name, and those that recipes name."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-SCORES = ("precision", "recall", "f1-score", "support")
-"""Of a tag or a type of entity, as the reports of scikit-learn and seqeval call them."""
+from hftune.metrics.classification import per_class
+
+SCORES = ("precision", "recall", "f1")
 
 
 def tag_metrics(
@@ -28,31 +29,30 @@ def tag_metrics(
     """
     words = [tag for tags in references for tag in tags], [tag for tags in predictions for tag in tags]
     accuracy = sum(map(str.__eq__, *words)) / max(1, len(words[0]))
-    if not of_entities:
-        from sklearn.metrics import precision_recall_fscore_support
-
-        # Not classification_report, whose own entries, such as accuracy, may be the name of a tag.
-        columns = precision_recall_fscore_support(*words, labels=[*names], zero_division=0.0)
-        kinds = {name: dict(zip(SCORES, scores, strict=True)) for name, *scores in zip(names, *columns, strict=True)}
-        whole = {score: fmean(scores[score] for scores in kinds.values()) for score in SCORES}
+    if of_entities:
+        whole, by_name = _entity_scores(references, predictions)
     else:
-        from seqeval.metrics import classification_report
+        # Not scikit-learn's classification_report, whose own entries, such as accuracy, may be the name of a tag.
+        by_name = per_class(*words, names, labels=[*names])
+        whole = {score: fmean(row[score] for row in by_name.values()) for score in SCORES}
+    return {**{score: whole[score] for score in SCORES}, "accuracy": accuracy, "per_class": by_name}
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's, where there is no entity at all
-            report = classification_report([*references], [*predictions], output_dict=True, zero_division=0)
-        whole = report.get("micro avg", {})
-        kinds = {kind: scores for kind, scores in report.items() if not kind.endswith(" avg")}
-    return {
-        **{name: float(whole.get(f"{name}-score" if name == "f1" else name, 0.0)) for name in ("precision", "recall", "f1")},
-        "accuracy": accuracy,
-        "per_class": {
-            kind: {
-                "precision": float(scores["precision"]),
-                "recall": float(scores["recall"]),
-                "f1": float(scores["f1-score"]),
-                "support": int(scores["support"]),
-            }
-            for kind, scores in kinds.items()
-        },
+
+def _entity_scores(
+    references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the scores of all entities, and those of each type."""
+    from seqeval.metrics import classification_report
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy's, where there is no entity at all
+        report = classification_report([*references], [*predictions], output_dict=True, zero_division=0)
+    rows = {
+        kind: {
+            **{score: float(row["f1-score" if score == "f1" else score]) for score in SCORES},
+            "support": int(row["support"]),
+        }
+        for kind, row in report.items()
     }
+    whole = rows.get("micro avg", dict.fromkeys(SCORES, 0.0))
+    return whole, {kind: row for kind, row in rows.items() if not kind.endswith(" avg")}

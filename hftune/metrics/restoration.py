@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
-REGIONS = ("", "_inside", "_outside")
-"""Suffixes of the metrics: all pixels, those inside the mask, those outside."""
-MOST_DB = 100.0
+from hftune.metrics.records import REGIONS
+
+MAX_DB = 100.0
 """PSNR of equal images, instead of infinity, which JSON and plots do not have."""
 
 
@@ -60,5 +60,5 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def psnr(mse: float) -> float:
-    """Return the peak signal-to-noise ratio in dB, at most MOST_DB, of a mean squared error of values in [0, 1]."""
-    return MOST_DB if mse == 0 else min(-10 * math.log10(mse), MOST_DB)  # in this order NaN stays NaN
+    """Return the peak signal-to-noise ratio in dB, at most MAX_DB, of a mean squared error of values in [0, 1]."""
+    return MAX_DB if mse == 0 else min(-10 * math.log10(mse), MAX_DB)  # in this order NaN stays NaN

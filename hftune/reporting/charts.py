@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hftune.metrics.records import chart_key, place_of, record_of
 from hftune.replay.metrics_log import Curve
 from hftune.replay.run_record import RunRecord
-from hftune.reporting.curves import chart_key, place_of, title_of, unit_of
 
 GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed", "perf/*": "Machines", "": "Other"}
 """Headings, by the first part of a metric's name."""
@@ -56,7 +56,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     for key in sorted_keys(runs):
         name = "train/loss" if joins_losses and key == "eval/loss" else chart_key(key)
         if name not in found:
-            found[name] = Chart(name, title_of(name), unit_of(name), GROUPS[group_of(name)])
+            found[name] = Chart(name, record_of(name).title, record_of(name).unit, GROUPS[group_of(name)])
         for run_index, run in enumerate(runs):
             if key in run.log.curves:
                 found[name].lines.append(make_line(run_index, run, key, is_single))
@@ -108,7 +108,7 @@ def make_line(run_index: int, run: RunRecord, key: str, is_single: bool) -> Line
     """Describe one curve of a run."""
     part = place_of(key)
     if is_single:
-        label = part or {"train/loss": "training", "eval/loss": "evaluation"}.get(key, title_of(key).lower())
+        label = part or {"train/loss": "training", "eval/loss": "evaluation"}.get(key, record_of(key).title.lower())
     else:
         label = f"{run.name} {part}".rstrip()
     point = run.best_point()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hftune.metrics.records import record_of
 from hftune.replay.comparison import Comparison, compare
 from hftune.replay.differences import Difference
 from hftune.replay.intervals import MIN_SEEDS, Interval
@@ -22,7 +23,6 @@ from hftune.replay.sentences import (
     training_sentence,
 )
 from hftune.reporting.confusion import confusion
-from hftune.reporting.curves import title_of
 from hftune.reporting.elements import Figure, Html, cut, duration, element, escape, number, plain, table
 from hftune.reporting.layout import Section, code, layout, section, titled
 from hftune.reporting.sections import curves_section, lower_first, notices, state
@@ -71,9 +71,9 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
     points = [run.best_point() for run in runs]
     metrics = list(dict.fromkeys(point[0] for point in points if point))
     keys = list(dict.fromkeys(key for run in runs for key in run.log.curves if key.startswith(("eval/", "test/"))))
-    head = ["run", *(f"best {lower_first(title_of(f'eval/{name}'))}" for name in metrics), "at step"]
+    head = ["run", *(f"best {lower_first(record_of(f'eval/{name}').title)}" for name in metrics), "at step"]
     head += [
-        f"{'last' if key.startswith('eval/') else 'test'} {lower_first(title_of(key)).removeprefix('evaluation ')}"
+        f"{'last' if key.startswith('eval/') else 'test'} {lower_first(record_of(key).title).removeprefix('evaluation ')}"
         for key in keys
     ]
     head += ["steps", "time", "processes"]
@@ -141,7 +141,7 @@ def chance_section(compared: Comparison) -> Section | None:
         return None
     (pair,) = compared.pairs
     rows = [
-        [title_of(f"eval/{one.name}"), one.a, one.b, interval_figure(one.interval), metric_reading(one)]
+        [record_of(f"eval/{one.name}").title, one.a, one.b, interval_figure(one.interval), metric_reading(one)]
         for one in pair.evaluation.metrics
     ]
     loss = (
@@ -165,14 +165,14 @@ def seeds_section(compared: Comparison) -> Section | None:
         for method in compared.methods
     ]
     differences = [
-        [code(one.method), title_of(f"eval/{one.metric}"), interval_figure(one.interval), method_reading(one)]
+        [code(one.method), record_of(f"eval/{one.metric}").title, interval_figure(one.interval), method_reading(one)]
         for one in compared.method_differences
         if one.interval is not None
     ]
     head = ["recipe", "difference of", "mean, 95 % interval", ""]
     return section(
         "Over the seeds",
-        table(["recipe", "seeds", *(title_of(f"eval/{name}") for name in names)], rows, class_="rows"),
+        table(["recipe", "seeds", *(record_of(f"eval/{name}").title for name in names)], rows, class_="rows"),
         titled(f"Less {compared.methods[0].name}", table(head, differences, class_="rows")) if differences else None,
         note=f"Mean, and deviation in brackets. An interval takes {MIN_SEEDS} seeds of each.",
     )

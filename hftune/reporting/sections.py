@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hftune.metrics.records import place_of, record_of
 from hftune.replay.metrics_log import is_number
 from hftune.replay.run_record import Images, RunRecord, flat, mapping
 from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
 from hftune.reporting.confusion import confusion
-from hftune.reporting.curves import place_of, title_of, unit_of
 from hftune.reporting.elements import (
     Figure,
     Html,
@@ -85,10 +85,10 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
     facts: list[tuple[str, str, str]] = []
     if point := run.best_point():
         metric, step, value = point
-        name = lower_first(title_of(f"eval/{metric}"))
-        facts.append((f"Best {name}", quantity(value, unit_of(metric)), f"at step {step:,}"))
+        name = lower_first(record_of(f"eval/{metric}").title)
+        facts.append((f"Best {name}", quantity(value, record_of(metric).unit), f"at step {step:,}"))
         if is_number(test := mapping(run.result.get("test")).get(metric)):
-            facts.append((f"Test {name}", quantity(test, unit_of(metric)), "of the best model"))
+            facts.append((f"Test {name}", quantity(test, record_of(metric).unit), "of the best model"))
     if run.log.last_step:
         epochs = run.log.last_step * run.log.epochs_per_step
         facts.append(("Steps", f"{run.log.last_step:,}", f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}" if epochs else ""))
@@ -188,7 +188,7 @@ def results_section(run: RunRecord) -> Section | None:
     head += ["test, best model"] if tests else []
     rows = []
     for name in names:
-        unit = unit_of(name)
+        unit = record_of(name).unit
 
         def shown(value: float | None, unit: str = unit) -> Figure | None:
             return None if value is None else quantity(value, unit)
@@ -204,7 +204,7 @@ def results_section(run: RunRecord) -> Section | None:
 def metric_name(key: str, is_chosen: bool = False) -> Html:
     """Return the title of a metric, its key, and whether it picks the best model."""
     chosen = element("span", "picks the best model", class_="mark") if is_chosen else ""
-    return element("span", title_of(key), " ", chosen, title=key)
+    return element("span", record_of(key).title, " ", chosen, title=key)
 
 
 def confusion_section(run: RunRecord) -> Section | None:
@@ -229,7 +229,7 @@ def labels_section(run: RunRecord) -> Section | None:
             ]
             return section(
                 "Labels",
-                table(["label", *(title_of(f"eval/{column}") for column in columns)], rows),
+                table(["label", *(record_of(f"eval/{column}").title for column in columns)], rows),
                 note=f"From the {name} after step {step:,}. Support: the samples that have a label.",
             )
     return None
@@ -321,9 +321,9 @@ def speed_section(run: RunRecord) -> Section | None:
 
 def speed_row(run: RunRecord, key: str) -> list[Any]:
     """Return the row of one measured quantity."""
-    unit, part, values = unit_of(key), place_of(key), run.log.curves[key].finite()
+    unit, part, values = record_of(key).unit, place_of(key), run.log.curves[key].finite()
     is_within = unit in ("", "%", "B")  # other units stand once, beside the name
-    name = f"{title_of(key)}{f', {part}' if part else ''}{'' if is_within else f' ({unit})'}"
+    name = f"{record_of(key).title}{f', {part}' if part else ''}{'' if is_within else f' ({unit})'}"
     numbers = (values.mean(), values.min(), values.max(), values[-1])
     return [element("span", name, title=key), *(quantity(float(value), unit if is_within else "") for value in numbers)]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.language_modeling import perplexity
 from hftune.tasks.text import NO_LABEL, SHOWN, TextTask, beginning, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
@@ -31,11 +32,8 @@ if TYPE_CHECKING:
 
 MESSAGES = ("messages", "conversations", "conversation", "chat")
 """Usual names of a column of chats."""
-SCORES: dict[str, dict[str, Direction | None]] = {
-    "exact_match": {"exact_match": "max"},
-    "rouge": {"rouge_1": "max", "rouge_2": "max", "rouge_l": "max"},
-}
-"""The metrics that each of ``task.scores`` adds."""
+SCORES = ("exact_match", "rouge")
+"""What ``task.scores`` may name."""
 MAX_NEW_TOKENS = 256
 """Of an answer that an evaluation scores, where neither the recipe nor the model says how many."""
 LONGEST_REPLY = 1024
@@ -93,14 +91,11 @@ class Chats(TextTask):
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores
-        found: dict[str, Direction | None] = {"perplexity": "min"}
         if self.generation is None:
-            return found
-        units = ("_char", "_word") if self.language == "zh" else ("",)
-        for score in self.scores:
-            names = SCORES.get(score, {})
-            found |= {f"{name}{unit}": way for name, way in names.items() for unit in (units if score == "rouge" else ("",))}
-        return {**found, "mean_length": None, "empty_share": "min"}
+            return directions("perplexity")
+        known = [score for score in self.scores if score in SCORES]
+        names = [name for score in known for name in (rouge_names(self.language) if score == "rouge" else [score])]
+        return directions("perplexity", *names, "mean_length", "empty_share")
 
     @property
     def sample_fields(self) -> Sequence[str]:  # type: ignore[override]  # depends on generation
@@ -455,14 +450,12 @@ class Chats(TextTask):
         }
         if self.generation is None:
             return found
-        from hftune.metrics.rouge import ExactMatch, PredictionLength, rouge_for
+        from hftune.metrics.rouge import exact_match, lengths, rouge
 
-        kinds = [*(rouge_for(self.language) if "rouge" in self.scores else ()), PredictionLength]
-        kinds += [ExactMatch] if "exact_match" in self.scores else []
-        pairs = {"predictions": [row["generated"] for row in rows], "references": [row["answer"] for row in rows]}
-        for kind in kinds:
-            found |= kind().compute(**pairs)
-        return found
+        texts, answers = [row["generated"] for row in rows], [row["answer"] for row in rows]
+        found |= rouge(texts, answers, self.language) if "rouge" in self.scores else {}
+        found |= lengths(texts)
+        return found | ({"exact_match": exact_match(texts, answers)} if "exact_match" in self.scores else {})
 
     def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Return the text of a sample in pieces, each with whether it is trained."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
 from hftune.tasks.text import TextTask, beginning
 
@@ -73,10 +74,9 @@ class Embeddings(TextTask, BatchLossTask):
     text_keys: ClassVar[Sequence[str]] = ("anchor_column", "positive_column")
 
     @property
-    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on score_column
-        if self.score_column is not None:
-            return {"spearman": "max"}
-        return {**{f"recall_at_{k}": "max" for k in RECALL_AT}, "mrr_at_10": "max"}
+    def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on score_column
+        names = ["spearman"] if self.score_column is not None else [*(f"recall_at_{k}" for k in RECALL_AT), "mrr_at_10"]
+        return directions(*names)
 
     @property
     def sample_fields(self) -> Sequence[str]:  # type: ignore[override]  # depends on score_column

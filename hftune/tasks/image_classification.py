@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import did_you_mean, format_value
+from hftune.metrics.records import directions
 from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems, name_problems
@@ -98,10 +99,9 @@ class ImageClassification(ImageTask):
     """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
 
     @property
-    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on the number of classes
-        directions: dict[str, Direction] = {"accuracy": "max", "macro_f1": "max", "mcc": "max"}
+    def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the number of classes
         has_few = "_images" in vars(self) and len(self.labels) <= MANY_CLASSES
-        return directions if has_few else {**directions, "top5_accuracy": "max"}
+        return directions("accuracy", "macro_f1", "mcc", *(() if has_few else ("top5_accuracy",)))
 
     def validate(self) -> list[str]:
         from hftune.data.files import model_folder_problems

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from hftune.metrics.records import REGIONS, directions
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
 
@@ -54,11 +55,7 @@ class ImageRestoration(ImageTask):
     mask_weight: float = 1.0
     """Weight in the loss of pixels inside the mask, above 0; pixels outside have weight 1."""
 
-    metric_directions = {
-        f"{metric}{region}": direction  # type: ignore[misc]  # to mypy, a str
-        for region in ("", "_inside", "_outside")
-        for metric, direction in (("l1", "min"), ("psnr", "max"), ("ssim", "max"))
-    }
+    metric_directions = directions(*(f"{metric}{region}" for region in REGIONS for metric in ("l1", "psnr", "ssim")))
 
     def validate(self) -> list[str]:
         minimum = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}

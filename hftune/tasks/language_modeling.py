@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
+from hftune.metrics.records import directions
 from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
 
@@ -66,7 +67,7 @@ class LanguageModeling(TextTask):
     fold_rows = None  # the samples are blocks
     auto_class = "AutoModelForCausalLM"
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.generation", "hftune.models.transformer_lm")
-    metric_directions = {"perplexity": "min"}
+    metric_directions = directions("perplexity")
     scored_head = True
     sample_fields = ("text", "perplexity")
 

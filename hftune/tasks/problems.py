@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.errors import ConfigError
+from hftune.metrics import records
 from hftune.tasks.classification import answers, evaluation_rows, named
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class SingleLabel:
     focal_gamma: float = 0.0
     ordinal: bool = False
 
-    directions: ClassVar[Mapping[str, Direction]] = {"accuracy": "max", "macro_f1": "max", "mcc": "max"}
+    directions: ClassVar[Mapping[str, Direction | None]] = records.directions("accuracy", "macro_f1", "mcc")
 
     def loss(self, logits_NK: Tensor, labels_N: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy
@@ -65,18 +66,10 @@ class SingleLabel:
         return named(rows, self.labels)
 
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics import classification
+        from hftune.metrics.classification import class_metrics
 
-        pairs = {"predictions": [row["prediction"] for row in rows], "references": [row["label"] for row in rows]}
-        count = len(self.labels)
-        return {
-            **classification.Accuracy().compute(**pairs),
-            **classification.MacroF1().compute(**pairs),
-            **classification.MatthewsCorrelation().compute(**pairs),
-            **(classification.MeanAbsoluteError().compute(**pairs) if self.ordinal else {}),
-            **classification.ConfusionMatrix().compute(**pairs, num_labels=count),
-            **classification.PerClass().compute(**pairs, names=self.labels),
-        }
+        labels, predictions = ([row[name] for row in rows] for name in ("label", "prediction"))
+        return class_metrics(labels, predictions, self.labels, self.ordinal)
 
     @staticmethod
     def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
@@ -93,12 +86,7 @@ class MultiLabel:
     """By label, of the texts that have it: torch's pos_weight."""
     focal_gamma: float = 0.0
 
-    directions: ClassVar[Mapping[str, Direction]] = {
-        "macro_f1": "max",
-        "micro_f1": "max",
-        "auroc": "max",
-        "exact_match": "max",
-    }
+    directions: ClassVar[Mapping[str, Direction | None]] = records.directions("macro_f1", "micro_f1", "auroc", "exact_match")
 
     def loss(self, logits_NK: Tensor, labels_NK: Tensor) -> Tensor:
         from torch.nn.functional import binary_cross_entropy_with_logits
@@ -163,7 +151,7 @@ class Regression:
     """Each text has a number. The loss is the squared error; an item is a text."""
 
     labels: ClassVar[None] = None
-    directions: ClassVar[Mapping[str, Direction]] = {"rmse": "min", "mae": "min", "pearson": "max", "spearman": "max"}
+    directions: ClassVar[Mapping[str, Direction | None]] = records.directions("rmse", "mae", "pearson", "spearman")
 
     def loss(self, logits_N1: Tensor, values_N: Tensor) -> Tensor:
         from torch.nn.functional import mse_loss

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.source_to_target import SourceToTarget
 from hftune.tasks.text import NO_LABEL
 
@@ -33,12 +34,8 @@ SOURCES = ("source", "document", "article", "dialogue", "text", "input", "questi
 TARGETS = ("target", "summary", "highlights", "title", "output", "answer", "translation")
 """Usual names of a column of target texts."""
 SPLITS = ("train", "eval", "test")
-SCORES = {
-    "rouge": ("rouge_1", "rouge_2", "rouge_l"),
-    "bleu": ("bleu",),
-    "chrf": ("chrf",),
-}
-"""The metrics that each of ``task.scores`` adds."""
+SCORES = ("rouge", "bleu", "chrf")
+"""What ``task.scores`` may name."""
 HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
 
 
@@ -71,11 +68,9 @@ class Seq2Seq(SourceToTarget):
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores and language
-        units = {"rouge": ("_char", "_word") if self.language == "zh" else ("",)}
-        scores = [(name, unit) for score in self.scores for unit in units.get(score, ("",)) for name in SCORES.get(score, ())]
-        names = [f"{name}{unit}" for name, unit in scores]
-        rest: dict[str, Direction | None] = {"exact_match": "max", "mean_length": None, "empty_share": "min"}
-        return {**dict.fromkeys(names, "max"), **rest}
+        known = [score for score in self.scores if score in SCORES]
+        names = [name for score in known for name in (rouge_names(self.language) if score == "rouge" else [score])]
+        return directions(*names, "exact_match", "mean_length", "empty_share")
 
     def validate(self) -> list[str]:
         problems = [*super().validate()]
@@ -371,22 +366,19 @@ class Seq2Seq(SourceToTarget):
 
             name, top, scores = "chrf", 100, chrf_of_each(texts, targets)
         else:
-            from hftune.metrics.rouge import rouge_for, rouge_l_of_each
+            from hftune.metrics.rouge import rouge_l_of_each
 
-            kind = rouge_for(self.language)[0]
-            name, top, scores = f"rouge_l{kind.suffix}", 1, rouge_l_of_each(texts, targets, kind.tokenizer)
+            top, (name, scores) = 1, rouge_l_of_each(texts, targets, self.language)
         return [
             {**row, name: round(score, 6), "error": round(1 - score / top, 6)} for row, score in zip(rows, scores, strict=True)
         ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics.rouge import ExactMatch, PredictionLength, rouge_for
+        from hftune.metrics.rouge import exact_match, lengths, rouge
 
         texts, targets = [row["generated"] for row in rows], [row["target"] for row in rows]
-        found: dict[str, Any] = {}
-        kinds = [*(rouge_for(self.language) if "rouge" in self.scores else ()), ExactMatch, PredictionLength]
-        for kind in kinds:
-            found |= kind().compute(predictions=texts, references=targets)
+        found: dict[str, Any] = rouge(texts, targets, self.language) if "rouge" in self.scores else {}
+        found |= {"exact_match": exact_match(texts, targets), **lengths(texts)}
         if "bleu" in self.scores:
             from hftune.metrics.translation import bleu
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import DataError, did_you_mean, format_value
+from hftune.metrics.records import directions
 from hftune.tasks.classification import count_classes
 from hftune.tasks.problems import PROBLEMS, MultiLabel, Problem, Regression, SingleLabel
 from hftune.tasks.text import TextTask, beginning
@@ -70,11 +71,10 @@ class SequenceClassification(TextTask):
     auto_class = "AutoModelForSequenceClassification"
 
     @property
-    def metric_directions(self) -> dict[str, Direction]:  # type: ignore[override]  # depends on the kind
+    def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the kind
         if self.problem_type is None and "_rows" not in vars(self):  # any kind, which only the data tell
             return {name: direction for kind in PROBLEMS.values() for name, direction in kind.directions.items()}
-        grades: dict[str, Direction] = {"mae": "min"} if self.ordinal else {}
-        return {**PROBLEMS[self.kind].directions, **grades}
+        return {**PROBLEMS[self.kind].directions, **directions(*(("mae",) if self.ordinal else ()))}
 
     def validate(self) -> list[str]:
         return [*super().validate(), *self._column_problems(), *self._loss_problems()]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.errors import ConfigError
+from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.source_to_target import SourceToTarget
 from hftune.tasks.text import NO_LABEL
 from hftune.tasks.validation import bound_problems
@@ -61,10 +62,7 @@ class TitleGeneration(SourceToTarget):
     target_name = "title"
     source_shown = 60
     libraries = (*SourceToTarget.libraries, "hftune.models.bigbird")
-    metric_directions = {
-        **{f"rouge_{kind}_{unit}": "max" for unit in ("char", "word") for kind in ("1", "2", "l")},
-        **{"exact_match_folded": "max", "mean_length": None, "empty_share": "min"},
-    }
+    metric_directions = directions(*rouge_names("zh"), "exact_match_folded", "mean_length", "empty_share")
     sample_fields = ("source", "title", "generated")
 
     def validate(self) -> list[str]:
@@ -262,18 +260,15 @@ class TitleGeneration(SourceToTarget):
         """Return the rows with each title's ROUGE-L on characters, and what it lacks to 1 as the error."""
         from hftune.metrics.rouge import rouge_l_of_each
 
-        scores = rouge_l_of_each([row["generated"] for row in rows], [row["title"] for row in rows])
-        return [
-            {**row, "rouge_l_char": round(score, 6), "error": round(1 - score, 6)}
-            for row, score in zip(rows, scores, strict=True)
-        ]
+        name, scores = rouge_l_of_each([row["generated"] for row in rows], [row["title"] for row in rows], "zh")
+        return [{**row, name: round(score, 6), "error": round(1 - score, 6)} for row, score in zip(rows, scores, strict=True)]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics.rouge import FoldedExactMatch, PredictionLength, RougeChar, RougeWord
+        from hftune.metrics.rouge import exact_match, folded, lengths, rouge
 
-        pairs = {"predictions": [row["generated"] for row in rows], "references": [row["title"] for row in rows]}
-        computed = [metric().compute(**pairs) for metric in (RougeChar, RougeWord, FoldedExactMatch, PredictionLength)]
-        return {name: value for scores in computed for name, value in scores.items()}
+        texts, titles = [row["generated"] for row in rows], [row["title"] for row in rows]
+        matched = exact_match([*map(folded, texts)], [*map(folded, titles)])
+        return {**rouge(texts, titles, "zh"), "exact_match_folded": matched, **lengths(texts)}
 
     def load(self, directory: Path) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.errors import ConfigError
+from hftune.metrics.records import directions
 from hftune.tasks.classification import count_classes
 from hftune.tasks.text import NO_LABEL, TextTask, beginning, count_labels, token_loss
 
@@ -45,7 +46,7 @@ class TokenClassification(TextTask):
     max_length: int = 512
     """Maximum length of a text in tokens. The words beyond it are neither trained nor scored."""
 
-    metric_directions = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max"}
+    metric_directions = directions("f1", "precision", "recall", "accuracy")
     sample_fields = ("tagged", "predicted")
     auto_class = "AutoModelForTokenClassification"
     text_keys: ClassVar[Sequence[str]] = ()

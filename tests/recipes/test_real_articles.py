@@ -8,7 +8,7 @@ from pathlib import Path
 import jieba
 import pytest
 
-from hftune.data.jieba_tokenizer import segment
+from hftune.data.jieba_words import segment
 from hftune.data.vocabulary import train_vocabulary
 from tests.support.lowin import assert_same_ids, prepare_jieba, write
 

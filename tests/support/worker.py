@@ -46,7 +46,7 @@ IMPORTED = (
     *("hftune.strategies.pipeline", "hftune.models.transformer_lm", "transformers.models.bert.modeling_bert"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     *("hftune.data.jieba_tokenizer", "hftune.data.labels", "hftune.data.notices", "encodings.utf_8_sig"),
-    *("evaluate", "hftune.metrics.classification", "hftune.data.files", "hftune.data.rows", "transformers.pipelines"),
+    *("hftune.metrics.classification", "hftune.data.files", "hftune.data.rows", "transformers.pipelines"),
     *(
         "transformers.models.auto.processing_auto",
         *("transformers.models.bert.tokenization_bert", "transformers.models.bert.tokenization_bert_legacy"),

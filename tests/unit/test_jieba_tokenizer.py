@@ -17,8 +17,9 @@ from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, BertTokenizer
 
 from hftune import ConfigError
-from hftune.data import jieba_tokenizer
-from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer, segment
+from hftune.data import jieba_tokenizer, jieba_words
+from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer
+from hftune.data.jieba_words import segment
 from hftune.data.tokenized import tokenizer_key
 from hftune.data.vocabulary import train_vocabulary
 from tests.support.lowin import assert_same_ids, prepare_jieba, write
@@ -133,12 +134,12 @@ def test_jieba_itself_serves_where_rjieba_is_missing_and_touches_no_cache_file(m
     expected = [segment(text) for text in sentences(50)]
     monkeypatch.setitem(sys.modules, "rjieba", None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    jieba_tokenizer._cutter.cache_clear()
+    jieba_words._cutter.cache_clear()
     try:
         assert [segment(text) for text in sentences(50)] == expected
-        assert "rjieba" not in repr(jieba_tokenizer._cutter())
+        assert "rjieba" not in repr(jieba_words._cutter())
     finally:
-        jieba_tokenizer._cutter.cache_clear()
+        jieba_words._cutter.cache_clear()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,13 +10,13 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from benchmarks.ngrams import bigram_perplexity, unigram_perplexity
 from hftune import ConfigError, DataError, Recipe
 from hftune.config.recipe import flat
 from hftune.config.shipped_files import recipe_path
 from hftune.data.blocks import Blocks
 from hftune.data.demo_text import NUM_PARAGRAPHS, TOPICS, paragraphs
 from hftune.data.word_tokenizer import train_words, word_tokenizer
-from hftune.metrics.ngrams import bigram_perplexity, unigram_perplexity
 from hftune.tasks.language_modeling import LanguageModeling
 
 OWN = {"model_type": "transformer_lm", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}

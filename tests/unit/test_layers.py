@@ -13,7 +13,8 @@ secrecy
 errors  atomic
 task  batch_plan
 config
-data  metrics
+data
+metrics
 models  distributed
 optim
 tasks  strategies

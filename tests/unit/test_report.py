@@ -17,7 +17,6 @@ from hftune.replay.metrics_log import Curve
 from hftune.replay.run_record import read_run, run_names
 from hftune.reporting import page as report
 from hftune.reporting.charts import make_charts
-from hftune.reporting.curves import title_of, unit_of
 from hftune.reporting.elements import duration, millions, number
 from hftune.reporting.page import Reporter, page, write_report
 
@@ -211,31 +210,6 @@ def test_metrics_of_hosts_are_lines_of_one_chart(make_run):
         ("perf/*/gpu*_power_w", "Machines"),
     ]
     assert [line["label"] for line in charts["perf/*/gpu*_power_w"]["lines"]] == ["host0 gpu0", "host0 gpu1", "host1 gpu0"]
-
-
-@pytest.mark.parametrize(
-    ("key", "title", "unit"),
-    [
-        ("train/lr", "Learning rate", ""),
-        ("eval/rouge_l_char", "ROUGE-L char", ""),
-        ("eval/macro_f1", "Macro F1", ""),
-        ("eval/psnr_inside", "PSNR inside", "dB"),
-        ("perf/samples_per_s", "Training speed", "samples/s"),
-        ("perf/padding_share", "Share of padding", "%"),
-        ("perf/mfu", "Useful share of what the devices can compute (MFU)", "%"),
-        ("perf/memory_gb", "Most memory of a process", "GB"),
-        ("perf/step_s", "Time of a step", "s"),
-        ("perf/checkpoint_s", "Wait for checkpoints", "s"),
-        ("perf/host0/memory_gib", "Memory in use", "GiB"),
-        ("perf/host0/gpu3_power_w", "GPU power", "W"),
-        ("perf/host0/gpu3_percent", "GPU load", "percent"),
-        ("perf/process0/step_s", "Step", "s"),
-        ("own/peak_bytes", "Peak", "B"),
-        ("mine", "Mine", ""),
-    ],
-)
-def test_metrics_have_titles_and_units(key, title, unit):
-    assert (title_of(key), unit_of(key)) == (title, unit)
 
 
 def test_numbers_are_formatted_for_reading():

@@ -4,57 +4,36 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-import sys
 import time
 
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from hftune.data.demo import articles
-from hftune.metrics.rouge import (
-    CharTokenizer,
-    ExactMatch,
-    FoldedExactMatch,
-    PredictionLength,
-    RougeChar,
-    RougeOther,
-    RougeWord,
-    WordTokenizer,
-    _word_cutter,
-)
+from hftune.metrics.rouge import CharTokenizer, WordTokenizer, exact_match, folded, lengths, rouge
 
 TITLE = "苏州队4比2战胜昆明队"
 
 
+def scores(said: str | list[str], true: str | list[str], suffix: str = "_char") -> dict[str, float]:
+    """ROUGE of Chinese on characters or words."""
+    found = rouge(*([texts] if isinstance(texts, str) else texts for texts in (said, true)), "zh")
+    return {name: value for name, value in found.items() if name.endswith(suffix)}
+
+
 def char(said: str, true: str) -> dict[str, float]:
-    return RougeChar().compute(predictions=[said], references=[true])
+    return scores(said, true)
 
 
 def word(said: str, true: str) -> dict[str, float]:
-    return RougeWord().compute(predictions=[said], references=[true])
-
-
-@pytest.fixture
-def without(monkeypatch):
-    """A function that makes packages look as if they were not installed."""
-
-    def remove(*missing: str) -> None:
-        _word_cutter.cache_clear()
-        for name in missing:
-            monkeypatch.setitem(sys.modules, name, None)
-
-    yield remove
-    _word_cutter.cache_clear()
+    return scores(said, true, "_word")
 
 
 def test_scores_on_characters_equal_those_counted_by_hand():
     # F1 is 2 * hits / (length of the one + length of the other). The reference has 7 characters, 6 pairs.
     #   中国队获胜: 4 of 5 characters, 2 of 4 pairs (中国, 国队), in order 中国队胜.
     #   胜中国队:   4 of 4 characters, 2 of 3 pairs, in order only 中国队.
-    scores = RougeChar().compute(predictions=["中国队获胜", "胜中国队"], references=["中国队大胜日本"] * 2)
-    assert scores == {
+    assert scores(["中国队获胜", "胜中国队"], ["中国队大胜日本"] * 2) == {
         "rouge_1_char": pytest.approx((8 / 12 + 8 / 11) / 2),
         "rouge_2_char": pytest.approx((4 / 10 + 4 / 9) / 2),
         "rouge_l_char": pytest.approx((8 / 12 + 6 / 11) / 2),
@@ -80,11 +59,14 @@ def test_scores_equal_rouge_score_on_characters():
     draw = random.Random(0)
     said, true = (["".join(draw.choices("新产品发布推迟城市地铁", k=draw.randint(1, 25))) for _ in range(50)] for _ in "12")
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Listed())
-    scores = [scorer.score(target, prediction) for prediction, target in zip(said, true, strict=True)]
-    assert RougeChar().compute(predictions=said, references=true) == {
-        f"rouge_{name}_char": pytest.approx(sum(score[f"rouge{name.upper()}"].fmeasure for score in scores) / 50)
-        for name in "12l"
-    }
+    expected = [scorer.score(target, prediction) for prediction, target in zip(said, true, strict=True)]
+    assert (
+        rouge(said, true, "zh").items()
+        >= {
+            f"rouge_{name}_char": pytest.approx(sum(score[f"rouge{name.upper()}"].fmeasure for score in expected) / 50)
+            for name in "12l"
+        }.items()
+    )
 
 
 def test_equal_chinese_titles_score_one():
@@ -105,13 +87,13 @@ def test_other_titles_that_share_an_english_word_do_not_score_one():
 def test_a_prediction_without_a_token_scores_zero_even_against_an_empty_reference(said, true):
     assert set(char(said, true).values()) == {0.0}
     assert set(word(said, true).values()) == {0.0}
-    assert ExactMatch().compute(predictions=[said], references=[true]) == {"exact_match": 0.0}
+    assert exact_match([said], [true]) == 0.0
 
 
 def test_the_order_of_words_counts_in_rouge_l_only():
-    scores = char("战胜昆明队苏州队4比2", TITLE)
-    assert scores["rouge_1_char"] == 1.0
-    assert scores["rouge_l_char"] < 0.7
+    found = char("战胜昆明队苏州队4比2", TITLE)
+    assert found["rouge_1_char"] == 1.0
+    assert found["rouge_l_char"] < 0.7
 
 
 def test_a_character_token_is_a_han_kana_or_hangul_character_or_a_run_of_the_rest():
@@ -125,8 +107,7 @@ def test_marks_continue_a_token_and_letters_of_scripts_without_spaces_are_single
     assert tokens("กินข้าว 25") == ["กิ", "น", "ข้", "า", "ว", "25"]
     assert tokens("ខ្មែរ မြန်မာ") == ["ខ្", "មែ", "រ", "မြ", "န်", "မာ"]
     assert tokens("1\ufe0f\u20e3 葛\U000e0100飾") == ["1", "葛", "飾"]  # how a character is drawn is no mark
-    score = RougeOther().compute(predictions=["कल"], references=["काला"])
-    assert score["rouge_l"] == 0
+    assert rouge(["कल"], ["काला"], "hi")["rouge_l"] == 0
 
 
 def test_a_word_token_is_a_word_of_jieba_in_lower_case_without_punctuation():
@@ -145,49 +126,19 @@ def test_case_does_not_change_where_words_are_cut():
     assert word("买t恤和aa制", "买T恤和AA制")["rouge_l_word"] == 1.0
 
 
-def test_words_are_the_same_from_rjieba_and_from_jieba(without, capfd):
-    pytest.importorskip("rjieba")
-    pytest.importorskip("jieba")
-    texts = [text for row in articles("eval", count=50) for text in row.values()]
-    fast = [WordTokenizer().tokenize(text) for text in texts]
-    without("rjieba")
-    slow = WordTokenizer()
-    assert [slow.tokenize(text) for text in texts] == fast
-    assert capfd.readouterr().err == ""
-
-
-def test_scores_on_words_without_either_package_say_what_to_install(without):
-    without("rjieba", "jieba")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        word(TITLE, TITLE)
-    assert str(caught.value) == "ROUGE on Chinese words needs a package that is not installed: pip install rjieba."
-
-
-def test_scores_on_characters_need_neither_package(without):
-    without("rjieba", "jieba")
-    assert char(TITLE, TITLE)["rouge_l_char"] == 1.0
-
-
 def test_exact_match_of_titles_ignores_case_white_space_and_full_width_but_not_punctuation():
     said = ["华星 发布 nova5", "华星发布\uff2eova5", "华星，发布Nova5", "华星发布"]
-    assert FoldedExactMatch().compute(predictions=said, references=["华星发布Nova5"] * 4) == {"exact_match_folded": 0.5}
+    assert exact_match([*map(folded, said)], [folded("华星发布Nova5")] * 4) == 0.5
 
 
 def test_exact_match_ignores_nothing_but_white_space_around_a_text():
     said = ["now here", "the train to oxford", "deff(x):returnx", " right\n", ""]
     true = ["nowhere", "the train to Oxford", "def f(x):\n    return x", "right", ""]
-    assert ExactMatch().compute(predictions=said, references=true) == {"exact_match": 0.2}
+    assert exact_match(said, true) == 0.2
 
 
 def test_lengths_are_in_characters_and_blank_predictions_are_empty():
-    scores = PredictionLength().compute(predictions=["苏州队", "", " \n", "Nova5"], references=[TITLE] * 4)
-    assert scores == {"mean_length": (3 + 0 + 0 + 5) / 4, "empty_share": 0.5}
-
-
-def test_a_metric_that_has_computed_can_be_pickled():
-    metric = RougeWord()
-    metric.compute(predictions=[TITLE], references=[TITLE])
-    assert pickle.loads(pickle.dumps(metric)).compute(predictions=[TITLE], references=[TITLE])["rouge_1_word"] == 1.0
+    assert lengths(["苏州队", "", " \n", "Nova5"]) == {"mean_length": (3 + 0 + 0 + 5) / 4, "empty_share": 0.5}
 
 
 def test_two_thousand_pairs_of_25_characters_take_under_3_s():
@@ -195,6 +146,5 @@ def test_two_thousand_pairs_of_25_characters_take_under_3_s():
     said, true = (["".join(draw.choices("新产品发布推迟城市地铁", k=25)) for _ in range(2000)] for _ in "12")
     WordTokenizer().tokenize(TITLE)  # the dictionary is loaded once a process
     start = time.process_time()  # of this process: others may be busy on the machine
-    for metric in (RougeChar(), RougeWord(), ExactMatch(), PredictionLength()):
-        metric.compute(predictions=said, references=true)
+    rouge(said, true, "zh")
     assert time.process_time() - start < 3  # measured: 0.9
