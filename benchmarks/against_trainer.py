@@ -133,7 +133,7 @@ def recipe_of(name: str, options: argparse.Namespace, folder: Path, turn: int) -
 
 def image_folder(options: argparse.Namespace, folder: Path) -> Path:
     """Return a folder with train/CLASS/*.png and test/CLASS/*.png: the real photographs, or generated shapes."""
-    from hftune.data.demo_shapes import shapes
+    from hftune.data.demo import shapes
 
     images = folder / "images"
     if images.exists():

@@ -32,7 +32,7 @@ from sentence_transformers.sentence_transformer.losses import (
 
 from hftune.build import build_model, load_datasets, plan_batches
 from hftune.config.recipe import EvalConfig, Recipe, TrainConfig
-from hftune.data.demo_questions import questions
+from hftune.data.demo import questions
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import Embeddings
 
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 def recipe_of(options: argparse.Namespace, micro_batch_size: int) -> Recipe:
     """Build the recipe; without dropout, so that all contenders have the same loss."""
     config = bert_config(options.layers, options.width, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    task = Embeddings(model_config=config, dataset="hftune.data.demo_questions:questions", vocab_size=1000, max_length=64)
+    task = Embeddings(model_config=config, dataset="hftune.data.demo:questions", vocab_size=1000, max_length=64)
     sizes = {"batch_size": options.batch_size, "micro_batch_size": micro_batch_size, "packing": "off"}
     return Recipe(task=task, train=TrainConfig(**sizes), eval=EvalConfig(metric="recall_at_1"), recipe="benchmark")
 
@@ -101,7 +101,7 @@ def ours(options: argparse.Namespace, micro_batch_size: int, export: Path | None
 def theirs(options: argparse.Namespace, folder: str, kind: Any, **settings: Any) -> Step:
     """Return the step of a loss of sentence-transformers, on the samples of hftune's first step."""
     model = SentenceTransformer(folder, device="cpu").train()
-    recipe, rows, loss_of = recipe_of(options, options.batch_size), [*questions("train")], kind(model, **settings)
+    recipe, rows, loss_of = recipe_of(options, options.batch_size), questions("train"), kind(model, **settings)
     (micro_batch,) = plan_batches(recipe, load_datasets(recipe)["train"]).epoch(0)[0]
     pairs = [rows[sample] for sample in micro_batch.samples]
 

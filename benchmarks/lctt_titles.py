@@ -119,7 +119,7 @@ def generated() -> dict[str, list[Row]]:
     """Return a few generated articles instead of the real ones."""
     from hftune.data.demo import articles
 
-    rows = [*articles("train", 60)]
+    rows = articles("train")[:60]
     return {"train": rows[:48], "dev": rows[48:54], "test": rows[54:]}
 
 

@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
 
 def paint(folder: Path) -> Path:
     """Write a few generated pictures where the photographs would be, and return the folder."""
-    from hftune.data.demo_pictures import pictures
+    from hftune.data.demo import pictures
 
     for part, name, count in (("train", "train", 12), ("eval", "test", 4)):
         (folder / name).mkdir(parents=True)

@@ -64,11 +64,11 @@ def parse() -> argparse.Namespace:
 
 def write_paragraphs(folder: Path) -> Path:
     """Write a few generated paragraphs where WikiText-2 would be, and return the folder."""
-    from hftune.data.demo_text import paragraphs
+    from hftune.data.demo import paragraphs
 
     folder.mkdir()
     for part, count in (("train", 40), ("eval", 10), ("test", 10)):
-        lines = [row["text"] for row in paragraphs(part, count)]
+        lines = [row["text"] for row in paragraphs(part)[: 3 * count]]
         (folder / f"{FILES[part]}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 

@@ -19,9 +19,9 @@ def digest(value):
 
 task = SequenceClassification(model=None, dataset="hftune.data.demo:reviews", max_train_samples=500, vocab_size=400)
 print(json.dumps({
-    "reviews": digest([list(reviews(part, 300)) for part in ("train", "eval")]),
-    "articles": digest([list(articles(part, 60)) for part in ("train", "eval")]),
-    "vocabulary of words": digest(train_vocabulary([row["title"] for row in articles("train", count=500)], 500)),
+    "reviews": digest([reviews(part)[:300] for part in ("train", "eval")]),
+    "articles": digest([articles(part)[:60] for part in ("train", "eval")]),
+    "vocabulary of words": digest(train_vocabulary([row["title"] for row in articles("train")[:500]], 500)),
     "tokenizer": digest(sorted(task.text_tokenizer.get_vocab().items())),
     "order of a set": digest(list({f"word {number}" for number in range(100)})),
 }))

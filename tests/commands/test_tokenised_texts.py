@@ -14,7 +14,7 @@ from hftune.data.jieba_tokenizer import JiebaTokenizer
 from hftune.data.vocabulary import train_vocabulary
 from tests.support.runs import environment
 
-TITLES = [row["title"] for row in articles("train", count=200)]
+TITLES = [row["title"] for row in articles("train")[:200]]
 PREPARE = """
 import json, multiprocessing, sys
 import numpy as np

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import cli
-from hftune.data.demo import reviews
-from hftune.data.demo_text import paragraphs
+from hftune.data.demo import paragraphs, reviews
 from hftune.replay.audit import audit
 from tests.support.runs import SMALL, train_on
 
@@ -24,7 +23,7 @@ def write(path, rows):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    rows = list(reviews("train", 100))
+    rows = reviews("train")[:100]
     whole, many, few = (
         write(folder / f"{name}.jsonl", own) for name, own in {"all": rows, "many": rows[:75], "few": rows[75:]}.items()
     )
@@ -36,7 +35,7 @@ def runs(tmp_path_factory):
         "never": (*OWN, f"task.data_files.train={whole}", "eval.every=never", "train.micro_batch_size=4", "train.epochs=1"),
     }
     for name, count in {"long": 300, "short": 100}.items():
-        (folder / f"{name}.txt").write_text("".join(f"{row['text']}\n" for row in paragraphs("train", count)))
+        (folder / f"{name}.txt").write_text("".join(f"{row['text']}\n" for row in paragraphs("train")[: 3 * count]))
     parts = f"[{{data_files: {folder / 'long.txt'}, weight: 0.5}}, {{data_files: {folder / 'short.txt'}, weight: 2}}]"
     jobs["blocks"] = (
         *("recipe=language_modeling_demo", "task.dataset=null", f"task.datasets={parts}", "task.eval_share=0.1"),

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def write_rows(path, rows):
 def folder(tmp_path_factory):
     """A good run, and one that was spoilt by one of eight keys."""
     folder = tmp_path_factory.mktemp("bisect")
-    write_rows(folder / "rows.jsonl", islice(reviews("train"), NUM_ROWS))
+    write_rows(folder / "rows.jsonl", reviews("train")[:NUM_ROWS])
     data = ("task.dataset=json", f"task.data_files={{train: {folder}/rows.jsonl}}")
     for name, words in {"good": (), "bad": BAD}.items():
         train(Recipe.load("yelp_demo", *GOOD, *data, *words, f"output_dir={folder / name}"))

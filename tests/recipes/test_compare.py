@@ -31,7 +31,7 @@ def write(path, rows):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    rows = list(reviews("train", 130))
+    rows = reviews("train")[:130]
     clean = write(folder / "rows.jsonl", rows[:100])
     flipped = write(
         folder / "flipped.jsonl",

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hftune.data.demo_pictures import pictures
+from hftune.data.demo import pictures
 from tests.support.hub import Hub
 from tests.support.hub_contents import bert, fill, yelp
 from tests.support.runs import Group, Run, start_worker, train_on

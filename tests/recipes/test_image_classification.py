@@ -8,7 +8,7 @@ from transformers import AutoImageProcessor
 
 from hftune import Recipe, train
 from hftune.build import load_datasets, plan_batches
-from hftune.data.demo_shapes import shapes
+from hftune.data.demo import shapes
 from hftune.replay.audit import audit
 from tests.support.runs import Run, train_on
 from tests.support.trainer import losses_of_trainer
@@ -31,7 +31,7 @@ def tiny_vit(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "tiny_vit.yaml"
     path.write_text(
         "base: image_classification\n"
-        "task: {model: null, image_size: 32, dataset: 'hftune.data.demo_shapes:shapes'}\n"
+        "task: {model: null, image_size: 32, dataset: 'hftune.data.demo:shapes'}\n"
         "train: {num_workers: 0}\n"
     )
     return str(path)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import hftune
 from hftune import Recipe, cli, train
-from hftune.data.demo_digits import digits
+from hftune.data.demo import digits
 from hftune.replay.audit import audit
 from tests.support.runs import Command, Run, environment, train_on, warm_python
 

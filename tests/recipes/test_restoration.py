@@ -12,7 +12,7 @@ from hftune import Recipe, load_model, train
 from hftune.cli import main
 from hftune.config.sections import TrainConfig
 from hftune.data.damage import draw_mask
-from hftune.data.demo_pictures import pictures
+from hftune.data.demo import pictures
 from hftune.distributed.accelerator import set_float32
 from hftune.errors import ConfigError, DataError, TrainingError
 from tests.support.runs import Command, Run
@@ -43,7 +43,7 @@ def damaged(tmp_path):
     """Two damaged pictures of different sizes with their masks."""
     for name in ("image", "mask"):
         (tmp_path / "in" / name).mkdir(parents=True)
-    for place, row in enumerate(pictures("eval", 2, seed=9)):
+    for place, row in enumerate(pictures("eval", 2)):
         whole_HWC = np.asarray(row["image"])
         mask_HW = draw_mask(*whole_HWC.shape[:2], np.random.RandomState([place]))
         Image.fromarray(np.where(mask_HW[..., None], np.uint8(0), whole_HWC)).save(tmp_path / "in" / "image" / f"{place}.png")

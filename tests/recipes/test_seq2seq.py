@@ -21,7 +21,7 @@ BART = (
     "decoder_attention_heads: 4, encoder_ffn_dim: 48, decoder_ffn_dim: 48, dropout: 0.1, attention_dropout: 0.1, init_std: 0.2}"
 )
 SMALL = (
-    *("task.model=null", "task.dataset=hftune.data.demo_spoken:sentences", "task.vocab_size=400", "task.max_train_samples=80"),
+    *("task.model=null", "task.dataset=hftune.data.demo:spoken", "task.vocab_size=400", "task.max_train_samples=80"),
     *("task.max_eval_samples=13", "task.scores=[rouge, bleu, chrf]", "task.max_source_length=64", "task.max_target_length=24"),
     *("task.generation={num_beams: 2, min_new_tokens: 8}", "train.batch_size=16", "train.micro_batch_tokens=300"),
     *("train.log_every=1", "train.epochs=2", "train.lr=5e-3", "train.warmup_ratio=0", "eval.every=epoch"),

@@ -8,7 +8,7 @@ from transformers import pipeline
 
 from hftune import ConfigError, DataError, Recipe, load_model, train
 from hftune.build import load_datasets
-from hftune.data.demo_entities import sentences
+from hftune.data.demo import entities
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG"]
 TEXT = "maria rossi thanked bank of lima ."
@@ -22,7 +22,7 @@ def write(path, rows):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    return {split: write(folder / f"{split}.jsonl", sentences(split, 200)) for split in ("train", "eval")}
+    return {split: write(folder / f"{split}.jsonl", entities(split)[:200]) for split in ("train", "eval")}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.ngrams import bigram_perplexity, unigram_perplexity
 from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, training
 from hftune.commands.evaluate import evaluate
-from hftune.data.demo_text import paragraphs
+from hftune.data.demo import paragraphs
 from hftune.tasks.language_modeling import LanguageModeling
 from tests.support.runs import Command, Run, train_on
 
@@ -73,7 +72,7 @@ def test_export_is_loaded_by_transformers_and_continues_a_text(demo):
 
 def test_predictions_have_a_row_a_block_whose_losses_are_the_evaluations(demo):
     run, _ = demo
-    rows, text = run.predictions, " ".join(f"{row['text']} <eos>" for row in islice(paragraphs("eval"), 3)).split()
+    rows, text = run.predictions, " ".join(f"{row['text']} <eos>" for row in paragraphs("eval")[:3]).split()
     assert rows[0]["text"].split() == text[:12]
     mean = math.fsum(row["loss"] for row in rows) / sum(row["tokens"] for row in rows)
     assert mean == pytest.approx(run.result["metrics"]["loss"], rel=1e-6)
@@ -144,7 +143,7 @@ def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(t
 def test_models_of_transformers_learn_from_scratch(tmp_path, config):
     path = tmp_path / "mine.yaml"  # a recipe of one's own: the base's fields are another model's
     path.write_text(
-        f"task: {{type: LanguageModeling, tokenizer: words, dataset: 'hftune.data.demo_text:paragraphs', model_config: {config}, "
+        f"task: {{type: LanguageModeling, tokenizer: words, dataset: 'hftune.data.demo:paragraphs', model_config: {config}, "
         "test_split: null, max_train_samples: 69, max_eval_samples: 13}\n"
         "train: {lr: 1e-2, epochs: 4, batch_size: 20, micro_batch_size: 6, log_every: 1}"
     )

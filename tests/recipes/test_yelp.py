@@ -136,7 +136,7 @@ def test_files_and_a_model_folder_of_ones_own(tmp_path):
     made = run(tmp_path / "first").folder / "model"
     shutil.copytree(made, tmp_path / "mine")
     for part in ("train", "eval"):
-        rows = [{"review": row["text"], "stars": row["label"]} for row in reviews(part, 48)]
+        rows = [{"review": row["text"], "stars": row["label"]} for row in reviews(part)[:48]]
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [f"task.data_files.{part}={tmp_path}/{part}.jsonl" for part in ("train", "eval")]
     columns = ["task.text_column=review", "task.label_column=stars", "task.dataset=json", f"task.model={tmp_path}/mine"]

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from hftune.batch_plan import BatchPlan
-from hftune.data.demo_digits import digits as clean_digits
+from hftune.data.demo import digits as clean_digits
 
 TOPICS = {
     "food": "soup bread rice salad cheese pepper kitchen dinner",

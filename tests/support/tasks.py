@@ -20,24 +20,20 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from hftune import DataError, Task
-from hftune.data.demo import articles, reviews
-from hftune.data.demo_digits import digits
-from hftune.data.demo_pictures import pictures
-from hftune.data.demo_questions import questions
+from hftune.data.demo import articles, digits, pictures, questions, reviews
 from hftune.tasks import SequenceClassification
 
 
 @functools.cache
 def few_reviews(part: str) -> list[dict[str, Any]]:
-    """100 and 37 of the demo's reviews, made once a process: making all of them takes longer than a small run."""
-    return list(reviews(part, {"train": 100, "eval": 37}[part]))
+    """100 and 37 of the demo's reviews."""
+    return reviews(part)[: {"train": 100, "eval": 37}[part]]
 
 
 @functools.cache
 def few_articles(part: str) -> list[dict[str, Any]]:
-    """40 and 10 of the demo's articles for training: before each one for evaluation, all 3,000 of these are made."""
-    count, seed = {"train": (40, 0), "eval": (10, 1)}[part]
-    return list(articles("train", count, seed))
+    """40 and 10 of the demo's articles."""
+    return articles(part)[: {"train": 40, "eval": 10}[part]]
 
 
 @functools.cache
@@ -49,7 +45,7 @@ def few_digits(part: str) -> list[dict[str, Any]]:
 @functools.cache
 def few_questions(part: str) -> list[dict[str, Any]]:
     """100 and 37 of the demo's questions and answers; each has another one's answer as a hard negative, and a score."""
-    rows = list(questions(part, {"train": 100, "eval": 37}[part]))
+    rows = questions(part)[: {"train": 100, "eval": 37}[part]]
     rows[5] = {**rows[4], "answer": rows[5]["answer"]}
     return [{**row, "negative": rows[index - 1]["answer"], "score": index % 7} for index, row in enumerate(rows)]
 

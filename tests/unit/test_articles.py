@@ -24,7 +24,7 @@ def test_recipe_has_its_articles_optimization(name, expected):
 
 def test_pipeline_command_of_the_tutorial_waits_no_more_than_the_tutorials_own():
     """The tutorial's 8 chunks on 2 stages idle 1/9 of the time; the recipe once had 2 micro-batches a pipeline, and 33 %."""
-    words = ("task.dataset=hftune.data.demo_text:paragraphs", "task.model_config.hidden_size=32")
+    words = ("task.dataset=hftune.data.demo:paragraphs", "task.model_config.hidden_size=32")
     sizes = ("task.model_config.intermediate_size=32", "task.model_config.num_hidden_layers=2")
     plan = make_plan(Recipe.load("wikitext2", *words, *sizes, "parallel.pipeline_stages=2"), num_processes=4)
     assert plan.pipeline.micro_batches >= 8

@@ -11,10 +11,9 @@ from sacrebleu import corpus_bleu, corpus_chrf
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, MBart50Tokenizer, MBartTokenizer
 
 from hftune import ConfigError, DataError
-from hftune.build import load_datasets
 from hftune.config.recipe import Recipe
 from hftune.data.byte_tokenizer import byte_tokenizer, train_bytes
-from hftune.data.demo_spoken import NUM_SENTENCES, cardinal, ordinal, sentences
+from hftune.data.demo import spoken
 from hftune.tasks import Seq2Seq
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
@@ -35,7 +34,7 @@ MODELS = {
 }
 """Relative positions, learned ones and sinusoids; start tokens, and mBART's last token first; with and without a method to shift."""
 GENERATIONS = {"greedy": {}, "beams": {"num_beams": 3, "length_penalty": 2.0, "no_repeat_ngram_size": 2}}
-ROWS = [{"source": row["source"], "target": row["target"]} for row in sentences("train", 8)]
+ROWS = [{"source": row["source"], "target": row["target"]} for row in spoken("train")[:8]]
 
 
 def few(split):
@@ -334,19 +333,3 @@ def test_translations_are_scored_by_sacrebleu():
 def test_names_of_the_metrics_are_known_in_advance(fields):
     task, _, found = scored(**fields)
     assert found.keys() == task.metric_directions.keys()
-
-
-def test_demo_sentences_are_written_as_they_are_spoken():
-    assert [cardinal(number) for number in (7, 40, 99, 100, 312)] == [
-        *("seven", "forty", "ninety-nine", "one hundred", "three hundred and twelve")
-    ]
-    assert [ordinal(number) for number in (1, 12, 20, 23, 18)] == [
-        "first",
-        "twelfth",
-        "twentieth",
-        "twenty-third",
-        "eighteenth",
-    ]
-    rows = {split: [row["source"] for row in sentences(split)] for split in NUM_SENTENCES}
-    assert not {*rows["train"]} & {*rows["eval"]} and len({*rows["train"]}) == NUM_SENTENCES["train"]
-    assert load_datasets(Recipe.load("seq2seq_demo", "task.max_train_samples=20"))["eval"][3]["index"] == 3

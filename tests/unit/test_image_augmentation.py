@@ -7,7 +7,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from hftune.data.augmentation import augmented
-from hftune.data.demo_shapes import NAMES, shapes
+from hftune.data.demo.drawings import SHAPES, shapes
 from hftune.data.image_augmentation import OPERATIONS, cutmix, erase, jitter, mixup, rand_augment, random_crop, vary
 from hftune.tasks import ImageClassification
 
@@ -86,7 +86,7 @@ def test_all_operations_of_rand_augment_work_at_all_magnitudes():
 
 def drawn(**fields):
     task = ImageClassification(
-        dataset="hftune.data.demo_shapes:shapes",
+        dataset="hftune.data.demo:shapes",
         model_config={"model_type": "vit"},
         image_size=32,
         max_train_samples=40,
@@ -111,7 +111,7 @@ def test_mixup_is_the_average_of_two_images_and_its_loss_that_of_two_losses():
             if torch.allclose(batch["pixel_values"][place], share * plain[place] + (1 - share) * plain[other], atol=1e-5)
         ]
         assert [data["train"][other]["label"] for other in others] == [sample["other_label"]]
-    logits = torch.randn(40, len(NAMES), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(40, len(SHAPES), generator=torch.Generator().manual_seed(0))
     share, first, second = (torch.tensor([sample[name] for sample in samples]) for name in ("share", "label", "other_label"))
     expected = share * cross_entropy(logits, first, reduction="none") + (1 - share) * cross_entropy(
         logits, second, reduction="none"
@@ -146,10 +146,10 @@ def test_what_an_image_is_mixed_with_depends_on_seed_epoch_and_sample_only():
 def test_label_smoothing_is_that_of_torch_for_whole_and_for_mixed_labels():
     task, data = drawn(label_smoothing=0.1)
     batch = task.collate([data["train"][index] for index in range(4)])
-    logits = torch.randn(4, len(NAMES), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(4, len(SHAPES), generator=torch.Generator().manual_seed(0))
     expected = cross_entropy(logits, batch["labels"], label_smoothing=0.1, reduction="sum")
     assert task.loss(logits, batch["labels"]) == expected
-    torch.testing.assert_close(task.loss(logits, torch.nn.functional.one_hot(batch["labels"], len(NAMES)).float()), expected)
+    torch.testing.assert_close(task.loss(logits, torch.nn.functional.one_hot(batch["labels"], len(SHAPES)).float()), expected)
 
 
 def test_evaluation_sees_whole_images_and_whole_labels():

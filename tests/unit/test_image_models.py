@@ -10,7 +10,7 @@ from PIL import ExifTags, Image
 from transformers import AutoImageProcessor, BertConfig, ViTConfig, ViTForImageClassification, pipeline
 
 from hftune import ConfigError, DataError, Recipe
-from hftune.data.demo_shapes import NAMES, shapes
+from hftune.data.demo.drawings import SHAPES, shapes
 from hftune.data.images import Uncropped
 from hftune.models.image_processor import Preparation
 from hftune.tasks import ImageClassification
@@ -28,7 +28,7 @@ PICTURES = [row["image"] for row in shapes("train", 6)]
 
 def fields(**changed):
     few = {"max_train_samples": 60, "max_eval_samples": 10}
-    return {"dataset": "hftune.data.demo_shapes:shapes", "model_config": {"model_type": "vit", **TINY}, **few, **changed}
+    return {"dataset": "hftune.data.demo:shapes", "model_config": {"model_type": "vit", **TINY}, **few, **changed}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_batches_are_those_of_the_image_processor_and_the_head_is_new(pretrained
     rows = task._sources["eval"].rows
     expected = AutoImageProcessor.from_pretrained(pretrained, backend="pil")([images[row] for row in rows], return_tensors="pt")
     torch.testing.assert_close(batch["pixel_values"], expected["pixel_values"], atol=1e-5, rtol=0)
-    assert model.classifier.out_features == len(NAMES) and list(model.config.id2label.values()) == list(NAMES)
+    assert model.classifier.out_features == len(SHAPES) and list(model.config.id2label.values()) == list(SHAPES)
     assert task.notices(data, model)[2:5] == [
         "Training on 60 of 1,000 images: task.max_train_samples=60; null takes all.",
         "Evaluating on 10 of 200 images: task.max_eval_samples=10; null takes all.",

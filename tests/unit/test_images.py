@@ -17,7 +17,7 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.commands.evaluate_output import with_evaluation
 from hftune.config import EvalConfig
 from hftune.data.augmentation import Augmented, augmented
-from hftune.data.demo_digits import NUM_DIGITS, digits
+from hftune.data.demo import digits
 from hftune.data.images import move
 from hftune.models.convnet import ConvNet
 from hftune.tasks import ImageClassification
@@ -219,14 +219,6 @@ def test_idx_images_of_another_size_are_scaled_where_asked(tmp_path):
     task = of_idx(write_idx(tmp_path, images=np.repeat(np.repeat(IMAGES, 2, axis=1), 2, axis=2)), resize=True)
     found = np.stack([sample["image"][..., 0] for sample in task.datasets()["train"]]).astype(float)
     assert found.shape == (12, 28, 28) and np.abs(found - IMAGES).mean() < 40  # noise, blurred by scaling
-
-
-def test_demo_digits_are_the_same_each_time_and_not_the_same_in_both_parts():
-    first, again = (list(digits("train", 40)) for _ in range(2))
-    assert [np.asarray(row["image"]).tolist() for row in first] == [np.asarray(row["image"]).tolist() for row in again]
-    assert {row["label"] for row in first} == set(range(10)) and set(NUM_DIGITS) == {"train", "eval"}
-    others = {np.asarray(row["image"]).tobytes() for row in digits("eval", 40)}
-    assert not {np.asarray(row["image"]).tobytes() for row in first} & others
 
 
 def test_demo_function_and_its_cached_pixels_give_the_digits_as_drawn():

@@ -15,7 +15,6 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.config.recipe import flat
 from hftune.config.shipped_files import recipe_path
 from hftune.data.blocks import Blocks
-from hftune.data.demo_text import NUM_PARAGRAPHS, TOPICS, paragraphs
 from hftune.data.word_tokenizer import train_words, word_tokenizer
 from hftune.tasks.language_modeling import LanguageModeling
 
@@ -316,28 +315,6 @@ def test_counted_pairs_are_probabilities_and_a_pair_tells_more_than_a_word():
         assert total == pytest.approx(1)
     assert sum(1 / unigram_perplexity(train, np.array([0, after]), 6) for after in range(6)) == pytest.approx(1)
     assert bigram_perplexity(train, train, 6) < 4 < unigram_perplexity(train, train, 6)
-
-
-def test_generated_parts_share_no_paragraph_and_are_always_the_same():
-    rows = {part: [row["text"] for row in paragraphs(part)] for part in NUM_PARAGRAPHS}
-    texts = {part: texts[2::3] for part, texts in rows.items()}
-    assert {part: len({*texts[part]}) for part in texts} == NUM_PARAGRAPHS
-    assert len({text for part in texts.values() for text in part}) == sum(NUM_PARAGRAPHS.values())
-    assert rows["test"] == [row["text"] for row in paragraphs("test")] and rows["eval"][:30] == [
-        row["text"] for row in paragraphs("eval", 10)
-    ]
-    headings = {f"= {topic} =" for topic in TOPICS}
-    assert all({*texts[::3]} == headings and {*texts[1::3]} == {""} for texts in rows.values())
-
-
-def test_a_verb_agrees_with_its_subject_and_not_with_the_noun_before_it():
-    """Which is always in the singular, so that a pair of words does not tell the number."""
-    verbs = {verb for _, verbs, _, _ in TOPICS.values() for verb in verbs}
-    pattern = r"the \S+ (\w+?)(s?) (?:near|behind|beside) the \w+ of the (\w+) (\w+)"
-    found = [match for row in paragraphs("eval") for match in re.findall(pattern, row["text"])]
-    assert len(found) > 300 and {bool(plural) for _, plural, _, _ in found} == {True, False}
-    for _, plural, place, verb in found:
-        assert (verb in verbs) == bool(plural) and place in {place for *_, places in TOPICS.values() for place in places}
 
 
 def test_the_article_recipe_sets_every_key_of_the_one_that_it_builds_on():

@@ -8,7 +8,6 @@ from PIL import ExifTags, Image, ImageOps
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
 from hftune.data.damage import draw_mask
-from hftune.data.demo_pictures import pictures as demo_pictures
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.restoration import measure, psnr, summarise
 from hftune.models.unet import AnySize, UNet, from_around
@@ -260,7 +259,7 @@ def test_image_mask_and_target_get_the_same_crop_and_flip(folder):
 
 
 def test_masks_for_the_evaluation_are_always_the_same_and_for_training_always_others():
-    recipe = ImageRestoration(dataset="hftune.data.demo_pictures:pictures", crop=None, flip=False, max_eval_samples=4)
+    recipe = ImageRestoration(dataset="hftune.data.demo:pictures", crop=None, flip=False, max_eval_samples=4)
     pictures = recipe.datasets()["eval"]
     again = recipe.datasets()["eval"]
     assert all((pictures[place]["mask"] == again[place]["mask"]).all() for place in range(4))
@@ -271,14 +270,6 @@ def test_masks_for_the_evaluation_are_always_the_same_and_for_training_always_ot
 def test_drawn_masks_are_never_empty_and_never_everything():
     shares = [draw_mask(*size, np.random.RandomState([seed])).mean() for seed in range(100) for size in ((16, 16), (48, 200))]
     assert min(shares) > 0 and max(shares) < 0.8
-
-
-def test_demo_pictures_are_pinned():
-    drawn = [row["image"] for row in demo_pictures("eval", 6)]
-    assert len({picture.size for picture in drawn}) > 1
-    again = [row["image"] for row in demo_pictures("eval", 6)]
-    assert all(one.tobytes() == other.tobytes() for one, other in zip(drawn, again, strict=True))
-    assert drawn[0].tobytes() != next(demo_pictures("train", 1))["image"].tobytes()
 
 
 def test_images_of_several_sizes_are_restored_as_if_each_were_alone():

@@ -1,0 +1,165 @@
+"""Images for the demo recipes, drawn by code, the same on every machine: digits, shapes and landscapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
+
+Stroke = list[tuple[float, float]]
+Row = dict[str, Any]
+Rng = np.random.RandomState
+
+
+def digits(split: str, count: int | None = None) -> Iterator[Row]:
+    """Yield digits that look handwritten: "image", grey, 28 x 28 pixels, white on black, and "label", the digit.
+
+    Size, position, slant, rotation, thickness, every point of a stroke, and noise are random.
+
+    Args:
+        split: "train" (4,000 rows) or "eval" (1,000); each has its own random stream.
+        count: number of rows; None for all.
+    """
+    rng = _rng(split)
+    for _ in range(count or {"train": 4000, "eval": 1000}[split]):
+        label = int(rng.randint(10))
+        yield {"image": _digit(label, rng), "label": label}
+
+
+def shapes(split: str, count: int | None = None) -> Iterator[Row]:
+    """Yield shapes in one of six kinds: "image", RGB, with sides of 40 to 64 pixels, and "label", the name of the kind.
+
+    Size, position, rotation, colours and noise are random. Arguments as for ``digits``; 1,000 and 200 rows.
+    """
+    rng = _rng(split)
+    for _ in range(count or {"train": 1000, "eval": 200}[split]):
+        name = SHAPES[rng.randint(len(SHAPES))]
+        yield {"image": _shape(name, rng), "label": name}
+
+
+def pictures(split: str, count: int | None = None) -> Iterator[Row]:
+    """Yield pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels.
+
+    Arguments as for ``digits``; 120 and 24 rows.
+    """
+    rng = _rng(split)
+    for _ in range(count or {"train": 120, "eval": 24}[split]):
+        width, height = (4 * rng.randint(10, 15, size=2)).tolist()
+        yield {"image": _landscape(width, height, rng)}
+
+
+def _rng(split: str) -> Rng:
+    return Rng([0, ["train", "eval"].index(split)])
+
+
+def _arc(x: float, y: float, right: float, down: float, start: float, stop: float) -> Stroke:
+    """Return points on an ellipse about (x, y), from angle ``start`` to ``stop``: 0 is right, 90 down, in degrees."""
+    angles = [math.radians(start + (stop - start) * step / 16) for step in range(17)]
+    return [(x + right * math.cos(angle), y + down * math.sin(angle)) for angle in angles]
+
+
+# Ways to write the digits, as strokes in a unit square, (0, 0) at the top left.
+WAYS: list[tuple[int, list[Stroke]]] = [
+    (0, [_arc(0.5, 0.5, 0.3, 0.48, -90, 270)]),
+    (0, [_arc(0.5, 0.5, 0.38, 0.45, -70, 290)]),
+    (1, [[(0.5, 0.0), (0.5, 1.0)]]),
+    (1, [[(0.25, 0.25), (0.55, 0.0), (0.55, 1.0)]]),
+    (1, [[(0.3, 0.2), (0.5, 0.0), (0.5, 1.0)], [(0.25, 1.0), (0.75, 1.0)]]),
+    (2, [[*_arc(0.48, 0.28, 0.32, 0.28, -170, 40), (0.15, 1.0), (0.85, 1.0)]]),
+    (2, [[*_arc(0.5, 0.3, 0.3, 0.3, -150, 60), *_arc(0.3, 0.85, 0.15, 0.13, 40, -300), (0.9, 0.95)]]),
+    (3, [[*_arc(0.45, 0.25, 0.3, 0.25, -150, 90), *_arc(0.45, 0.75, 0.35, 0.25, -90, 150)]]),
+    (3, [[(0.2, 0.0), (0.75, 0.0), (0.45, 0.4), *_arc(0.45, 0.7, 0.33, 0.3, -80, 150)]]),
+    (4, [[(0.3, 0.0), (0.15, 0.55), (0.85, 0.55)], [(0.7, 0.1), (0.65, 1.0)]]),
+    (4, [[(0.65, 1.0), (0.65, 0.0), (0.1, 0.65), (0.9, 0.65)]]),
+    (5, [[(0.25, 0.05), (0.22, 0.45), *_arc(0.45, 0.7, 0.35, 0.3, -110, 150)], [(0.25, 0.05), (0.8, 0.0)]]),
+    (6, [[(0.65, 0.0), (0.3, 0.4), *_arc(0.5, 0.72, 0.28, 0.28, -170, 190)]]),
+    (6, [[*_arc(0.75, 0.6, 0.5, 0.6, -100, -180), *_arc(0.52, 0.75, 0.27, 0.25, -180, 180)]]),
+    (7, [[(0.15, 0.0), (0.85, 0.0), (0.4, 1.0)]]),
+    (7, [[(0.15, 0.1), (0.85, 0.0), (0.45, 1.0)], [(0.3, 0.5), (0.8, 0.5)]]),
+    (8, [_arc(0.5, 0.25, 0.25, 0.25, 90, 450), _arc(0.5, 0.75, 0.32, 0.25, -90, 270)]),
+    (9, [[*_arc(0.48, 0.28, 0.28, 0.28, 0, -360), (0.7, 1.0)]]),
+    (9, [[*_arc(0.5, 0.28, 0.26, 0.26, -20, -380), *_arc(0.25, 0.45, 0.5, 0.55, 0, 90)]]),
+]
+
+
+def _digit(digit: int, rng: Rng) -> Image.Image:
+    size, scale = 28, 4  # drawn larger and then averaged, for smooth edges
+    ways = [strokes for number, strokes in WAYS if number == digit]
+    strokes = ways[rng.randint(len(ways))]
+    canvas = Image.new("L", (size * scale, size * scale))
+    pen, thickness = ImageDraw.Draw(canvas), int(rng.randint(6, 15))
+    width, height, angle, slant = rng.uniform([9, 13, -0.25, -0.3], [16, 20, 0.25, 0.3])
+    cos, sin = math.cos(angle), math.sin(angle)
+    turn = np.array([[cos, -sin], [sin, cos]]) @ np.array([[width, slant * height], [0, height]])
+    middle = size / 2 + rng.uniform(-2, 2, size=2)
+    for stroke in strokes:
+        points = np.array(stroke) - 0.5 + rng.normal(0, 0.015, size=(len(stroke), 2)) + rng.normal(0, 0.02, size=2)
+        path = [tuple(point) for point in (points @ turn.T + middle) * scale]
+        pen.line(path, fill=255, width=thickness, joint="curve")
+        for x, y in (path[0], path[-1]):  # round ends
+            pen.ellipse((x - thickness / 2, y - thickness / 2, x + thickness / 2, y + thickness / 2), fill=255)
+    ink = np.asarray(canvas.reduce(scale), dtype=np.float32) * rng.uniform(0.6, 1.0)
+    noisy = ink + rng.normal(0, 1, size=ink.shape) * rng.uniform(0, 25)
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def _shape(name: str, rng: Rng) -> Image.Image:
+    scale = 2  # drawn larger and then averaged, for smooth edges
+    width, height = (int(value) for value in rng.randint(40, 65, size=2))
+    ground, colour = rng.randint(0, 90, size=3), rng.randint(130, 256, size=3)
+    canvas = Image.new("RGB", (width * scale, height * scale), tuple(ground.tolist()))
+    radius = rng.uniform(0.28, 0.42) * min(canvas.size)
+    x, y = (rng.uniform(radius, side - radius) for side in canvas.size)
+    turn, pen, ink = rng.uniform(0, 2 * math.pi), ImageDraw.Draw(canvas), tuple(colour.tolist())
+    if name in ("circle", "ring"):
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=ink)
+        if name == "ring":
+            inner = 0.55 * radius
+            pen.ellipse((x - inner, y - inner, x + inner, y + inner), fill=tuple(ground.tolist()))
+    else:
+        pen.polygon([(x + radius * a, y + radius * b) for a, b in _corners(name, turn)], fill=ink)
+    pixels = np.asarray(canvas.reduce(scale), dtype=np.float32)
+    noisy = pixels + rng.normal(0, 1, size=pixels.shape) * rng.uniform(0, 12)
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def _corners(name: str, turn: float) -> list[tuple[float, float]]:
+    """Return the corners of a polygon on and within the unit circle."""
+    if name == "cross":  # twelve corners, the inner four nearer to the middle
+        angle, inner = 0.32, 0.32 * math.sqrt(2)
+        polar = [
+            corner
+            for arm in range(4)
+            for corner in (
+                (arm * math.pi / 2 - angle, 1.0),
+                (arm * math.pi / 2 + angle, 1.0),
+                (arm * math.pi / 2 + math.pi / 4, inner),
+            )
+        ]
+    else:
+        points = {"square": 4, "triangle": 3, "star": 10}[name]
+        polar = [(2 * math.pi * point / points, 0.42 if name == "star" and point % 2 else 1.0) for point in range(points)]
+    return [(radius * math.cos(turn + angle), radius * math.sin(turn + angle)) for angle, radius in polar]
+
+
+def _landscape(width: int, height: int, rng: Rng) -> Image.Image:
+    top, bottom = rng.uniform([60, 90, 130], [200, 220, 256]), rng.uniform([150, 120, 80], [256, 220, 200])
+    share_H11 = np.linspace(0, 1, height)[:, None, None]
+    sky = np.broadcast_to(top * (1 - share_H11) + bottom * share_H11, (height, width, 3))
+    image = Image.fromarray(sky.astype(np.uint8))
+    pen = ImageDraw.Draw(image)
+    x, y, radius = rng.uniform(0, width), rng.uniform(0, height / 2), rng.uniform(3, 9)
+    pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 240, int(rng.randint(120, 220))))
+    across = np.arange(width + 1)
+    for depth in range(rng.randint(1, 4)):  # hills, one in front of the other
+        base = height * (0.5 + 0.15 * depth)
+        waves = [rng.uniform(1, 5) * np.sin(across / rng.uniform(5, 14) + rng.uniform(0, 6)) for _ in range(2)]
+        line = base + (waves[0] + waves[1])
+        colour = tuple(int(value) for value in rng.uniform([20, 70, 20], [110, 170, 90]) * (1 - 0.15 * depth))
+        pen.polygon([*zip(across.tolist(), line.tolist(), strict=True), (width, height), (0, height)], fill=colour)
+    return image
