@@ -72,11 +72,7 @@ Not for unit tests, few of which need them. Not where another interpreter has do
 the Hub, and its runs need none of them.
 """
 
-DEMOS = (
-    *("demo:articles", "demo:reviews", "demo_chats:chats", "demo_shapes:shapes", "demo_spoken:sentences"),
-    *("demo_text:paragraphs", "demo_tickets:tickets", "demo_tickets:replies", "demo_entities:sentences"),
-    *("demo_digits:digits", "demo_pictures:pictures"),
-)
+DEMOS = ("articles", "digits", "pictures", "reviews", "shapes")
 """Made before there are processes; what is missing here each process makes once."""
 
 COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
@@ -89,6 +85,7 @@ def main() -> None:
     one did.
     """
     tempfile.tempdir = os.environ["HF_DATASETS_CACHE"]  # for wandb's folder, which tests/conftest.py removes with this one
+    Path(tempfile.tempdir).mkdir(parents=True, exist_ok=True)
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # as hftune does before it imports wandb
     for name in IMPORTED:
         importlib.import_module(name)
@@ -107,7 +104,7 @@ def main() -> None:
     hasten()
     if "TESTS_DEMOS" in os.environ and "TESTS_WARM_PYTHON" not in os.environ:  # all processes of xdist are forks of this one
         for name, part in product(DEMOS, ("train", "eval")):
-            data_rows._from_function(f"hftune.data.{name}", part)
+            data_rows._from_function(f"hftune.data.demo:{name}", part)
     gc.freeze()  # a collection in a child would copy what all share
     print(start_server(Path(sys.argv[1])) if sys.argv[1:] else sys.executable, flush=True)
     for line in sys.stdin:
